@@ -29,6 +29,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from tests.empty_lakehouse import make_empty_lakehouse
 from tests.launches import Launch, wait_until
 
 __all__ = ["Launch", "wait_until"]  # test modules import them from here
@@ -60,6 +61,8 @@ class Arena:
     launches: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.config == LakehouseConfig() and not (self.home / "catalog.db").exists():
+            make_empty_lakehouse(self.home)
         self.lakehouse = connect(self.config.at_home(self.home))
         self.lakehouse.create_namespace("src")
         (self.home / "journal").mkdir(exist_ok=True)
@@ -209,8 +212,6 @@ def source_rows(start: int, count: int) -> pa.Table:
     )
 
 
-_SHARED = ("campaign", "lake", "workshop", "datasets")
-"""Session fixtures that train for a while. One process makes each, once."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     "source": SourceSpec,
     "order": OrderSpec,
@@ -219,13 +220,20 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule the tests of a group in one process, with `--dist loadgroup`."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.scheduling import GroupScheduling  # which needs xdist
+
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests of a module, and of each lakehouse that many modules read, for one process of `--dist loadgroup`."""
+    """Check the marks of every test."""
     for item in items:
         _check_soak_marks(item)
-        shared = [name for name in _SHARED if name in getattr(item, "fixturenames", ())]
-        item.add_marker(pytest.mark.xdist_group((shared or [item.nodeid.partition("::")[0]])[0]))
 
 
 def _check_soak_marks(item: pytest.Item) -> None:

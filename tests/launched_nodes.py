@@ -78,12 +78,12 @@ def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
         "nproc_per_node": 1,
         "rendezvous": f"127.0.0.1:{own_port()}",
         "gather_timeout_s": 60,
-        "last_call_s": 2,
+        "last_call_s": 1,
         "node_timeout_s": 6,
         "verify_together_mb": 0,
         "noise": 0,
         "passes": 1,
-        "pause_s": 0.25,
+        "pause_s": 0.15,
     }
     return campaign.spec(run, **{**settings, **changes})
 

@@ -31,8 +31,8 @@ def fsync_directory(directory: str | Path) -> None:
 
 
 def make_folder_durably(folder: Path) -> None:
-    """Make a folder and all missing folders above it, and make their names durable."""
-    missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
+    """Make a folder and all missing folders above it, and make their names durable. Below a file none can be made."""
+    missing = [each for each in (folder, *folder.parents) if not (each.is_dir() if each == folder else each.exists())]
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
         fsync_directory(each.parent)

@@ -76,7 +76,9 @@ def test_older_checkpoint_is_rehearsed(home: Path) -> None:
         assert step["replayed"] == pytest.approx(step["recorded"], rel=1e-5)
 
 
-@pytest.mark.parametrize("run", ["mixed", "packed", "transformed", "followed"])
+@pytest.mark.parametrize(
+    "run", ["mixed", "packed", *(pytest.param(run, marks=pytest.mark.soak) for run in ("transformed", "followed"))]
+)
 def test_older_run_resumes_exactly(home: Path, run: str) -> None:
     """Each run resumes after its last checkpoint, reaches its end, and is exact. `followed` has new rows to read."""
     shop = Workshop(home)

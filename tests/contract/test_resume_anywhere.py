@@ -80,9 +80,7 @@ READINGS: dict[str, Callable[[Path], Reading]] = {
 
 QUICK = (
     "texts",
-    "packed with filter and deletes",
     "transformed and packed",
-    "packed mixture",
     "following",
     "everything",
 )

@@ -32,6 +32,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow,
 from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from tests.conftest import wait_until
+from tests.forked import Forked
 from tests.postgres_server import needs_postgres, postgres
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Process:
     def __init__(self, role: str, *, catalog: str = "", **request: Any) -> None:
         command = [sys.executable, str(PROGRAM), role, json.dumps(request)]
         root = str(PROGRAM.parents[2])
-        self.process = subprocess.Popen(
+        self.process = Forked(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -249,7 +250,7 @@ def test_catalog_outage_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.Mo
 def test_rank_dies_during_catalog_outage(campaign: Arena, instead: str) -> None:
     """Ranks that start without the catalog's file, as on a lost mount, wait for the file, and make no new one."""
     run = f"away-{instead.replace(' ', '-')}"
-    launch = campaign.launch(campaign.spec(run, passes=1, every_steps=5, pause_s=0.1))
+    launch = campaign.launch(campaign.spec(run, passes=1, batch_size=64, every_steps=5, pause_s=0.1))
     launch.wait_for("checkpoint", 2)
     file = campaign.home / "catalog.db"
     with closing(sqlite3.connect(file, isolation_level=None, timeout=60)) as between_commits:
@@ -259,7 +260,7 @@ def test_rank_dies_during_catalog_outage(campaign: Arena, instead: str) -> None:
             file.mkdir()
         between_commits.execute("ROLLBACK")
     os.kill(launch.of("attempt")[0]["pids"][1], signal.SIGKILL)
-    time.sleep(6.0)
+    time.sleep(4.0)
     if instead == "a folder":
         file.rmdir()
     aside.replace(file)

@@ -15,7 +15,7 @@ from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.object_store import Network, ObjectStore
 
-HANG_S = 25.0
+HANG_S = 15.0
 """Starting a rank may take longer on a busy node, and is no hang. A step or a commit may not."""
 
 

@@ -21,6 +21,8 @@ CELLS = [
     for phase in PHASES
     if phase != "copy" or mode == "asynchronous"
 ]
+QUICK = [phase for phase in PHASES if phase not in ("sync", "vote")]
+"""Phases of `make test`. The other two leave what `write` leaves: some files, and no manifest."""
 EVERY = 5
 """Steps between two checkpoints."""
 
@@ -71,8 +73,8 @@ def check_repetition(campaign: Arena, run: str, deaths: dict[str, int]) -> None:
 
 
 def test_each_phase_survives_kill(campaign: Arena) -> None:
-    """Seven attempts of one run die, each in another phase of a checkpoint. No incomplete checkpoint is ever restored."""
-    check_cell(campaign, "zero1", "asynchronous", *PHASES)
+    """Attempts of one run die, each in another phase of a checkpoint. No incomplete checkpoint is ever restored."""
+    check_cell(campaign, "zero1", "asynchronous", *QUICK)
 
 
 @pytest.mark.soak

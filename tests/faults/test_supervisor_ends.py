@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
 
 
+STEPS = 40
+"""Of a run whose launches are stopped: enough for several checkpoints."""
+
+
 def wait_until_gone(processes: list[psutil.Process]) -> None:
     """Wait until all processes have ended. The guarantee is 30 seconds."""
     _, alive = psutil.wait_procs(processes, timeout=30)
@@ -24,13 +28,14 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
 
 def finish_and_compare(campaign: Arena, run: str) -> Launch:
     """Launch the run again. Check that it resumes, finishes, and equals the undisturbed run."""
-    again = campaign.launch(campaign.spec(run))
+    again = campaign.launch(campaign.spec(run, steps=STEPS))
     assert again.wait() == 0, again.stderr
     shares = [event["bytes"] / event["of"] for event in again.of("verifying")]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
-    assert campaign.journal(run) == campaign.journal("reference")
-    assert campaign.losses(run) == campaign.losses("reference")
+    reference = campaign.journal("reference")
+    assert campaign.journal(run) == {step: reference[step] for step in range(1, STEPS + 1)}
+    assert campaign.losses(run) == campaign.losses("reference")[:STEPS]
     return again
 
 
@@ -38,7 +43,7 @@ def finish_and_compare(campaign: Arena, run: str) -> Launch:
 def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
     """No rank remains after SIGKILL of the supervisor, and the next launch resumes from the last checkpoint."""
     run = "supervisor-killed"
-    launch = campaign.launch(campaign.spec(run, pause_s=0.05))
+    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05))
     launch.wait_for("checkpoint", 2)
     ranks = launch.ranks()
     assert len(ranks) == 2
@@ -59,7 +64,7 @@ def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
 def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals) -> None:
     """After a signal that ends a launch the run saves a checkpoint. The next launch resumes there and repeats nothing."""
     run = f"stopped-by-{number.name}"
-    launch = campaign.launch(campaign.spec(run, pause_s=0.05))
+    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05))
     launch.wait_for("checkpoint")
     os.kill(launch.process.pid, number)
     assert launch.wait() == 0, launch.stderr

@@ -39,7 +39,7 @@ def start_agent(campaign: Arena) -> Iterator[StartAgent]:
         command = [
             *(str(TORCHRUN), "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"),
             *("--rdzv-backend=dlac", f"--rdzv-endpoint={spec.launch.rendezvous}", f"--rdzv-id={spec.run}"),
-            *("--rdzv-conf=last_call_timeout=2,node_timeout=4,timeout=60", str(PROGRAMS / "train_tiny.py")),
+            *("--rdzv-conf=last_call_timeout=1,node_timeout=3,timeout=60", str(PROGRAMS / "train_tiny.py")),
         ]
         with (campaign.home / f"{spec.run}-agent-{len(agents)}.log").open("wb") as log:
             agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))

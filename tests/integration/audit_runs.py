@@ -19,6 +19,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, SLICES
@@ -49,24 +50,37 @@ class Forgery:
 
     def forge(self, change: Change, *, of: str = "faulty", slices: Change | None = None) -> str:
         """A run whose ledger rows are those of a run after `change`; `slices` changes its first cut. Returns its name."""
-        name = f"forged{next(self.names)}"
+        return self.forge_each([(of, change, slices)])[0]
+
+    def forge_each(self, forgeries: Sequence[tuple[str, Change, Change | None]]) -> list[str]:
+        """Forge a run for each (run, change, change of its first cut), in one append to each table. Returns their names."""
+        names, ledger, cuts = [], [], []
+        for of, change, slices in forgeries:
+            names.append(f"forged{next(self.names)}")
+            rows, cut = self._forged(names[-1], of, change, slices)
+            ledger += rows
+            cuts += cut
+        if cuts:
+            self.append_rows("slices", cuts)
+        self.append_rows("consumption", ledger)
+        return names
+
+    def _forged(self, name: str, of: str, change: Change, slices: Change | None) -> tuple[list[Columns], list[Columns]]:
+        """Return the ledger rows of a forged run, and those of its own cut."""
 
         def renamed(value: str | None) -> str | None:
             return None if value is None else f"{name}:{value}"
 
         consumption = self.lakehouse.own("consumption").scan(row_filter=EqualTo("run", of))  # type: ignore[call-arg,arg-type]  # as below
         rows = consumption.to_arrow().sort_by("seq").to_pylist()
+        cut: list[Columns] = []
         if slices is not None:
             cut_id = rows_named(rows, "advance")[0]["cut_id"]
             cut = self.lakehouse.own("slices").scan(row_filter=EqualTo("cut_id", cut_id)).to_arrow().to_pylist()  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
-            self.append_rows("slices", [{**row, "cut_id": renamed(cut_id)} for row in slices(cut)])
+            cut = [{**row, "cut_id": renamed(cut_id)} for row in slices(cut)]
             rows = [{**row, "cut_id": renamed(cut_id) if row["cut_id"] == cut_id else row["cut_id"]} for row in rows]
         ids = ("checkpoint_id", "parent", "head_after")
-        self.append_rows(
-            "consumption",
-            [{**row, "run": name, **{key: renamed(row[key]) for key in ids}} for row in change(rows)],
-        )
-        return name
+        return [{**row, "run": name, **{key: renamed(row[key]) for key in ids}} for row in change(rows)], cut
 
     def append_rows(self, table: str, rows: list[Columns]) -> None:
         """Append rows to one of DLAC's tables behind its back."""
@@ -76,6 +90,13 @@ class Forgery:
     def audit_forged(self, change: Change, *, of: str = "faulty", slices: Change | None = None) -> AuditReport:
         """The audit of a forged run."""
         return audit_run(self.lakehouse, self.forge(change, of=of, slices=slices))
+
+    def problems_of_each(self, forgeries: Sequence[tuple[str, Change, Change | None]]) -> list[list[str]]:
+        """Forge a run for each (run, change, change of its first cut). Returns the problems of each, from one audit of all."""
+        names = self.forge_each(forgeries)
+        with open_audit(self.lakehouse) as connection:
+            found = rows_of(connection, "SELECT run, problem FROM problems WHERE run IN (SELECT unnest($1))", [names])
+        return [[row["problem"] or "" for row in found if row["run"] == name] for name in names]
 
 
 TRANSFORM = '''
@@ -313,11 +334,6 @@ def without(which: Callable[[Columns], bool], number: int = 0) -> Change:
         return [row for row in rows if row is not chosen]
 
     return change
-
-
-def in_soak(*case: Any) -> Any:
-    """Return a parameter set of `make soak`, for a case whose check `make test` proves by another case."""
-    return pytest.param(*case, marks=pytest.mark.soak)
 
 
 def is_advance(row: Columns) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.cli import main
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -78,6 +81,30 @@ class Lake(Forgery):
             for step in range(len(steps) + 1, row.step + 1):
                 steps[step] = written[row.attempt, step]
         return steps
+
+
+class Command:
+    """The `dlac` command in this process, which spares its start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run it, on the lakehouse in `home`."""
+        command = ["dlac", *arguments, *(() if home is None else ("--home", str(home)))]
+        self._monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        said = self._capsys.readouterr()
+        assert isinstance(ended.value.code, int | None)
+        return subprocess.CompletedProcess(command, ended.value.code or 0, said.out, said.err)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`dlac`, as a function: an error that is not caught fails the test."""
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

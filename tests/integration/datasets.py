@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
 from dlac_pipeline.dataset import DlacDataset, open_dataset
@@ -28,6 +29,13 @@ KINDS = {
     },
     "transformed": {"columns": ["row_id"], "passes": 2, "transform": "doubled"},
 }
+
+
+def some_kinds(*kinds: str) -> list[Any]:
+    """Return all kinds as parameters, of which `make test` takes some and `make soak` the others."""
+    return [kind if kind in kinds else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+
+
 DOUBLED = """
 import pyarrow as pa
 

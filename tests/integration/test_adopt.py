@@ -149,6 +149,7 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
     assert arena.rows("r") == []
 
 
+@pytest.mark.soak
 def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
     """Whoever gets the lock second is refused, and claims nothing."""
     arena.table()
@@ -167,6 +168,7 @@ def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
     assert len(arena.rows("r", ClaimRow)) == len(arena.rows("r", CheckpointRow)) == 1
 
 
+@pytest.mark.soak
 def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     """It may train on another machine, whose lock nobody sees here; what only began to adopt is gone on with."""
     arena.table()

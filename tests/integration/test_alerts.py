@@ -222,6 +222,7 @@ def test_refused_alert_is_retried_in_order(
     assert pager.told[3:] == [("gave_up", "after-it")]
 
 
+@pytest.mark.soak
 def test_no_try_begins_that_could_outlast_the_tick(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A command that may take nearly all of a tick is run once in it, and again in the next one."""
     refusing = 'cat > /dev/null; echo tried >> "$0"; exit 1'
@@ -249,6 +250,7 @@ def test_materialized_training_is_reported(arena: Arena, home: Path, instance: d
     assert pager.told == [("recovering", "materialized"), ("failed", "")]
 
 
+@pytest.mark.soak
 def test_inherited_tags_are_ignored(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A run that stepped aside is not told of; started again by a person, with its tags, it is, when it has recovered."""
     pager = Pager()

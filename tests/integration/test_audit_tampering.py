@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from pyiceberg.expressions import And, EqualTo
 
 from dlac_pipeline.audit.audit import audit_run
@@ -12,7 +11,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, Columns
 from tests.integration.audit_runs import (
     Change,
     changed,
-    in_soak,
     is_advance,
     rows_named,
     unchanged,
@@ -76,42 +74,35 @@ def is_second_checkpoint(row: Columns) -> bool:
     return row["kind"] == "checkpoint" and bool(row["step"] == 16)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (changed(is_advance, rows_consumed=1), "consumed, "),
-        in_soak(changed(is_advance, rows_consumed=None), "found nothing consumed"),
-        (changed(is_advance, rows_dead=500), "dead rows in positions 0 to"),
-        in_soak(changed(is_advance, position_end=10**9), "expected positions within 0 to"),
-        (changed(is_advance, block=999), "expected the block in the table slices"),
-        in_soak(changed(is_advance, cut_id="nowhere"), "expected the block in the table slices"),
-        (changed(is_advance, first_step=3), "of steps 1 to 8, found 32 of steps 3 to 8"),
-        in_soak(changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
-        (changed(is_advance, applied=False), "expected rows of 0 steps that were not applied, found 32"),
-        (
-            lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)],
-            "expected advances of checkpoint",
-        ),
-        (without(is_second_checkpoint), "before it in the ledger, found none"),
-        in_soak(changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
-        in_soak(changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),
-        (without(lambda row: row["kind"] == "leg"), "expected one row of leg 0"),
-        (
-            lambda rows: changed(
-                lambda row: row["kind"] == "leg",
-                detail=next(row["detail"] for row in rows if row["kind"] == "leg").replace('"passes":2', '"passes":3'),
-            )(rows),
-            "after 3 passes of src.t, found 2",
-        ),
-        (without(lambda row: row["kind"] == "checkpoint", -1), "among the checkpoints, found no such checkpoint"),
-        in_soak(changed(lambda row: row["kind"] == "finish", step=1), "expected the run to finish at step"),
-    ],
-)
-def test_a_contradiction_in_the_ledger_is_found(lake: Lake, change: Change, problem: str) -> None:
-    """Whatever contradicts itself in a run's rows makes the audit inexact, and a sentence says what."""
-    report = lake.audit_forged(change)
-    assert not report.exact
-    assert any(problem in said for said in report.problems), report.problems
+LEDGER: list[tuple[Change, str]] = [
+    (changed(is_advance, rows_consumed=1), "consumed, "),
+    (changed(is_advance, rows_consumed=None), "found nothing consumed"),
+    (changed(is_advance, rows_dead=500), "dead rows in positions 0 to"),
+    (changed(is_advance, position_end=10**9), "expected positions within 0 to"),
+    (changed(is_advance, block=999), "expected the block in the table slices"),
+    (changed(is_advance, cut_id="nowhere"), "expected the block in the table slices"),
+    (changed(is_advance, first_step=3), "of steps 1 to 8, found 32 of steps 3 to 8"),
+    (changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
+    (changed(is_advance, applied=False), "expected rows of 0 steps that were not applied, found 32"),
+    (
+        lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)],
+        "expected advances of checkpoint",
+    ),
+    (without(is_second_checkpoint), "before it in the ledger, found none"),
+    (changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
+    (changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),
+    (without(lambda row: row["kind"] == "leg"), "expected one row of leg 0"),
+    (
+        lambda rows: changed(
+            lambda row: row["kind"] == "leg",
+            detail=next(row["detail"] for row in rows if row["kind"] == "leg").replace('"passes":2', '"passes":3'),
+        )(rows),
+        "after 3 passes of src.t, found 2",
+    ),
+    (without(lambda row: row["kind"] == "checkpoint", -1), "among the checkpoints, found no such checkpoint"),
+    (changed(lambda row: row["kind"] == "finish", step=1), "expected the run to finish at step"),
+]
+"""A change of a run's ledger rows, and what the audit must say of it."""
 
 
 def has_dead_rows(row: Columns) -> bool:
@@ -119,24 +110,34 @@ def has_dead_rows(row: Columns) -> bool:
     return bool(row["live_rows"] < row["rows"])
 
 
-@pytest.mark.parametrize(
-    ("slices", "problem"),
-    [
-        (without(lambda row: row["slice"] == 3), "live rows of"),
-        in_soak(changed(has_dead_rows, live_rows=1), "live rows in slice"),
-        in_soak(changed(lambda row: row["slice"] == 1, first_row=-1), "inside unit"),
-        (changed(lambda row: row["slice"] == 1, base=0), "of its block, found it at row 0"),
-        in_soak(changed(lambda row: row["slice"] == 1, a_inv=2), "expected a_inv to be the inverse"),
-        in_soak(changed(lambda row: row["slice"] == 1, block_rows=7), "expected one permutation of"),
-        (lambda rows: [*rows, {**rows[0], "key_group": 7, "slice": 99}], "in one slice, found them in two"),
-        in_soak(changed(lambda row: row["slice"] == 1, plan_id="nowhere"), "expected plan nowhere once"),
-    ],
-)
-def test_slices_outside_plan_are_found(lake: Lake, slices: Change, problem: str) -> None:
-    """A cut that lacks live rows, holds some twice, or is no permutation makes the audit of its runs inexact."""
+SLICES: list[tuple[Change, str]] = [
+    (without(lambda row: row["slice"] == 3), "live rows of"),
+    (changed(has_dead_rows, live_rows=1), "live rows in slice"),
+    (changed(lambda row: row["slice"] == 1, first_row=-1), "inside unit"),
+    (changed(lambda row: row["slice"] == 1, base=0), "of its block, found it at row 0"),
+    (changed(lambda row: row["slice"] == 1, a_inv=2), "expected a_inv to be the inverse"),
+    (changed(lambda row: row["slice"] == 1, block_rows=7), "expected one permutation of"),
+    (lambda rows: [*rows, {**rows[0], "key_group": 7, "slice": 99}], "in one slice, found them in two"),
+    (changed(lambda row: row["slice"] == 1, plan_id="nowhere"), "expected plan nowhere once"),
+]
+"""A change of the slices of a run's cut, and what the audit must say of it."""
+
+
+def test_every_contradiction_is_found(lake: Lake) -> None:
+    """A sentence says what contradicts itself in the rows of each forged run, or in a cut that is none."""
+    forgeries: list[tuple[str, Change, Change | None]] = [("faulty", change, None) for change, _ in LEDGER]
+    forgeries += [("faulty", unchanged, slices) for slices, _ in SLICES]
+    wanted = [expected for _, expected in (*LEDGER, *SLICES)]
+    for expected, found in zip(wanted, lake.problems_of_each(forgeries), strict=True):
+        assert any(expected in problem for problem in found), (expected, found)
+
+
+def test_wrong_slices_make_audit_inexact(lake: Lake) -> None:
+    """The report of one run has the sentence, and is not exact."""
+    slices, expected = SLICES[0]
     report = lake.audit_forged(unchanged, slices=slices)
     assert not report.exact
-    assert any(problem in said for said in report.problems), report.problems
+    assert any(expected in problem for problem in report.problems)
 
 
 def test_a_missing_data_file_is_found(lake: Lake) -> None:

@@ -120,7 +120,7 @@ def test_lost_files_are_reported(arena: Arena, plan: Plan) -> None:
         list_pins(arena.lakehouse)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.soak) for at in (2, 3, 4))])
 def test_concurrent_sweeps_look_again(arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Wherever the other one comes in between: nothing fails, the work is done, and what is named stays."""
     tables = outdated(arena)

@@ -120,13 +120,14 @@ def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
     return run
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("end", "status", "how"),
     [
         (terminate, dg.DagsterRunStatus.CANCELED, ""),
-        pytest.param(terminate, dg.DagsterRunStatus.CANCELED, "storage away", marks=pytest.mark.soak),
-        pytest.param(force_terminate, dg.DagsterRunStatus.CANCELED, "", marks=pytest.mark.soak),
-        pytest.param(give_up, dg.DagsterRunStatus.FAILURE, "", marks=pytest.mark.soak),
+        (terminate, dg.DagsterRunStatus.CANCELED, "storage away"),
+        (force_terminate, dg.DagsterRunStatus.CANCELED, ""),
+        (give_up, dg.DagsterRunStatus.FAILURE, ""),
     ],
 )
 def test_ended_run_exits_without_code_server(
@@ -144,7 +145,8 @@ def test_ended_run_exits_without_code_server(
     assert found(instance, run_id).status == status
 
 
-@pytest.mark.parametrize("how", [pytest.param("interrupted before", marks=pytest.mark.soak), "another process"])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["interrupted before", "another process"])
 def test_foreign_process_is_not_interrupted(arena: Arena, instance: dg.DagsterInstance, how: str) -> None:
     """Dagster's own interruption came through: the trainer takes its last checkpoint and is not disturbed at it."""
     run_id = dagster_run(instance, arena, "r")

@@ -15,10 +15,10 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from dlac_pipeline.cli import main
 from examples.demo.main_job import MARKER, empty_home
 from tests.conftest import Arena
 from tests.forked import Forked
+from tests.integration.conftest import Command
 
 DLAC = Path(sys.executable).parent / "dlac"
 
@@ -29,30 +29,6 @@ def dlac(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said, failed = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, said, failed)
-
-
-class Command:
-    """The `dlac` command in this process, which spares its start."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run it, on the lakehouse in `home`."""
-        command = ["dlac", *arguments, *(() if home is None else ("--home", str(home)))]
-        self._monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        said = self._capsys.readouterr()
-        assert isinstance(ended.value.code, int | None)
-        return subprocess.CompletedProcess(command, ended.value.code or 0, said.out, said.err)
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`dlac`, as a function: an error that is not caught fails the test."""
-    return Command(monkeypatch, capsys)
 
 
 def write_spec(arena: Arena, run: str) -> Path:

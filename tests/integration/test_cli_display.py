@@ -23,30 +23,40 @@ from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import wait_until
 from tests.forked import Forked
-from tests.integration.test_cli import DLAC, Command, dlac
+from tests.integration.test_cli import DLAC, dlac
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tests.conftest import Arena
+    from tests.integration.conftest import Command
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name"
 GROUPS = ("Train", "Look", "Recover", "Branch", "Checkpoints", "Lakehouse")
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`dlac`, as a function in this process."""
-    return Command(monkeypatch, capsys)
+IN_TURN = """
+import sys
+from dlac_pipeline.cli import main
+for arguments in {arguments!r}:
+    sys.argv = ["dlac", *arguments]
+    try:
+        main.main()
+    except SystemExit:
+        pass
+    print({end!r}, flush=True)
+"""
+END = "--- end of a command ---"
 
 
-def at_width(columns: int, *arguments: str) -> str:
-    """What a command shows in a terminal that is so many columns wide."""
+def at_width(columns: int, *commands: Sequence[str]) -> list[str]:
+    """Return what each command shows in a terminal that is so many columns wide. One process runs them in turn."""
     mine, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    program = IN_TURN.format(arguments=[list(command) for command in commands], end=END)
     with subprocess.Popen(
-        [str(DLAC), *arguments], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}
+        [sys.executable, "-c", program], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}
     ):
         os.close(terminal)
         said = b""
@@ -54,7 +64,7 @@ def at_width(columns: int, *arguments: str) -> str:
             while more := os.read(mine, 4096):
                 said += more
     os.close(mine)
-    return said.decode()
+    return said.decode().split(END)[:-1]
 
 
 def some_runs(arena: Arena) -> None:
@@ -73,13 +83,14 @@ def some_runs(arena: Arena) -> None:
 def test_commands_fit_narrow_terminals(arena: Arena) -> None:
     """No line is longer than the terminal, no None is shown, and names are whole in a pipe."""
     some_runs(arena)
-    looks = [("runs",), ("pins",), ("checkpoints", "back"), ("status", "young"), ("status", LONG)]
-    for columns, look in zip((60, 80, 80, 60, 80), looks, strict=True):
-        shown = at_width(columns, *look, "--home", str(arena.home))
-        assert shown.strip(), look
-        assert max(len(line.rstrip("\r")) for line in shown.split("\n")) <= columns, shown
-        assert "None" not in shown
-        assert "0 h" not in shown
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    looks = {60: [("runs",), ("status", "young")], 80: [("pins",), ("checkpoints", "back"), ("status", LONG)]}
+    for columns, commands in looks.items():
+        for look, shown in zip(commands, at_width(columns, *commands), strict=True):
+            assert shown.strip(), look
+            assert max(len(line.rstrip("\r")) for line in shown.split("\n")) <= columns, shown
+            assert "None" not in shown
+            assert "0 h" not in shown
     piped = dlac("runs", home=arena.home).stdout.splitlines()
     assert [line.split()[0] for line in piped] == ["run", "whole", LONG, "back", "young"]
     assert [line.split()[1] for line in piped] == ["state", "finished", "forked", "rewound", "dead"]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.sensors import continual
 from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
@@ -51,7 +52,7 @@ def asked(instance: dg.DagsterInstance) -> Any:
 def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Not begun, trained to the end, appended to, under way, too little for a batch: one answer each, with its reason."""
     assert "there is no job spec" in scheduled(instance)
-    arena.table()
+    arena.table(appends=(600,))
     spec = following(arena, "kept-going")
     [first] = scheduled(instance)
     assert first.tags[RUN_TAG] == "kept-going"
@@ -72,7 +73,7 @@ def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance
 
 def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Nor does a Dagster run that was refused for its sake."""
-    arena.table()
+    arena.table(appends=(600,))
     spec = following(arena, "by-hand")
     [asked_for] = scheduled(instance)
     claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
@@ -89,7 +90,7 @@ def test_the_snapshot_sensor_asks_once_for_each_snapshot(
     arena: Arena, home: Path, instance: dg.DagsterInstance
 ) -> None:
     """Its run key names the snapshots: what a person cancelled is not asked for again until more is appended."""
-    arena.table()
+    arena.table(appends=(600,))
     spec = following(arena, "sensed")
 
     [before] = asked(instance)
@@ -119,9 +120,10 @@ def test_rewound_run_trains_again(arena: Arena, home: Path, instance: dg.Dagster
     assert new_key != key
 
 
+@pytest.mark.soak
 def test_due_separates_left_from_caught_up(arena: Arena) -> None:
     """A run that died behind a checkpoint has something to train, although no snapshot is new."""
-    arena.table()
+    arena.table(appends=(600,))
     spec = arena.spec("left", follow="appends", world_size=1)
     assert due(arena.lakehouse, spec).why == "it has no checkpoint yet"
     arena.train(spec, until=15)
@@ -139,12 +141,14 @@ ENDED_FOR_GOOD = {
 """How the schedule says it: a state, and the tags that tell it."""
 
 
-@pytest.mark.parametrize("why", ENDED_FOR_GOOD)
+@pytest.mark.parametrize(
+    "why", [pytest.param(why, marks=[pytest.mark.soak] if at else []) for at, why in enumerate(ENDED_FOR_GOOD)]
+)
 def test_what_ended_for_good_waits_for_an_append(
     arena: Arena, home: Path, instance: dg.DagsterInstance, why: str
 ) -> None:
     """Neither schedule nor sensor asks again, although the run had trained on; the Dagster run and the way out are named."""
-    arena.table()
+    arena.table(appends=(600,))
     spec = following(arena, "ends")
     [request] = scheduled(instance)
     arena.train(spec, until=15)
@@ -162,15 +166,18 @@ def test_what_ended_for_good_waits_for_an_append(
     assert again.tags["dlac/due"] != request.tags["dlac/due"]
 
 
-def test_failed_recovery_counts_for_its_run(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+def test_failed_recovery_counts_for_its_run(
+    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recoveries do not carry what was due, and one that stepped aside says nothing; a run that heals is asked for as before."""
-    arena.table()
+    arena.table(appends=(600,))
     spec = following(arena, "recovers")
     [request] = scheduled(instance)
     dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, **request.tags)
     [again] = scheduled(instance)
     assert again.tags == request.tags
-    for _ in range(25):  # more than one page
+    monkeypatch.setattr(continual, "_PAGE", 3)
+    for _ in range(4):  # more than one page
         dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job")
     arena.train(spec, until=15)
     gave_up = dagster_run(
@@ -188,7 +195,7 @@ def test_failed_recovery_counts_for_its_run(arena: Arena, home: Path, instance: 
 
 def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Without an append; and what was trained until too little was left for a batch goes on with a smaller one."""
-    arena.table()
+    arena.table(appends=(600,))
     script = home / "train.py"
     script.write_text("raise ValueError")
     spec = following(arena, "mended", script=str(script))

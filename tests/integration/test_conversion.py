@@ -95,6 +95,7 @@ def test_a_damaged_one_is_made_again(folder: Path, damage: str) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.soak
 def test_killed_in_the_middle_it_is_made_again(folder: Path) -> None:
     """What a killed process left is not taken for a conversion, and is removed by the next."""
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)])
@@ -118,6 +119,7 @@ def test_of_two_at_the_same_time_one_waits(folder: Path) -> None:
     assert kept(folder) == [folder.name]
 
 
+@pytest.mark.soak
 def test_frozen_converter_is_not_awaited(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is named, and what it was to make is made beside it; when it goes on it uses that, and leaves nothing."""
     frozen = subprocess.Popen([sys.executable, "-c", FROZEN, str(folder)])

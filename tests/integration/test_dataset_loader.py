@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
-from tests.integration.datasets import KINDS, Datasets, seen
+from tests.integration.datasets import Datasets, seen, some_kinds
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_kinds("rows", "mixed"))
 def test_any_number_of_workers_gives_the_same_batches(datasets: Datasets, kind: str) -> None:
     """Order, content, cursors and counts are those of reading without workers, in a plain DataLoader and in the dataset's own."""
     whole = datasets.whole(kind)

@@ -68,26 +68,30 @@ def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 
 
 
 def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> None:
-    """The refusal names what was found and how long to wait; nothing is claimed. A takeover is not refused."""
+    """The refusal names what was found and how long to wait; nothing is claimed."""
     with machine(arena):
         claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy, match=r"attempt 1 on node 'node7'.* \d+ s ago: wait 3[56]\d\d s.*--takeover"):
         Supervisor(Request(spec=spec)).run()
     assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1]
     assert not list((arena.home / "checkpoints" / "r").glob("launch*"))
-    assert Supervisor(Request(spec=spec, takeover=True)).run().ending == "finished"
-    assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1, 2]
 
 
-@pytest.mark.parametrize("how", [pytest.param("lost", marks=pytest.mark.soak), "replaced"])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["lost", "replaced", "taken over"])
 def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -> None:
-    """The machine was lost, and a person starts the run again; or a recovery names the attempt that it replaces."""
+    """The machine was lost, a recovery names the attempt that it replaces, or a person takes the run over."""
     with machine(arena):
         claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     if how == "lost":
         lost_after(arena, 0.01)
-    asked: dict[str, Any] = {} if how == "lost" else {"replaces": 1, "noticed_by": "recovery_sensor"}
-    assert Supervisor(Request(spec=spec, **asked)).run().ending == "finished"
+    asked: dict[str, dict[str, Any]] = {
+        "lost": {},
+        "replaced": {"replaces": 1, "noticed_by": "recovery_sensor"},
+        "taken over": {"takeover": True},
+    }
+    assert Supervisor(Request(spec=spec, **asked[how])).run().ending == "finished"
+    assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1, 2]
 
 
 def test_wait_lasts_as_requested(arena: Arena, spec: JobSpec) -> None:

@@ -32,6 +32,7 @@ from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
+from tests.integration.conftest import Command
 from tests.integration.test_cli import dlac as dlac_command
 
 KILLED = """
@@ -68,7 +69,7 @@ def names(arena: Arena, run: str) -> list[str]:
     return sorted(names_of(arena.rows(run, NameRow)))
 
 
-def test_fork_inherits_model_and_consumption(arena: Arena) -> None:
+def test_fork_inherits_model_and_consumption(arena: Arena, here: Command) -> None:
     """Through forks of forks, over other tables: rows before the forks are seen, those behind them are not."""
     arena.table(appends=(500, 500))
     arena.table("src.u", appends=(200,))
@@ -104,7 +105,7 @@ def test_fork_inherits_model_and_consumption(arena: Arena) -> None:
         assert (report.exact, report.problems, report.finished, report.forked_from) == (True, (), True, parent)
         assert names(arena, run) == []
         assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, run))
-    assert "what its parent" in dlac_command("audit", "b", home=arena.home).stdout
+    assert "what its parent" in here("audit", "b", home=arena.home).stdout
     with open_audit(arena.lakehouse) as connection:
         wanted = {
             ("t", "a"): {row for rows in seen.values() for row in rows},

@@ -105,6 +105,7 @@ def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, 
     return context.cursor or data.cursor, list(data.run_requests or [])
 
 
+@pytest.mark.soak
 def test_a_job_spec_may_name_environment_variables(
     arena: Arena, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ def test_failed_decision_requests_recovery(
     assert request.run_config["ops"]["model_checkpoint"]["config"]["takeover"] is False
 
 
+@pytest.mark.soak
 def test_attempt_begun_during_decision_stays(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ def test_attempt_begun_during_decision_stays(
         check_current(arena.lakehouse, spec.run, launch["replaces"])
 
 
+@pytest.mark.soak
 def test_a_second_outage_begins_anew(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A recovery that was requested in an outage two days ago, and has committed since, died of another one."""
     spec = left(arena, "twice-away")
@@ -201,6 +204,7 @@ def test_a_second_outage_begins_anew(arena: Arena, home: Path, instance: dg.Dags
     assert request.tags["dlac/recoveries_in_a_row"] == "1"
 
 
+@pytest.mark.soak
 def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Dagster gives it the tags of the run before, which somebody has mended; what it ended with itself counts."""
     spec = left(arena, "mended")
@@ -234,6 +238,7 @@ def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.
     assert "ended with Fenced" in str(skipped.skip_message)
 
 
+@pytest.mark.soak
 def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Settings of launchers, teams and priorities go with it; what is about the dead run itself does not."""
     spec = left(arena, "tagged")
@@ -294,6 +299,7 @@ def test_unwatched_time_is_no_silence(
     assert status_after(list(range(140, 260, 10))) == DIED
 
 
+@pytest.mark.soak
 def test_the_queue_tags_what_trains_and_nothing_else(tmp_path: Path, arena: Arena) -> None:
     """Checks that a person runs by hand neither wait for the training run nor hold its recovery back."""
     overrides = {

@@ -131,7 +131,7 @@ def test_ranks_have_as_many_batches(uneven: Datasets, world_size: int) -> None:
     assert float(sum(shares)) / world_size == pytest.approx(float(rows.mean()))
 
 
-@pytest.mark.parametrize("policy", ["partial", "drop", "pad"])
+@pytest.mark.parametrize("policy", ["partial", "drop", pytest.param("pad", marks=pytest.mark.soak)])
 def test_resuming_before_the_last_batch(uneven: Datasets, policy: str) -> None:
     """From the last batches and from the end, as often as it is resumed, at another number of ranks: the rest follows."""
     whole = seen(uneven.open(table="src.c", passes=1, last_batch=policy))

@@ -207,6 +207,7 @@ def test_decision_repeats_after_other_rows(arena: Arena) -> None:
     assert looks == [1, 2]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("known", [False, True], ids=["empty ledger", "other rows"])
 def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
     """A claim that is late by a whole run, which was claimed, finished and pushed out of the history, is refused."""
@@ -230,6 +231,7 @@ def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
     assert [row.kind for row in ledger.rows(RUN)] == ["claim", "finish"]
 
 
+@pytest.mark.soak
 def test_merge_keeps_decision(arena: Arena) -> None:
     """It moves no row."""
     ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)

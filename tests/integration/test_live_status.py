@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
@@ -18,8 +20,6 @@ from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spe
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.conftest import Arena
 
 SAME = ("run", "state", "step", "loss", "consumed_share", "at_risk_steps", "attempt", "attempts_without_progress")
@@ -71,6 +71,7 @@ def test_concurrent_checkpoint_is_not_step_zero(arena: Arena, monkeypatch: pytes
     assert run_status(arena.lakehouse, "r")["step"] == 10
 
 
+@pytest.mark.soak
 def test_risk_ends_at_last_sign(arena: Arena, tmp_path: Path) -> None:
     """Nothing while no step is done; ranks that hang are shown as silent, and a launch that is gone as dead."""
     began = time.time() - 1000

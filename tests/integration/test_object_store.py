@@ -28,7 +28,7 @@ from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.object_store import Network, ObjectStore
 
-ROWS, GROUP_ROWS = 2000, 100
+ROWS, GROUP_ROWS = 1200, 100
 
 
 def job(store: ObjectStore, home: Path) -> JobSpec:

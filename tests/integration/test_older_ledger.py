@@ -93,7 +93,14 @@ def check_refused(arena: Arena, spec: JobSpec) -> None:
     assert before <= files_of(arena)
 
 
-@pytest.mark.parametrize(("every", "until"), [(5, 32), (1, 40), (10, 23)], ids=["many", "metadata gone", "one"])
+@pytest.mark.parametrize(
+    ("every", "until"),
+    [
+        pytest.param(5, 32, id="many", marks=pytest.mark.soak),
+        pytest.param(1, 40, id="metadata gone", marks=pytest.mark.soak),
+        pytest.param(10, 23, id="one"),
+    ],
+)
 def test_older_ledger_is_refused(arena: Arena, every: int, until: int) -> None:
     """Training, status, audit, rewind and upkeep: after any number of commits, also if the catalog's own files are gone."""
     spec = rolled_back(arena, backup_at=15, until=until, every_steps=every)
@@ -133,6 +140,7 @@ def test_restored_store_and_warehouse_work(arena: Arena) -> None:
     run_upkeep(arena.lakehouse)
 
 
+@pytest.mark.soak
 def test_warehouse_restored_without_store(arena: Arena) -> None:
     """Catalog and warehouse are of one backup, and the store is newer: the store alone tells of it."""
     arena.table()
@@ -154,6 +162,7 @@ def test_warehouse_restored_without_store(arena: Arena) -> None:
     assert before <= files_of(arena)
 
 
+@pytest.mark.soak
 def test_lost_claims_are_no_loss(arena: Arena) -> None:
     """Nothing was committed after the backup but claims: the run trains on, and what was left over goes in the end."""
     arena.table()
@@ -170,7 +179,7 @@ def test_lost_claims_are_no_loss(arena: Arena) -> None:
     run_upkeep(arena.lakehouse)
 
 
-@pytest.mark.parametrize("backup_at", ["before the run", "before the ledger"])
+@pytest.mark.parametrize("backup_at", [pytest.param("before the run", marks=pytest.mark.soak), "before the ledger"])
 def test_forgotten_run_is_refused(arena: Arena, backup_at: str) -> None:
     """A catalog so old that it has no row of the run, or no ledger at all: a new run of this name is refused."""
     if backup_at == "before the ledger":
@@ -205,6 +214,7 @@ def newest(table: Path) -> str:
     return max((table / "metadata").glob("*.metadata.json")).as_uri()
 
 
+@pytest.mark.soak
 def test_store_in_a_bucket(arena: Arena, store: ObjectStore) -> None:
     """Checkpoints in an object store: their mark and their parents are found there, and every object stays."""
     arena.table()
@@ -231,6 +241,7 @@ def test_store_in_a_bucket(arena: Arena, store: ObjectStore) -> None:
 
 @needs_postgres[0]
 @needs_postgres[1]
+@pytest.mark.soak
 def test_postgres_restored_from_a_dump(arena: Arena) -> None:
     """The rows of a PostgreSQL catalog are put back to an older state: the same is refused."""
     with postgres() as address:

@@ -93,6 +93,7 @@ def test_run_without_heartbeat_is_lost_later(
         assert statuses() == [dg.DagsterRunStatus.FAILURE] * 2
 
 
+@pytest.mark.soak
 def test_run_dead_before_heartbeat_is_lost(
     arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:
@@ -157,6 +158,7 @@ def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.Dag
     assert first["replaces"] == 1
 
 
+@pytest.mark.soak
 def test_recoveries_in_outage_do_not_count(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """However often they are requested the run is not given up; when the outage has lasted too long, they count as any other."""
     arena.table()

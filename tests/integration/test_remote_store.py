@@ -79,6 +79,7 @@ def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore) -> None
     assert f"'s3://{second}' of a committed checkpoint, found none" in done.stdout
 
 
+@pytest.mark.soak
 def test_retired_checkpoints_leave_bucket(arena: Arena, store: ObjectStore) -> None:
     """Objects of retired checkpoints go, and what an attempt that was replaced had copied and never committed."""
     spec = remote(arena, store, keep_last=1)
@@ -111,7 +112,7 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
 
     def cut() -> None:
         network.cut()
-        threading.Timer(3.0, network.mend).start()
+        threading.Timer(1.5, network.mend).start()
 
     train(arena, spec, at={9: cut})
     assert [row.step for row in arena.lineage("r1")] == [5, 10, 15]
@@ -122,7 +123,7 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
 @pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.soak)])
 def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
     """Past the deadline the run ends with one status that names the address; once the store is back it goes on exactly."""
-    spec = remote(arena, store, network.url, mode=mode, store_deadline_s=5.0)
+    spec = remote(arena, store, network.url, mode=mode, store_deadline_s=2.0)
 
     def cut() -> None:
         wait_until(lambda: arena.head("r1") is not None, what="the first commit")
@@ -150,6 +151,7 @@ def test_missing_bucket_is_named_at_once(arena: Arena, store: ObjectStore) -> No
     assert arena.rows("r1") == []
 
 
+@pytest.mark.soak
 def test_a_store_that_is_away_is_not_damage(arena: Arena, store: ObjectStore) -> None:
     """An empty bucket in place of the store, with no local copy, quarantines nothing."""
     spec = remote(arena, store)

@@ -86,6 +86,7 @@ def test_run_resumes_on_rest_catalog(served: Arena) -> None:
     assert audit_run(served.lakehouse, "rested").exact
 
 
+@pytest.mark.soak
 def test_rest_claims_race_safely(served: Arena) -> None:
     """One wins, the others step aside; claims of other runs beside it all land."""
     config = served.lakehouse.config

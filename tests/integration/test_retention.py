@@ -53,11 +53,11 @@ def retired(arena: Arena, run: str) -> list[int]:
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
-        ({}, STEPS),
-        ({"keep_last": 2}, [60, 63]),
+        pytest.param({}, STEPS, marks=pytest.mark.soak),
+        pytest.param({"keep_last": 2}, [60, 63], marks=pytest.mark.soak),
         ({"keep_last": 1, "keep_every_steps": 20}, [20, 40, 60, 63]),
         ({"keep_last": 2, "keep_steps": [10, 30]}, [10, 30, 60, 63]),
-        ({"keep_last": 99}, STEPS),
+        pytest.param({"keep_last": 99}, STEPS, marks=pytest.mark.soak),
     ],
 )
 def test_only_kept_checkpoints_remain(arena: Arena, settings: dict[str, Any], kept: list[int]) -> None:
@@ -128,6 +128,7 @@ def test_sweep_spares_own_attempt(tmp_path: Path) -> None:
     assert (older.exists(), own.exists()) == (False, True)
 
 
+@pytest.mark.soak
 def test_a_store_that_was_moved_keeps_its_checkpoints(arena: Arena) -> None:
     """The store lies elsewhere now, behind a link: what was committed under the old path is not taken for left over."""
     arena.table()
@@ -160,6 +161,7 @@ def train_on(path: Path, store: Path, failures: list[int]) -> None:
                 break
 
 
+@pytest.mark.soak
 def test_a_failed_checkpoint_is_the_attempt_s_last(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that catches the failure and trains on commits nothing more: a later checkpoint would lack rows."""
     arena.table()
@@ -263,6 +265,7 @@ def two_attempts(arena: Arena) -> JobSpec:
     return spec
 
 
+@pytest.mark.soak
 def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
     """`dlac verify` beside a live run leaves out what that retires meanwhile, the last one of its attempt as well."""
     spec = two_attempts(arena)
@@ -272,6 +275,7 @@ def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
     assert list(verdicts) == []
 
 
+@pytest.mark.soak
 def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a live run the next kept one is restored; a store that is away is told of all the same."""
     spec = two_attempts(arena)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
@@ -21,7 +22,7 @@ from tests.conftest import source_rows
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A lakehouse with a planned table in its warehouse, and one that is stored elsewhere."""
-    made = tmp_path_factory.mktemp("home é")
+    made = tmp_path_factory.mktemp("sql") / "home é"  # in a folder without the files of other tests
     lakehouse = lakehouse_at(made)
     lakehouse.create_namespace("src")
     rows = source_rows(0, 20)
@@ -36,6 +37,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lakehouse_at(home: Path) -> Lakehouse:
     """The embedded lakehouse."""
     return connect(LakehouseConfig().at_home(home))
+
+
+@pytest.fixture(scope="module")
+def locked(home: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection that is locked as `dlac sql` locks its own."""
+    lakehouse = lakehouse_at(home)
+    with open_audit(lakehouse) as connection:
+        lock_to_lakehouse(connection, lakehouse)
+        yield connection
 
 
 def ask(home: Path, query: str, *options: str) -> None:
@@ -106,6 +116,35 @@ WRITES = [
     "CALL enable_logging(storage = 'file', storage_path = 'TARGET')",
     "SELECT 1; EXPORT DATABASE 'TARGET'",
 ]
+COMMANDED = [
+    "FROM read_text('/etc/passwd')",
+    "SELECT getenv('HOME')",
+    "FROM lakehouse",
+    "ATTACH 'TARGET'",
+    "COPY plans TO 'TARGET'",
+]
+"""One query of each way to be refused, for the command itself."""
+QUESTIONS = [
+    "FROM checkpoints",
+    "SELECT source_table FROM plans",
+    "SUMMARIZE plans",
+    "DESCRIBE plans",
+    "SHOW TABLES",
+    "EXPLAIN FROM plans",
+    "PIVOT plans ON source_table USING count(*)",
+    "CREATE TEMP TABLE t AS FROM plans; FROM t",
+    'WITH x AS (SELECT 1 AS "copy") SELECT "copy", \'COPY\', query FROM x, (SELECT 1 AS query) -- COPY',
+    "SELECT consumed('/x', 1, 'c')",
+    "SELECT load FROM (SELECT 1 AS load)",
+    "SELECT t.load, t.copy FROM (SELECT 1 AS load, 2 AS copy) t WHERE load = 1 ORDER BY load",
+    "SELECT 1 AS copy, count(*) AS export, 3 AS import, 4 AS secret",
+    "SELECT sum(load), max(copy) FROM (SELECT 1 AS load, 2 AS copy) GROUP BY load",
+    "CREATE TEMP TABLE load (load INT, copy INT); FROM load",
+    "PRAGMA table_info('plans')",
+    "pragma show_tables",
+    "SHOW plans",
+    "EXPLAIN ANALYZE SELECT 1 AS load",
+]
 HIDDEN = [
     "EXPLAIN (ANALYZE) COPY (SELECT 1) TO '/tmp/none'",
     "EXPLAIN ANALYZE EXPORT DATABASE '/tmp/none'",
@@ -122,51 +161,54 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.parametrize("query", READS)
-def test_sql_reads_nothing_else(home: Path, query: str, capsys: pytest.CaptureFixture[str]) -> None:
+REFUSED = (SpecInvalid, duckdb.Error)
+"""What the command reports as the former."""
+
+
+def test_sql_reads_nothing_else(home: Path, locked: duckdb.DuckDBPyConnection) -> None:
     """Files outside of the lakehouse, the environment, the network and variables of this process are out of reach."""
-    with pytest.raises(SpecInvalid):
-        ask(home, query.replace("HOME", str(home)))
+    answered = [query for query in READS if is_answered(locked, query.replace("HOME", str(home)))]
+    assert answered == []
+
+
+def is_answered(locked: duckdb.DuckDBPyConnection, query: str) -> bool:
+    """Return whether a query passes the check, and DuckDB answers it."""
+    try:
+        check_reads_only(locked, query)
+        locked.execute(query).fetchall()
+    except REFUSED:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("query", COMMANDED)
+def test_command_reads_nothing_else(home: Path, query: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command checks the query and locks the connection."""
+    with pytest.raises(SpecInvalid, match=r"--allow-files|DuckDB can answer"):
+        ask(home, query.replace("HOME", str(home)).replace("TARGET", str(home / "new")))
     assert capsys.readouterr().out == ""
+    assert not (home / "new").exists()
 
 
 @pytest.mark.parametrize("target", ["warehouse/new", "new", "data file"])
-@pytest.mark.parametrize("query", WRITES)
-def test_sql_writes_nothing(home: Path, query: str, target: str) -> None:
+def test_sql_writes_nothing(home: Path, locked: duckdb.DuckDBPyConnection, target: str) -> None:
     """Neither beside the lakehouse nor in it, nor over a data file that it may read."""
     before = files_in(home)
     path = next(name for name in before if "/data/" in name) if target == "data file" else str(home / target)
-    with pytest.raises(SpecInvalid, match=r"--allow-files|DuckDB can answer"):
-        ask(home, query.replace("TARGET", path))
-    assert files_in(home) == before
+    for query in WRITES:
+        assert not is_answered(locked, query.replace("TARGET", path)), query
+        assert files_in(home) == before, query
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "FROM checkpoints",
-        "SELECT source_table FROM plans",
-        "SUMMARIZE plans",
-        "DESCRIBE plans",
-        "SHOW TABLES",
-        "EXPLAIN FROM plans",
-        "PIVOT plans ON source_table USING count(*)",
-        "CREATE TEMP TABLE t AS FROM plans; FROM t",
-        'WITH x AS (SELECT 1 AS "copy") SELECT "copy", \'COPY\', query FROM x, (SELECT 1 AS query) -- COPY',
-        "SELECT consumed('/x', 1, 'c')",
-        "SELECT load FROM (SELECT 1 AS load)",
-        "SELECT t.load, t.copy FROM (SELECT 1 AS load, 2 AS copy) t WHERE load = 1 ORDER BY load",
-        "SELECT 1 AS copy, count(*) AS export, 3 AS import, 4 AS secret",
-        "SELECT sum(load), max(copy) FROM (SELECT 1 AS load, 2 AS copy) GROUP BY load",
-        "CREATE TEMP TABLE load (load INT, copy INT); FROM load",
-        "PRAGMA table_info('plans')",
-        "pragma show_tables",
-        "SHOW plans",
-        "EXPLAIN ANALYZE SELECT 1 AS load",
-    ],
-)
-def test_sql_answers_questions(home: Path, query: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sql_answers_questions(locked: duckdb.DuckDBPyConnection) -> None:
     """Reading, and tables in memory, are no harm."""
+    refused = [query for query in QUESTIONS if not is_answered(locked, query)]
+    assert refused == []
+
+
+@pytest.mark.parametrize("query", ["FROM checkpoints", "SHOW TABLES", "pragma show_tables"])
+def test_command_answers_questions(home: Path, query: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer is one JSON document."""
     ask(home, query, "--json")
     assert json.loads(capsys.readouterr().out) is not None
 

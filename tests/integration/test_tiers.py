@@ -80,7 +80,14 @@ def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
     assert [each["tiers"] for each in listed] == [["store"], ["local", "store"], ["local", "store"]]
 
 
-@pytest.mark.parametrize("lost", ["a bit", "a file", "the manifest", "everything", "the folder itself"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "a bit",
+        "everything",
+        *(pytest.param(part, marks=pytest.mark.soak) for part in ("a file", "the manifest", "the folder itself")),
+    ],
+)
 def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: str) -> None:
     """Whatever is lost here, only that is fetched, nothing is quarantined, and the run goes on exactly."""
     arena.train(spec, until=8)
@@ -159,8 +166,9 @@ def test_full_store_fails_checkpoint_at_once(arena: Arena, spec: JobSpec) -> Non
     far = arena.home / "far"
     far.rename(arena.home / "aside")
     far.touch()
-    with pytest.raises(StoreUnavailable, match=f"write to the checkpoint store at .*{far.name}"):
+    with pytest.raises(StoreUnavailable, match=f"write to the checkpoint store at .*{far.name}") as refused:
         arena.train(spec)
+    assert "for 120 s" not in str(refused.value)
     far.unlink()
     (arena.home / "aside").rename(far)
     assert min(arena.train(spec)) == 6
@@ -254,11 +262,11 @@ def train_across(spec: JobSpec, path: Path, at: dict[int, Callable[[], None]], e
 @pytest.mark.parametrize(
     ("gone", "mode", "engine"),
     [
-        ("far", "synchronous", TorchState),
+        pytest.param("far", "synchronous", TorchState, marks=pytest.mark.soak),
         ("far", "asynchronous", TorchState),
         ("near", "synchronous", TorchState),
-        ("both", "synchronous", TorchState),
-        ("both", "asynchronous", TorchState),
+        pytest.param("both", "synchronous", TorchState, marks=pytest.mark.soak),
+        pytest.param("both", "asynchronous", TorchState, marks=pytest.mark.soak),
         ("both", "synchronous", DistributedState),
     ],
 )
@@ -294,6 +302,7 @@ def test_unmounted_store_takes_no_checkpoint(
     assert audit_run(arena.lakehouse, "r1").exact
 
 
+@pytest.mark.soak
 def test_unmounted_store_begins_no_fork(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the proof that it could be written its bare mount point stays empty; forking again begins the run."""
     arena.train(spec)

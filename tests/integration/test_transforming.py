@@ -89,11 +89,12 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
     assert min(arena.train(spec)) == 7
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "program",
     [
         "dlac_pipeline.launchers.supervisor_process",
-        pytest.param("dlac_pipeline.launchers.node_process", marks=pytest.mark.soak),
+        "dlac_pipeline.launchers.node_process",
     ],
 )
 def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, program: str) -> None:

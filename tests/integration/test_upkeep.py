@@ -139,6 +139,7 @@ def test_tag_during_expiry_stays(ledger: Ledger, monkeypatch: pytest.MonkeyPatch
     assert other.own("consumption").refs()["just-made"].snapshot_id == oldest
 
 
+@pytest.mark.soak
 def test_two_expiries_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower one finds everything done."""
     other = connect(ledger.lakehouse.config)
@@ -183,6 +184,7 @@ def test_commit_repeats_after_compaction(ledger: Ledger, monkeypatch: pytest.Mon
     check_readable(other)
 
 
+@pytest.mark.soak
 def test_compaction_repeats_after_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that lands while a merge is built makes the merge begin anew: it is neither lost nor doubled."""
     other = Ledger(connect(ledger.lakehouse.config))
@@ -192,6 +194,7 @@ def test_compaction_repeats_after_commit(ledger: Ledger, monkeypatch: pytest.Mon
     check_readable(ledger.lakehouse)
 
 
+@pytest.mark.soak
 def test_two_compactions_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower one finds nothing to merge, and no row is there twice."""
     rows = rows_of(ledger)
@@ -232,6 +235,7 @@ def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.M
     check_readable(other)
 
 
+@pytest.mark.soak
 def test_commit_on_removed_files_is_repeated(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table object that a slow commit read is so old that its manifests are gone: it reads again."""
     stale = ledger.lakehouse.own("consumption")
@@ -298,6 +302,7 @@ def test_upkeep_of_all_tables_leaves_source_tables_alone(ledger: Ledger, arena: 
     assert {path for path in (arena.home / "warehouse" / "src").rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.soak
 def test_busy_table_is_left_for_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upkeep that never wins says so, and fails nothing."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -64,38 +65,47 @@ class LaunchedNodes:
         wait_until(look, what=what)
 
 
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobSpec]:
+    """A job whose ranks wait for their exit status. One fork server starts the ranks of all tests."""
+    yield waiting_job(tmp_path_factory.mktemp("job"))
+    fork_server.end_server()
+
+
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[LaunchedNodes]:
+def pair(waiting: JobSpec, tmp_path: Path) -> Iterator[LaunchedNodes]:
     """Two nodes."""
-    with launched_nodes(tmp_path, 2) as made:
+    with launched_nodes(waiting, tmp_path, 2) as made:
         yield made
 
 
 @contextmanager
-def launched_nodes(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[LaunchedNodes]:
+def launched_nodes(spec: JobSpec, folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[LaunchedNodes]:
     """Yield `count` nodes with a launch folder each."""
-    spec = waiting_job(folder)
     with rounds(count, timeout_s=timeout_s) as running_rounds, ExitStack() as stack:
         groups = []
         for place, node_round in enumerate(running_rounds):
             (launch := folder / f"launch-{place}").mkdir()
             groups.append(RankStarter().start(spec, launch, node_round.share))
             stack.callback(groups[-1].end)
+        wait_until(lambda: all(all(group.pids) for group in groups), what="the ranks")
         yield LaunchedNodes(groups, running_rounds)
 
 
 def waiting_job(folder: Path) -> JobSpec:
     """Return a job whose ranks wait for their exit status."""
     (folder / "script.py").write_text(WAITS)
-    return parse_spec(
+    spec = parse_spec(
         {
             "run": "r",
             "source": {"table": "src.t", "columns": ["x"]},
             "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
-            "launch": {"script": str(folder / "script.py"), "start": "spawn"},
+            "launch": {"script": str(folder / "script.py")},
         },
         origin="the test",
-    )
+    ).resolved(folder)
+    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
+    return spec
 
 
 def test_remote_progress_reaches_leader_folder(pair: LaunchedNodes) -> None:
@@ -160,9 +170,10 @@ def test_failure_is_reported_after_all_nodes(pair: LaunchedNodes) -> None:
     assert pair.all_ranks.log_end(1)["log"].startswith(str(pair.groups[1].folder))
 
 
-def test_lost_node_precedes_consequences(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_lost_node_precedes_consequences(waiting: JobSpec, tmp_path: Path) -> None:
     """The second of three nodes is lost. The third one's rank fails as a consequence, before the third node has answered."""
-    with launched_nodes(tmp_path, 3, timeout_s=5) as three:
+    with launched_nodes(waiting, tmp_path, 3, timeout_s=5) as three:
         three.until(lambda: all(three.node_rounds[LEADER].message_of(place) for place in (1, 2)), "their reports")
         silence(three.node_rounds[1])
         three.exit_rank(2, 1)
@@ -180,9 +191,9 @@ def test_lost_node_precedes_consequences(tmp_path: Path) -> None:
         assert re.search(r"node host-1 \(1 ranks\) sent no heartbeat for \d+ s", found[0].message)
 
 
-def test_recovered_node_ends_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovered_node_ends_no_attempt(waiting: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node whose heartbeat was late for a moment is no failure later, and the ranks train to their end."""
-    with launched_nodes(tmp_path, 3) as three:
+    with launched_nodes(waiting, tmp_path, 3) as three:
         three.until(lambda: all(three.node_rounds[LEADER].message_of(place) for place in (1, 2)), "their messages")
         with monkeypatch.context() as silent:
             silent.setattr(three.node_rounds[LEADER], "lost_nodes", lambda: [1])

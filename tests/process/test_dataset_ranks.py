@@ -171,6 +171,7 @@ def test_plain_loop_of_ranks_ends_together(lakehouse: Lakehouse, tmp_path: Path,
     assert [len(each["rows"][-1]) for each in found] == ([0, 1] if rows == 113 else [2, 3])
 
 
+@pytest.mark.soak
 def test_workers_without_group_are_refused(lakehouse: Lakehouse, tmp_path: Path) -> None:
     """A packed dataset of several ranks in the workers of a plain DataLoader would let one rank wait endlessly."""
     with pytest.raises(RuntimeError, match=r"read through dataset.loader\(\), or with num_workers=0"):

@@ -236,7 +236,7 @@ def test_ranks_save_and_load_numpy_numbers(tmp_path: Path, engine: str) -> None:
     check_resizes(save(tmp_path, 1, engine=engine, writer="copies", keeps="number"), 1)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero1", marks=pytest.mark.soak)])
 def test_unloadable_state_blocks_no_rank(tmp_path: Path, engine: str) -> None:
     """All ranks finish the save and continue training before the failed writers report it."""
     saved = save(tmp_path, 2, engine=engine, keeps="enum")

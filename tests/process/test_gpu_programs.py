@@ -14,6 +14,7 @@ from benchmarks.gpu_parts.node import PROGRAMS
 from benchmarks.gpu_parts.page import page_of
 
 
+@pytest.mark.soak
 def test_kernels_are_named() -> None:
     """The operation has no deterministic implementation on the CPU either."""
     code = (

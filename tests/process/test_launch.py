@@ -118,7 +118,8 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
         assert all(map(runs, [process.pid for process in between]))
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.soak
+@pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_processes_have_titles(tmp_path: Path, start: str) -> None:
     """`ps` shows each rank with its run, and the fork server."""
     with run_ranks(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
@@ -169,6 +170,7 @@ def test_dead_server_is_named(tmp_path: Path) -> None:
         assert ranks.log_end(0)["log_tail"] == ""
 
 
+@pytest.mark.soak
 def test_long_log_is_read_at_end(tmp_path: Path) -> None:
     """The log of a rank is larger than the supervisor may read. The part read may begin inside a character."""
     with run_ranks(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
@@ -236,6 +238,7 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
     assert 'launch.start = "spawn"' in failure.message
 
 
+@pytest.mark.soak
 def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
     """A module next to the script is imported once, in the fork server."""
     (tmp_path / "own_library.py").write_text("import os\nimported_by = os.getpid()")
@@ -274,6 +277,7 @@ def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
         multiprocessing.set_executable(python)
 
 
+@pytest.mark.soak
 def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for it has a limit. Another attempt would use the same device, so none follows."""
     with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
@@ -285,6 +289,7 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 ranks.end()
 
 
+@pytest.mark.soak
 def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
     """It cannot report that a rank has ended. The ranks are ended nevertheless."""
     with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
@@ -320,7 +325,7 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(4)] == ["thread exit"] * 4
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments are not changed, and a module next to the script hides a library of the same name.
 
@@ -365,6 +370,7 @@ def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
     assert children("dlac r rank") == children("fork.?server") == []
 
 
+@pytest.mark.soak
 def test_stop_spares_ranks_of_others(tmp_path: Path) -> None:
     """Two supervisors in one process share the fork server. Ending the ranks of one does not end those of the other."""
     folders = [tmp_path / name for name in ("first", "second")]

@@ -62,6 +62,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_unsupervised_group_listens_at_master() -> None:
     """Ranks of another launcher listen at MASTER_ADDR only."""
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}

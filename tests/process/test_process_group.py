@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import os, signal, time
 import torch, torch.distributed as dist
@@ -23,6 +25,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_restarted_ranks_meet_again(tmp_path: Path) -> None:
     """The restarted ranks find no address of the dead ones."""
     program = tmp_path / "program.py"

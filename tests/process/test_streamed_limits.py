@@ -23,7 +23,7 @@ except OSError as err:
 """
 
 
-@pytest.mark.parametrize("room", [0, 10 << 20, 40 << 20])
+@pytest.mark.parametrize("room", [10 << 20, *(pytest.param(room, marks=pytest.mark.soak) for room in (0, 40 << 20))])
 def test_file_that_cannot_grow_raises_oserror(tmp_path: Path, room: int) -> None:
     """The error is the same at the first byte, inside a tensor and in the last part, and never torch's RuntimeError."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY

@@ -87,6 +87,7 @@ def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) ->
     assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
 
 
+@pytest.mark.soak
 def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Dagster's storage is unavailable. The outcome of the run is returned nevertheless, and unshown events are logged."""
 

@@ -143,7 +143,10 @@ def claimed_arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize(("run", "error"), [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), ("a\nb", SpecInvalid)])
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), pytest.param("a\nb", SpecInvalid, marks=pytest.mark.soak)],
+)
 def test_command_creates_nothing(claimed_arena: Arena, command: list[str], run: str, error: type[Exception]) -> None:
     """A command for a missing run lists similar names. It makes no row, no folder and no file."""
     arena, job = claimed_arena, claimed_arena.home / "job.json.yaml"

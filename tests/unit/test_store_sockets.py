@@ -144,7 +144,7 @@ def test_old_message_is_no_news() -> None:
     beat.close(leaves=True)
 
 
-@pytest.mark.parametrize("when", ["before the round", "in the round"])
+@pytest.mark.parametrize("when", ["before the round", pytest.param("in the round", marks=pytest.mark.soak)])
 def test_earlier_store_is_no_news(when: str) -> None:
     """A stranger replays messages of nodes from an earlier store with the same key. They change nothing."""
     written: dict[str, list[bytes]] = {}
