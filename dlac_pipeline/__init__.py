@@ -1,6 +1,6 @@
 """Data-lake-aware checkpointing: the library that a training script uses.
 
-All of it comes with PyTorch, and is imported when first asked for: commands which do not train start without it.
+All of it comes with PyTorch, and is imported on first use: commands which do not train start without it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ KINDS = {
     ),
     "store full": Kind(description="no byte is free in the checkpoint store for 8 s", every_run=True),
     "catalog locked": Kind(description="another process holds the catalog's lock for 8 s", new_attempt=False),
-    "catalog away": Kind(description="the catalog's file is away for 8 s, and a rank is killed meanwhile"),
+    "catalog away": Kind(description="the catalog's file is missing for 8 s, during which a rank is killed"),
     "launch stopped": Kind(
         description="SIGSTOP of everything from the Dagster run's process down to the ranks; SIGCONT once another has taken over"
     ),

@@ -108,11 +108,11 @@ def _fault_row(fault: Record, *, followed: bool) -> Sequence[object]:
     facts = fault["told"]
     during = f" (recovering from {fault['during']})" if fault["during"] else ""
     runs = ", ".join(fault["runs"])
-    outcome = "resumed" if facts["recoveries"] else "resumed behind the next" if followed else "went on"
+    outcome = "resumed" if facts["recoveries"] else "resumed after the next fault" if followed else "continued"
     if facts["quarantined"]:
         outcome = f"quarantined {facts['quarantined']}, parent resumed"
     if "failed again" in facts["outcomes"]:
-        outcome += " behind the next" if followed else " at the second try"
+        outcome += " after the next fault" if followed else " at the second try"
     return (
         fault["number"],
         fault["kind"] + during,

@@ -17,7 +17,7 @@ from dlac_pipeline.lakehouse.errors import NoSuchTable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 _THREADS = 8
-_TOLD = 10
+_NAMED = 10
 """Data files that are named one by one. Further ones are counted."""
 
 
@@ -41,23 +41,23 @@ def file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, r
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
         answers = pool.map(lambda path: _problem(io, path, by_file[path], expired), by_file)
         problems = [problem for problem in answers if problem is not None]
-    if len(problems) > _TOLD:
-        return [*problems[:_TOLD], f"{len(problems) - _TOLD} more data files are missing or differ from their plan"]
+    if len(problems) > _NAMED:
+        return [*problems[:_NAMED], f"{len(problems) - _NAMED} more data files are missing or differ from their plan"]
     return problems
 
 
 def _expired_plans(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> set[str]:
     """Return the plans of snapshots that their tables have expired. A table counts by its uuid, under any name."""
     plans = rows_of(connection, "SELECT plan_id, source_table, table_uuid, snapshot_id FROM plans", [])
-    there: dict[str, set[int]] = {}
+    retained: dict[str, set[int]] = {}
     for name in {plan["source_table"] for plan in plans}:
         with suppress(NoSuchTable):
             metadata = lakehouse.load(name).metadata
-            there[str(metadata.table_uuid)] = {snapshot.snapshot_id for snapshot in metadata.snapshots}
+            retained[str(metadata.table_uuid)] = {snapshot.snapshot_id for snapshot in metadata.snapshots}
     return {
         plan["plan_id"]
         for plan in plans
-        if plan["table_uuid"] in there and plan["snapshot_id"] not in there[plan["table_uuid"]]
+        if plan["table_uuid"] in retained and plan["snapshot_id"] not in retained[plan["table_uuid"]]
     }
 
 

@@ -20,33 +20,33 @@ from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 
 _HEAD = """\
--- Which rows has a checkpoint of run {run} seen? Run this in DuckDB as it is: duckdb < this.sql
+-- The rows that a checkpoint of run {run} has consumed. Run this script in DuckDB without changes: duckdb < this.sql
 
 -- 1. The tables, as the Parquet files of their current snapshots. (For files on S3: INSTALL httpfs; LOAD httpfs;)
 """
 _QUESTIONS = """\
--- 2. The views and macros that answer. The ledger says which positions of which block a checkpoint moved over; a row's
---    position follows from its place in its data file by integer arithmetic.
+-- 2. Views and macros. The ledger records the positions of each block that a checkpoint moved over. The position of a row
+--    is computed from its place in its data file, with integer arithmetic.
 
 """
 _EXAMPLE = """\
 -- 3. An example: row {row} of a data file, and a head of run {run}.
--- 3a. Where the row lies in the passes over its file: work unit, slice, block, and by the inverse permutation its position.
+-- 3a. The position of the row in each pass over its file: from its work unit, slice and block, by the inverse permutation.
 FROM row_positions({file}, {row});
 
--- 3b. The checkpoint and its ancestors, in runs that it was forked from, too: what they consumed is in its model.
+-- 3b. The checkpoint and its ancestors, through forks also in other runs. The model has seen the rows that these consumed.
 FROM ancestors({checkpoint}) ORDER BY run, seq;
 
--- 3c. The advances of these that cover the position.
+-- 3c. The advances of these checkpoints that cover the position.
 SELECT a.checkpoint_id, a.pass, a.key_group, a.block, a.position_start, r.position, a.position_end, a.applied
 FROM row_positions({file}, {row}) AS r JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
 WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.position_end
     AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors({checkpoint}));
 
--- 3d. The same in one call: was the row consumed by the checkpoint?
+-- 3d. The same in one call: true if the checkpoint has consumed the row.
 SELECT consumed({file}, {row}, {checkpoint}) AS consumed;
 """
-_NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet: ask with SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
+_NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet. Later: SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
 _LAST_ADVANCE = """\
 CREATE OR REPLACE TEMP VIEW last_advance AS
 SELECT a.* FROM advances AS a JOIN lineage AS l USING (run, checkpoint_id)
@@ -77,7 +77,7 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
         connection.execute(_LAST_ADVANCE)
         connection.execute(_LAST_POSITION)
         found = rows_of(connection, _LAST_ROW)
-    # Listed after the example was found, so that they hold it; the ledger first, because what it names was written before it.
+    # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
     tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     if found:
         [row] = found
@@ -92,9 +92,7 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
 def _table_view(lakehouse: Lakehouse, name: str) -> str:
     tasks = lakehouse.look(name, lambda table: list(table.scan().plan_files()))
     if any(task.delete_files for task in tasks):
-        raise UnsupportedDeletes(
-            f"expected table {name!r} without delete files, found some: compact it, then ask again"
-        )
+        raise UnsupportedDeletes(f"expected table {name!r} without delete files, found some: compact it, then retry")
     if not tasks:
         return f"CREATE OR REPLACE VIEW {name} AS {_no_rows(name)};\n"
     here = lakehouse.relocation.here

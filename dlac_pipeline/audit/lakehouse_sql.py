@@ -1,7 +1,7 @@
 """DuckDB over a lakehouse: DLAC's five tables as Arrow, and over them the views and macros of `sql/`.
 
-Nothing but the tables is asked: neither the order code nor a manifest. What one connection sees is what the tables held when
-it was opened.
+They use the tables alone, and neither the order code nor a manifest. A connection shows the tables as they were when it was
+opened.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ QUESTIONS = (
     "touched",
     "consumed",
 )
-"""Scripts that answer who has seen a row. Each uses only those before it."""
+"""Scripts that find the checkpoints that have seen a row. Each uses only those before it."""
 
 _AUDIT = (
-    "said",
+    "or_nothing",
     "finishes",
     "advances",
     "cuts",
@@ -78,7 +78,7 @@ _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 _KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
-"""Further such views, too expensive if they may not be needed."""
+"""Further such views. They are too expensive without a run."""
 
 
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
@@ -121,7 +121,7 @@ def open_audit(
         CatalogUnreachable: the catalog does not answer.
     """
     everything = AlwaysTrue()
-    # The consumption comes first: what it names was written before it.
+    # The consumption is read first, because the rows that it names are older.
     mine = everything if run is None else _until(run, until_seq)
     consumption = lakehouse.read_own("consumption", mine)
     cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))

@@ -126,16 +126,16 @@ def _lines_of(
 def _folded(
     columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], used: Sequence[int], long: Sequence[int], width: int
 ) -> list[str] | None:
-    """Return the table with its only long column folded, or None if it has several or too little room is left."""
+    """Return the table with its only long column folded, or None if it has several or too little room."""
     widths = {index: _width_of(columns, rows, index) for index in used}
-    left = width - sum(widths[index] + len(_GAP) for index in used if index not in long)
-    if len(long) != 1 or left < _ROOMY:
+    room = width - sum(widths[index] + len(_GAP) for index in used if index not in long)
+    if len(long) != 1 or room < _ROOMY:
         return None
-    widths[long[0]] = left
+    widths[long[0]] = room
     shown = [columns[index] for index in used]
     lines = [_line([each.name for each in shown], shown, widths.values())]
     for row in rows:
-        parts = fold(row[long[0]], left)
+        parts = fold(row[long[0]], room)
         for at, part in enumerate(parts):
             cells = [part if index in long else row[index] if at == 0 else "" for index in used]
             lines.append(_line(cells, shown, widths.values()))

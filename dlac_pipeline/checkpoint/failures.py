@@ -22,9 +22,9 @@ def name_failure(err: Exception, *, doing: str) -> Named:
     return CheckpointError.__name__, f"{doing} failed with {type(err).__name__}: {err}"
 
 
-def failure_named(said: Named) -> DlacError:
+def failure_named(named: Named) -> DlacError:
     """Return the failure of a message."""
-    kind, message = said
+    kind, message = named
     return errors.error_from_kind(kind, message, default=CheckpointError)
 
 

@@ -140,8 +140,8 @@ class StoreFiles:
                 if is_final(err):
                     raise
                 if tries == 1 and self._deadline_s > 0:
-                    said = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
-                    _log.warning(said, doing, mask_secrets(address), mask_secrets(str(err)), self._deadline_s)
+                    message = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
+                    _log.warning(message, doing, mask_secrets(address), mask_secrets(str(err)), self._deadline_s)
                 raise _Transient(err) from err
 
         try:
@@ -180,22 +180,22 @@ def sync_file(path: Path) -> None:
 
 
 def make_below(above: Path, folder: Path) -> None:
-    """Make `folder`, and the missing folders between it and `above`. Their names are durable then.
+    """Create `folder`, and the missing folders between it and `above`, with durable names.
 
-    `above` is never made. If its mount is gone, nothing is written into the bare mount point, where a later mount would hide
+    `above` is never created. If its mount is gone, nothing is written into the bare mount point, where a later mount would hide
     it.
 
     Raises:
-        OSError: `above` does not exist any more, or a folder cannot be made.
+        OSError: `above` does not exist any more, or a folder cannot be created.
     """
     if folder.is_dir():
         return
-    made = above
+    path = above
     try:
         for name in folder.relative_to(above).parts:
-            made /= name
-            made.mkdir(exist_ok=True)
-            fsync_directory(made.parent)
+            path /= name
+            path.mkdir(exist_ok=True)
+            fsync_directory(path.parent)
     except FileNotFoundError as err:
         raise OSError(f"no folder {str(above)!r}, which was there when the attempt began: mount it again") from err
 

@@ -91,22 +91,22 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """An interval, and why it is that."""
+    """An interval and the reason for it."""
 
     interval_s: float
-    why: str
+    reason: str
 
 
 def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failures) -> Choice:
     """The interval between checkpoints, in seconds of training, that `settings` ask for."""
     if settings.interval == "fixed":
-        return Choice(interval_s=settings.every_s or math.inf, why="as the spec says")
+        return Choice(interval_s=settings.every_s or math.inf, reason="as set in the job spec")
     wished_s = settings.recovery_point_s
     if cost is None:
-        return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), why="the first one shows what they cost")
+        return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), reason="the first one shows what they cost")
     mtbf_s = failures.mtbf_s(settings.mtbf_s)
     optimum_s = daly_interval_s(cost.lost_s, mtbf_s)
-    why = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {_describe_failures(failures, mtbf_s)}"
+    optimum = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {_describe_failures(failures, mtbf_s)}"
     at_least_s, floor = max(
         (cost.lost_s * (1 / MOST_OVERHEAD - 1), f"so that they take {MOST_OVERHEAD:.0%} of the time at the most"),
         (cost.total_s, "as long as one takes"),
@@ -114,14 +114,15 @@ def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failu
     )
     at_most_s = wished_s - cost.total_s - SYNC_EVERY_S if wished_s else math.inf
     if at_least_s <= optimum_s <= at_most_s:
-        return Choice(interval_s=optimum_s, why=why)
+        return Choice(interval_s=optimum_s, reason=optimum)
     if optimum_s < at_least_s <= at_most_s:
-        return Choice(interval_s=at_least_s, why=f"{floor}; {why} is {optimum_s:.2g} s")
+        return Choice(interval_s=at_least_s, reason=f"{floor}; {optimum} is {optimum_s:.2g} s")
     if at_least_s <= at_most_s:
-        return Choice(interval_s=at_most_s, why=f"wished recovery point of {wished_s:g} s; {why} is {optimum_s:.0f} s")
+        reason = f"wished recovery point of {wished_s:g} s; {optimum} is {optimum_s:.0f} s"
+        return Choice(interval_s=at_most_s, reason=reason)
     return Choice(
         interval_s=at_least_s,
-        why=f"the wished recovery point of {wished_s:g} s cannot be held by checkpoints that take {cost.total_s:.2g} s "
+        reason=f"the wished recovery point of {wished_s:g} s cannot be held by checkpoints that take {cost.total_s:.2g} s "
         f"and cost {cost.lost_s:.2g} s",
     )
 
@@ -136,7 +137,7 @@ class Interval:
         self._before = failures
         self._took_s = 0.0
         self._idle, self._busy = _Pace(), _Pace()
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self.choice = choose_interval(settings, cost, failures)
 
     def is_due(self, now: float) -> bool:
@@ -154,7 +155,7 @@ class Interval:
     def note(self) -> dict[str, Any]:
         """The choice, for the row of a checkpoint."""
         choice = self.choice
-        return {"interval_s": choice.interval_s, "why": choice.why} if math.isfinite(choice.interval_s) else {}
+        return {"interval_s": choice.interval_s, "why": choice.reason} if math.isfinite(choice.interval_s) else {}
 
     def step_done(self, now: float, *, in_background: bool) -> None:
         """Note a step. `in_background`: a checkpoint is being committed in the background, which may slow it down."""
@@ -181,9 +182,9 @@ class Interval:
     def news(self) -> Choice | None:
         """Return the choice, if it differs from the last one reported."""
         choice = self.choice
-        if self._settings.interval == "fixed" or abs(choice.interval_s - self._told_s) <= _NEWS * self._told_s:
+        if self._settings.interval == "fixed" or abs(choice.interval_s - self._reported_s) <= _NEWS * self._reported_s:
             return None
-        self._told_s = choice.interval_s
+        self._reported_s = choice.interval_s
         return choice
 
 

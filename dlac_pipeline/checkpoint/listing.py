@@ -66,7 +66,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
         NoSuchRun: the ledger has no row of it.
     """
     rows = Ledger(lakehouse).head_rows(run)
-    head = fence_of_rows(rows).head  # of these rows: the run may go on meanwhile
+    head = fence_of_rows(rows).head  # from these rows, because the run may commit more
     states = {row.checkpoint_id: "retired" for row in rows if isinstance(row, RetireRow)}
     states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, QuarantinedCheckpointRow)}
     claims = {row.attempt: row for row in rows if isinstance(row, ClaimRow)}
@@ -108,9 +108,9 @@ def verify_checkpoints(
     listed = [each for each in list_checkpoints(lakehouse, run) if each.state in ("head", "kept", "left")]
     chosen = [each for each in reversed(listed) if step in (None, each.step)]
     if not chosen:
-        there = [each.step for each in listed]
+        steps = [each.step for each in listed]
         raise NoSuchCheckpoint(
-            f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'}, found {there!r}"
+            f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'}, found {steps!r}"
         )
     for done, each in enumerate(chosen):
         progress(done, len(chosen))
@@ -181,6 +181,6 @@ def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:
     try:
         manifest = read_manifest(checkpoint.manifest_uri, checkpoint.manifest_digest, files)
         verify_files(manifest, checkpoint.folder, files)
-    except CheckpointDamaged as err:  # a store that is away is no damage
+    except CheckpointDamaged as err:  # an unavailable store is no damage
         return str(err)
     return None

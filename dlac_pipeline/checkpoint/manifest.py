@@ -85,7 +85,7 @@ def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> No
     )
     try:
         files.write(mark_in(run_folder, manifest.ledger_uuid), mark, within=run_folder)
-    except (StoreUnavailable, OSError) as err:  # the checkpoint is committed all the same
+    except (StoreUnavailable, OSError) as err:  # the checkpoint is committed without it
         _log.warning("expected to mark checkpoint %s as committed, found %s", manifest.checkpoint_id, err)
 
 
@@ -174,17 +174,17 @@ def _content(manifest_uri: str, files: StoreFiles) -> bytes:
 
 
 def check_there(manifest_uri: str, files: StoreFiles) -> None:
-    """Distinguish an unavailable store from a loss: the folder above a checkpoint exists, or the store is not there.
+    """Distinguish an unavailable store from a loss: the folder above a checkpoint exists, or the store is unavailable.
 
     Raises:
         StoreUnavailable: it does not exist.
     """
     attempt = manifest_uri.rsplit("/", 2)[0]
     if is_local(manifest_uri):
-        there = path_at(attempt).is_dir()
-    else:  # objects leave no empty folder behind
-        there = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
-    if not there:
+        exists = path_at(attempt).is_dir()
+    else:  # an object store has no empty folders
+        exists = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
+    if not exists:
         raise StoreUnavailable(
             f"expected checkpoints at {attempt!r} in the checkpoint store, found nothing: mount the store"
         )

@@ -56,7 +56,7 @@ def load_rng(folder: Path, rank: int) -> None:
 
 
 def _accelerator_states() -> dict[str, list[torch.Tensor]]:
-    """Return the type of this machine's accelerators, with the state of each one's generator."""
+    """Return the type of this node's accelerators, with the state of each one's generator."""
     devices, module = _accelerators()
     if not hasattr(module, "get_rng_state"):
         return {}

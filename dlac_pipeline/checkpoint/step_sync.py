@@ -29,7 +29,7 @@ NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """Report of one rank besides its losses."""
+    """Report of one rank, without its losses."""
 
     notice: str | None = None
     """One of NOTICES, if the rank was asked to stop."""

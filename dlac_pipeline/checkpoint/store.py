@@ -75,7 +75,7 @@ class Tiers:
         folder = self.local / self.run
         with storing(folder):
             make_folder_durably(folder)
-            probe = folder / f".probe-{secrets.token_hex(4)}"  # several machines may be here at once
+            probe = folder / f".probe-{secrets.token_hex(4)}"  # several nodes may do this at once
             write_durably(probe, b"dlac")
             probe.unlink()
         if self.store is not None:

@@ -124,7 +124,7 @@ def verify(
 
     problems: dict[str, str | None] = {}
     lakehouse, files = lakehouse_of(spec, home), None
-    with suppress(NoSuchJobSpec):  # launched from another machine: what the lakehouse says has to do
+    with suppress(NoSuchJobSpec):  # launched from another node: the addresses in the lakehouse suffice
         files = tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse)).files
     with steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
@@ -139,7 +139,7 @@ def verify(
             for verdict in verdicts:
                 problems[verdict.checkpoint.checkpoint_id] = verdict.problem
                 OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
-        finally:  # a store that went away does not take back what was found before
+        finally:  # verdicts before an outage of the store are recorded
             if problems:
                 record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))
     if any(problems.values()):

@@ -211,7 +211,7 @@ class TrainingDisplay:
             self.attempt = event.get("attempt", self.attempt)
             self._progress.update(self._task, completed=event["step"])
             lines = (event.get("traceback") or event.get("log_tail", "")).splitlines()[-_FAILURE_LINES:]
-            self._print(_FAILURE, {"log": "", **event, "told": "".join(f"\n{line}" for line in lines)})
+            self._print(_FAILURE, {"log": "", **event, "excerpt": "".join(f"\n{line}" for line in lines)})
         elif kind == "submitted":
             self._print("submitted as [green]{job}[/]", event)
         elif kind == "job":
@@ -245,9 +245,9 @@ _LINES = {
     "left": "the script ended at step {step_of}, after a checkpoint: start it again to resume",
     "caught_up": "caught up after step {step}: the next start trains what is appended",
 }
-_FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{told}[/]"
+_FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{excerpt}[/]"
 _FAILURE_LINES = 12
-"""Of the traceback of a failure, or of the log of a rank that recorded none."""
+"""Last lines of a traceback, or of the log of a rank that recorded none."""
 _RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} replayed"
 _ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
 

@@ -156,10 +156,10 @@ def pins(
 
 
 def _row_of(pin: Pin) -> tuple[str, ...]:
-    held = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
+    size = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
     others = ", ".join(use.run for use in pin.uses if not use.needed)
-    made, pinned = format_age(pin.committed_at), format_age(pin.pinned_at)
-    return pin.table, str(pin.snapshot_id), made, pinned, held, ", ".join(pin.needed_by), others
+    created, pinned = format_age(pin.committed_at), format_age(pin.pinned_at)
+    return pin.table, str(pin.snapshot_id), created, pinned, size, ", ".join(pin.needed_by), others
 
 
 @app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac unpin lake.documents 1287862416068212033"))

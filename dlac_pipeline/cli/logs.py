@@ -134,14 +134,14 @@ def _why_missing(rows: list[LedgerRow], run: str, attempt: int, folders: list[Pa
 
 def _print_lines(readers: dict[int, LogReader], *, last: bool) -> bool:
     """Print the lines that can be read now, the `last` time also one without an end. Return True if any was printed."""
-    said = False
+    printed = False
     for rank, reader in readers.items():
         begin = f"[rank {rank}] " if len(readers) > 1 else ""
         for line in _lines_of(reader, last=last):
-            said = True
+            printed = True
             sys.stdout.write(f"{begin}{line}\n")
     sys.stdout.flush()
-    return said
+    return printed
 
 
 def _lines_of(reader: LogReader, *, last: bool) -> Iterator[str]:

@@ -38,8 +38,8 @@ for _part in (training, runs, recovery, logs, checkpoints, exports, branches, la
     app.add_typer(_part.app)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         OUT.print(f"dlac {version_of('dlac-pipeline')}", highlight=False)
         raise typer.Exit
 
@@ -79,8 +79,8 @@ def main() -> None:
     Any other exception is a bug: its traceback goes into a file. Ctrl-C and a closed pipe are no errors.
     """
     _spare_collections()
-    if sys.stdout is None:  # closed by who started this: nobody wants to read
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # for as long as this process is there
+    if sys.stdout is None:  # the parent process closed it, so there is no reader
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # stays open until this process ends
     try:
         try:
             with _interruptible():
@@ -105,7 +105,7 @@ def main() -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `Interrupted` here, unless who started this process has it ignored."""
+    """Let Ctrl-C raise `Interrupted` here, unless the parent process has set it to be ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
         yield
@@ -133,8 +133,8 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
-def _end(said: str, exit_code: int) -> NoReturn:
-    ERR.print(Text.assemble(("error:", "red"), f" {terminal_text(said)}"), soft_wrap=True)
+def _end(message: str, exit_code: int) -> NoReturn:
+    ERR.print(Text.assemble(("error:", "red"), f" {terminal_text(message)}"), soft_wrap=True)
     sys.exit(exit_code)
 
 

@@ -96,7 +96,7 @@ def incidents(
 
     lakehouse = lakehouse_of(spec, home)
     if run is not None:
-        Ledger(lakehouse).head_rows(run)  # says so if there is no such run
+        Ledger(lakehouse).head_rows(run)  # raises if there is no such run
     found = recoveries_of(lakehouse, run)
     if as_json:
         sys.stdout.write(strict_json([_facts_of(each) for each in found]) + "\n")
@@ -133,10 +133,10 @@ def describe_incident(recovery: Recovery) -> dict[str, str | None]:
 
 def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
     """A rehearsed step as cells: two losses to the last digit, and whether they are the same."""
-    said = "no loss recorded" if not step.compared else "identical" if step.identical else "differs"
+    verdict = "no loss recorded" if not step.compared else "identical" if step.identical else "differs"
     skipped = ", skipped" if step.recorded_skipped or step.replayed_skipped else ""
     recorded = "" if step.recorded is None else repr(step.recorded)
-    return str(step.step), recorded, "" if step.replayed is None else repr(step.replayed), said + skipped
+    return str(step.step), recorded, "" if step.replayed is None else repr(step.replayed), verdict + skipped
 
 
 def _phases(recovery: Recovery) -> str:

@@ -110,8 +110,8 @@ def train(
     launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
     job = _with_torchrun_options(resolved(spec, home), context.args)
-    asked = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
-    job = _with_launch(job, {name: value for name, value in asked.items() if value is not None})
+    options = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
+    job = _with_launch(job, {name: value for name, value in options.items() if value is not None})
     request = Request(spec=job, plan_ids=tuple(plan_id or ()), repin=True, takeover=takeover)
     if not render:
         _launch(request)
@@ -146,9 +146,9 @@ def _with_torchrun_options(job: JobSpec, options: list[str]) -> JobSpec:
     return _with_launch(job, launch_settings(options, environment, job.launch, job.run))
 
 
-def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:
+def _with_launch(job: JobSpec, options: dict[str, object]) -> JobSpec:
     """The job spec with settings of its launch replaced."""
-    return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **asked}}, origin="the command line")
+    return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **options}}, origin="the command line")
 
 
 @app.command(
@@ -184,7 +184,7 @@ def _launch(request: Request) -> None:
     run = request.spec.run
     with TrainingDisplay(OUT, run) as display:
         launcher = launcher_for(request, display.show)
-        on_ending_signals(launcher.leave)  # this machine's
-        on_signals((signal.SIGINT,), launcher.stop)  # a person's
+        on_ending_signals(launcher.leave)  # of this node alone
+        on_signals((signal.SIGINT,), launcher.stop)  # of the run
         outcome = launcher.run()
     OUT.print(describe_outcome(run, outcome, attempt=display.attempt), markup=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 The command is `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
 
 Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the
-sensors request its recovery, which runs wherever the queue's launcher starts it. Stop what launches runs on this node first.
+sensors request its recovery, which runs where the launcher of the queue starts it. First stop all launchers of this node.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tupl
     The first heartbeat of a starting run shows its node, so it is waited for.
     """
     deadline = time.monotonic() + within_s
-    asked: dict[str, str] = {}
+    notified: dict[str, str] = {}
     while True:
-        left = _left(instance, asked, reason)
-        if not left or time.monotonic() >= deadline:
-            return [run_id for run_id in asked if run_id not in left], left
+        remaining = _remaining(instance, notified, reason)
+        if not remaining or time.monotonic() >= deadline:
+            return [run_id for run_id in notified if run_id not in remaining], remaining
         time.sleep(_POLL_S)
 
 
-def _left(instance: dg.DagsterInstance, asked: dict[str, str], reason: str) -> dict[str, str]:
-    """Return the runs that are here or may be, with a note on each. New ones here are `asked` to exit."""
+def _remaining(instance: dg.DagsterInstance, notified: dict[str, str], reason: str) -> dict[str, str]:
+    """Return the runs that are or may be on this node, with a note on each. Those not yet `notified` are preempted."""
     runs = [run for run in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)) if trains(run)]
     beats = beats_of(instance, [run.run_id for run in runs])
-    left = {}
+    remaining = {}
     for run in runs:
         beat = beats.get(run.run_id)
-        if run.run_id not in asked and beat is not None and beat.is_here and not beat.is_gone:
-            is_asked, left[run.run_id] = _ask(instance, run, reason)
-            if is_asked:
-                asked[run.run_id] = left[run.run_id]
-        elif run.run_id in asked:
-            left[run.run_id] = asked[run.run_id]
+        if run.run_id not in notified and beat is not None and beat.is_here and not beat.is_gone:
+            is_notified, remaining[run.run_id] = _preempt(instance, run, reason)
+            if is_notified:
+                notified[run.run_id] = remaining[run.run_id]
+        elif run.run_id in notified:
+            remaining[run.run_id] = notified[run.run_id]
         elif beat is None:
-            left[run.run_id] = "it has sent no heartbeat yet: it may start on this node"
-    return left
+            remaining[run.run_id] = "it has sent no heartbeat yet: it may start on this node"
+    return remaining
 
 
-def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> tuple[bool, str]:
-    """Preempt a run, unless it is ending already. Return whether it will know of it, and a note."""
+def _preempt(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> tuple[bool, str]:
+    """Preempt a run, unless it is ending already. Return True if it will notice, and a note."""
     if run.status == dg.DagsterRunStatus.CANCELING:
         return True, "it was cancelled before"
     try:
         instance.add_run_tags(run.run_id, {PREEMPTED_TAG: own_value(run, reason)})
         instance.run_coordinator.cancel_run(run.run_id)
-    except Exception as err:  # a code server that is gone: the run's process finds out by itself that it is cancelled
+    except Exception as err:  # a code server that is gone: the run's process reads its status, and exits
         return _is_canceling(instance, run.run_id), f"it could not be notified directly: {type(err).__name__}"
     return True, "it was asked to"
 
@@ -86,13 +86,13 @@ def drain_node(
 ) -> None:
     """Preempt the training runs of this node. Exit status 0 only if all have exited."""
     with dg.DagsterInstance.get() as instance:
-        ended, left = drain(instance, reason=reason, within_s=within_s)
-        said = {**dict.fromkeys(ended, "has left"), **{each: f"has not left; {why}" for each, why in left.items()}}
-        for run_id, how in said.items():
+        ended, remaining = drain(instance, reason=reason, within_s=within_s)
+        states = {each: f"has not exited; {note}" for each, note in remaining.items()}
+        for run_id, state in {**dict.fromkeys(ended, "has exited"), **states}.items():
             run = instance.get_run_by_id(run_id)
             name = run.tags.get(RUN_TAG, "") if run else ""
-            print(f"{name} ({run_id}): {how}")
-    sys.exit(1 if left else 0)
+            print(f"{name} ({run_id}): {state}")
+    sys.exit(1 if remaining else 0)
 
 
 if __name__ == "__main__":

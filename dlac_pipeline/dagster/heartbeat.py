@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.masking import mask_secrets
 
 BEAT_EVERY_S = 5.0
 _HEARD_AFTER_BEATS = 2
-"""Dagster's own interruption is to come first: a second one would kill the trainer at its last checkpoint."""
+"""Dagster's own interruption must come first: a second one would kill the trainer at its last checkpoint."""
 _TO_END = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED, dg.DagsterRunStatus.FAILURE)
 """Status of a run that must end although its process sends heartbeats: another process has set it."""
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class RunHeartbeat:
     started_at: float
     """Creation of the process, in seconds since the epoch. It identifies a process whose id is used again."""
     mark: str
-    """Another one with every beat. Clocks of two machines are never compared: what counts is how long it stays the same."""
+    """A new value in every heartbeat. The time without a new one counts, because clocks of two nodes are never compared."""
 
     @property
     def is_here(self) -> bool:
@@ -51,7 +51,7 @@ class RunHeartbeat:
 
     @property
     def is_gone(self) -> bool:
-        """Of a process of this machine: whether it has ended."""
+        """True if the process has ended. Only for a process of this node."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             return process.create_time() != self.started_at or process.status() == psutil.STATUS_ZOMBIE
@@ -124,5 +124,5 @@ def _key(run_id: str) -> str:
 
 
 def _machine() -> str:
-    """This machine, or this container of it: where a process id means the same."""
+    """The name of this node and of its container: the scope of a process id."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

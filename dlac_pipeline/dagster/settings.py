@@ -1,4 +1,4 @@
-"""Settings of Dagster besides the job specs: $DLAC_HOME/orchestration.toml, which each tick reads again."""
+"""Settings of Dagster that are in no job spec: $DLAC_HOME/orchestration.toml, which each tick reads again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import home_folder
-from dlac_pipeline.spec.spec_problems import LONGEST_S, LONGEST_WAIT_S, Section, place_said, problem_said
+from dlac_pipeline.spec.spec_problems import LONGEST_S, LONGEST_WAIT_S, Section, describe_place, describe_problem
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 FILE = "orchestration.toml"
@@ -96,7 +96,7 @@ def read_settings(home: Path | None = None) -> Settings:
         return Settings()
     except ValidationError as err:
         lines = [
-            f"  {place_said(problem['loc'], Settings)}: {problem_said(problem, Settings)}" for problem in err.errors()
+            f"  {describe_place(each['loc'], Settings)}: {describe_problem(each, Settings)}" for each in err.errors()
         ]
         raise SpecInvalid(f"{str(path)!r} is not valid:\n" + "\n".join(lines)) from err
     except (OSError, ValueError) as err:  # of a number of thousands of digits as well

@@ -44,8 +44,8 @@ def trains(run: dg.DagsterRun) -> bool:
 def is_of(run: dg.DagsterRun, location: str | None) -> bool:
     """Return True if a run belongs to the code location of this name. Others may have assets and jobs of the same names."""
     origin = run.remote_job_origin
-    there = None if origin is None else origin.repository_origin.code_location_origin.location_name
-    return there == location
+    name = None if origin is None else origin.repository_origin.code_location_origin.location_name
+    return name == location
 
 
 def spec_of(run_config: Mapping[str, Any]) -> JobSpec:

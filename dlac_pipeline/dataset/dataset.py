@@ -18,9 +18,9 @@ from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, 
 from dlac_pipeline.dataset.state import (
     State,
     base_of,
-    check_asked,
     check_last_batch,
     check_position,
+    check_requested,
     cursors_of,
     make_state,
     merge_states,
@@ -163,7 +163,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         check_last_batch(state, self.last_batch)
         leg = Leg.from_json(state["leg"]["json"])
         if leg != self.leg:
-            check_asked(self.spec, leg)
+            check_requested(self.spec, leg)
             self.leg, self._opened = leg, None
         check_position(state, self._open().order)
         self._cursors = cursors_of(state, leg, self.key_groups)
@@ -275,7 +275,7 @@ class DlacDataset(IterableDataset[DictBatch]):
             raise SpecInvalid(
                 f"expected a packed or transformed dataset on {self.world_size} ranks to be read through dataset.loader(), or "
                 "with num_workers=0, found a worker of another DataLoader: its ranks end at different batches, and the others "
-                "would wait for ever"
+                "would wait without an end"
             )
         self._begun_in = os.getpid()
         reader = self._reader(

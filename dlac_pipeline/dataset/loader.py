@@ -33,7 +33,7 @@ class DlacLoader(DataLoader[DictBatch]):
         options: Mapping[str, Any],
     ) -> None:
         self._copies = DeviceCopies(device, pin_memory=pin_memory)
-        # Where ranks end apart, empty batches are made here: what is made of them cannot be made in a worker.
+        # If ranks end at different batches, the empty batches are made here, and so must be their conversion.
         self._late = inputs if dataset.ends_apart else None
         early = None if dataset.ends_apart else inputs
         self._source, self._unwraps = dataset, early is not None
@@ -51,7 +51,7 @@ class DlacLoader(DataLoader[DictBatch]):
             yield self._hand_out(batch)
 
     def _hand_out(self, batch: DictBatch) -> Any:
-        """Return what the consumer is given of a batch, where it asked for it."""
+        """Return a batch in the form, and on the device, that the consumer requested."""
         if self._unwraps:
             return self._copies.copy(batch["inputs"])
         if self._late is not None:

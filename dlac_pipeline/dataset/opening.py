@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.dataset.dataset import DlacDataset
-from dlac_pipeline.dataset.state import check_asked, read_state
+from dlac_pipeline.dataset.state import check_requested, read_state
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -65,19 +65,19 @@ def open_dataset(
         BadInput, LakehouseError: as from planning and opening.
     """
     _check_types(spec=spec, home=home, lakehouse=lakehouse, state=state)
-    asked = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else home_folder())
-    _check_readable(asked, last_batch)
+    job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else home_folder())
+    _check_readable(job, last_batch)
     own_rank, own_world_size = _own_place()
     rank = own_rank if rank is None else _whole("rank", rank)
     world_size = own_world_size if world_size is None else _whole("world_size", world_size)
-    _check_place(rank, world_size, asked.order.batch_size)
+    _check_place(rank, world_size, job.order.batch_size)
     joined = world_size > 1 and dist.is_initialized() and (rank, world_size) == (dist.get_rank(), dist.get_world_size())
     group = dist.new_group(backend="gloo") if joined else None
     saved = read_state(state) if state is not None else None
-    leg, plans = _plan_leg(asked, group) if saved is None else (Leg.from_json(saved["leg"]["json"]), None)
-    dataset = DlacDataset(asked, leg, rank=rank, world_size=world_size, group=group, last_batch=last_batch, plans=plans)
+    leg, plans = _plan_leg(job, group) if saved is None else (Leg.from_json(saved["leg"]["json"]), None)
+    dataset = DlacDataset(job, leg, rank=rank, world_size=world_size, group=group, last_batch=last_batch, plans=plans)
     if saved is not None:
-        check_asked(asked, leg)
+        check_requested(job, leg)
     dataset.load_state_dict(dataset.state_dict() if saved is None else saved)
     if last_batch == "drop":
         _check_not_empty(dataset)
@@ -135,15 +135,15 @@ def _spec_of(
     """The job spec that is named, or one of single settings."""
     if spec is None:
         raw: dict[str, Any] = {"run": "dataset", "launch": {"script": "-"}, **_sections(settings)}
-        asked = parse_spec(raw, origin="what open_dataset() was given")
+        job = parse_spec(raw, origin="what open_dataset() was given")
     elif settings:
         raise SpecInvalid(f"expected a job spec or single settings, found both: {sorted(settings)!r}")
     else:
-        asked = spec if isinstance(spec, JobSpec) else read_spec(Path(spec))
+        job = spec if isinstance(spec, JobSpec) else read_spec(Path(spec))
     if lakehouse is None:
-        return asked
+        return job
     config = lakehouse.config if isinstance(lakehouse, Lakehouse) else lakehouse
-    return asked.model_copy(update={"lakehouse": config})
+    return job.model_copy(update={"lakehouse": config})
 
 
 def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,8 +216,8 @@ def _plan_leg(spec: JobSpec, group: dist.ProcessGroup | None) -> tuple[Leg, Plan
     if group is None or dist.get_rank() == 0:
         try:
             plans = Plans(connect(spec.lakehouse))
-            made = [plans.add(plan) for plan in plan_sources(plans.lakehouse, spec)]
-            answer = {"leg": first_leg(spec, made).to_json()}
+            added = [plans.add(plan) for plan in plan_sources(plans.lakehouse, spec)]
+            answer = {"leg": first_leg(spec, added).to_json()}
         except DlacError as err:
             failed, answer = err, {"error": str(err)}
     tree = RankTree(0, 1, None) if group is None else RankTree(dist.get_rank(), dist.get_world_size(), group)

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 from dlac_pipeline.dataset.batches import LastBatch
 from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.plan.legs.choice import asked_for
+from dlac_pipeline.plan.legs.choice import requested_leg
 from dlac_pipeline.plan.legs.leg import Leg, describe_differences
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
@@ -24,7 +24,7 @@ from dlac_pipeline.spec.job_spec import (
 STATE_VERSION = 2
 """Version of the state. A later DLAC reads an earlier one. Version 1 had a digest of its leg only, and no `last_batch`."""
 _KEYS = {1: ("leg", "step", "cursors"), 2: ("leg", "step", "cursors", "last_batch", "digest")}
-"""Keys of a state of each version besides `format_version`, and `worker` in a worker's state."""
+"""Keys of a state of each version. Each has `format_version` too, and a worker's state has `worker`."""
 STATE_FILE = "dlac_reader.json"
 """The state beside a checkpoint. It is written last, so a checkpoint folder without it is not complete."""
 
@@ -152,13 +152,13 @@ def _read_file(path: Path) -> Any:
         raise SpecInvalid(f"expected the state of a dataset at {str(path)!r}, found {err}") from err
 
 
-def check_last_batch(state: State, asked: LastBatch) -> None:
+def check_last_batch(state: State, requested: LastBatch) -> None:
     """Check that a state was read with the requested `last_batch`. One of version 1 does not name it."""
-    saved = state.get("last_batch", asked)
-    if saved != asked:
+    saved = state.get("last_batch", requested)
+    if saved != requested:
         raise ResumeMismatch(
             "the state was read with other settings than the dataset was opened with:\n"
-            f"{describe_differences({'last_batch': (saved, asked)}, bound='saved')}\ngive the saved value again, or "
+            f"{describe_differences({'last_batch': (saved, requested)}, bound='saved')}\ngive the saved value again, or "
             f"begin without the state"
         )
 
@@ -215,11 +215,11 @@ def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
         return False
 
 
-def check_asked(spec: JobSpec, leg: Leg) -> None:
+def check_requested(spec: JobSpec, leg: Leg) -> None:
     """Check that the spec requests what the leg of a state binds. A snapshot that it does not name is that of the state."""
     lakehouse = connect(spec.lakehouse)
     uuids = {source.table: str(lakehouse.load(source.table).metadata.table_uuid) for source in spec.sources}
-    differing = leg.differences(asked_for(spec, leg, uuids))
+    differing = leg.differences(requested_leg(spec, leg, uuids))
     if differing:
         raise ResumeMismatch(
             f"the state was read with other settings than the dataset was opened "

@@ -234,10 +234,10 @@ class NodeHeartbeat:
         """Return whether another member was silent for too long while the store answered."""
         with self._lock:
             deposed = self._is_leader(slot) and (self._lease["slot"] != slot or self._leader_left)
-            left = self._in_round and self.has_moved_on(slot)
+            moved_on = self._in_round and self.has_moved_on(slot)
             return (
                 deposed
-                or left
+                or moved_on
                 or self._gone(slot)
                 or self._heard_at(slot) < self._spoke_at - self._launch.node_timeout_s
             )
@@ -371,7 +371,7 @@ class NodeHeartbeat:
     def _may_lead(self, found: Sealed) -> bool:
         """Return whether this node, which waits, takes the lease: it is free, or its holder is silent or has left."""
         with self._lock:
-            if self._offer is None or self._in_round or self.refused:  # a lease that it took would refuse nobody
+            if self._offer is None or self._in_round or self.refused:  # as the leader it would refuse no other job
                 return False
             heard_at = self._lease_raw_at if self._lease is NO_LEASE else self._lease_at
             silent = heard_at < self._now() - self._launch.node_timeout_s
@@ -400,7 +400,7 @@ class NodeHeartbeat:
             lease |= {"message": message, "training": self._end is None, "ready": len(self._offers)}
             lease["refused"] = self._late_refusal()
         self._write_lease(found, lease)
-        with self._lock:  # a lease that was overwritten meanwhile announces nothing
+        with self._lock:  # a lease that another node has overwritten announces nothing
             done = [each for each in announced if self._lease["announced"].get(each) == lease["announced"].get(each)]
             for subject in done:
                 if self._to_announce.get(subject) is announced[subject]:
@@ -504,7 +504,7 @@ class NodeHeartbeat:
             self._offers = {slot: Offer(**each["offer"]) for slot, each in waiting.items() if not self.is_lost(slot)}
 
     def _gather(self, lease: Message) -> Message:
-        """Return the next round's state from the lease: that it is formed, who leads instead, or how many nodes are ready."""
+        """Return the next round's state from the lease: it is formed, another node leads, or so many nodes are ready."""
         with self._lock:
             assert self._offer is not None
             mine = self._offer
@@ -515,12 +515,12 @@ class NodeHeartbeat:
         ids = self._ids_of(offers)
         refused = refuse_other_jobs(offers, ids, self._slot, stay=before)
         offers = {slot: offer for slot, offer in offers.items() if ids[slot] not in refused.get("ids", ())}
-        said: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
+        state: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
         if self._slot not in offers or not self._last_call.is_over(len(offers), busy=bool(busy)):
-            return said
+            return state
         knows_most = max(offers, key=lambda slot: (offers[slot].attempt, slot == self._slot))
         if offers[knows_most].attempt > mine.attempt:
-            return {**said, "slot": knows_most, "id": ids[knows_most]}
+            return {**state, "slot": knows_most, "id": ids[knows_most]}
         members = assign_ranks(
             offers, ids, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
@@ -528,7 +528,7 @@ class NodeHeartbeat:
         self._published = {}
         self._publish(name_of_plan(plan.number, self._slot), plan.message())
         publish_parts(self._store, plan, formed_by=self._slot)
-        return {**said, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
+        return {**state, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 
     def _members_before(self, lease: Message) -> list[int]:
         """Return the slots of the last round, as far as this node knows it: one that did not lead it reads its plan now."""

@@ -64,7 +64,7 @@ def _threads() -> list[str]:
     """Return the names of threads that a forked process would miss."""
     found = []
     for task in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has ended since
             name = (task / "comm").read_text().strip()
             if int(task.name) != os.getpid() and name not in _FORKABLE_THREADS:
                 found.append(name)

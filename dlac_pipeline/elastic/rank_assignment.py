@@ -125,17 +125,17 @@ def assign_ranks(
     The leader is first. Nodes of the last round (`stay`) come before others, and of these the ones with the most ranks.
     """
     order = sorted(offers, key=lambda slot: (slot != leader, slot not in stay, -offers[slot].ranks, slot))[:most_nodes]
-    left = usable_ranks(batch_size, sum(offers[slot].ranks for slot in order))
+    remaining = usable_ranks(batch_size, sum(offers[slot].ranks for slot in order))
     members: list[Member] = []
     first = 0
     for slot in order:
-        ranks = min(offers[slot].ranks, left)
+        ranks = min(offers[slot].ranks, remaining)
         if ranks:
             member = Member(
                 slot=slot, id=ids[slot], place=len(members), offer=offers[slot], first_rank=first, ranks=ranks
             )
             members.append(member)
-        first, left = first + ranks, left - ranks
+        first, remaining = first + ranks, remaining - ranks
     return tuple(members)
 
 

@@ -65,7 +65,7 @@ class LakehouseConfig(BaseModel):
     def _is_absolute(self) -> Self:
         """Spell folders in one way, absolute: each process of a run may have another working directory."""
         if self.type == "rest":
-            return self  # the server knows what its warehouse is
+            return self  # the server knows its warehouse
         uri, warehouse = self.uri, self.warehouse
         if warehouse:
             known = None if "py-io-impl" in self.properties else SCHEMES

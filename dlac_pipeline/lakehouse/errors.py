@@ -148,7 +148,7 @@ class TransformFailed(BadInput):
 
 
 class TokenizerUnreadable(BadInput):
-    """A tokenizer cannot be loaded, or lacks a token that was asked for."""
+    """A tokenizer cannot be loaded, or lacks a requested token."""
 
 
 class LogsMissing(BadInput):
@@ -301,7 +301,7 @@ class TrainingFailed(DlacError):
 
 
 class NodesMissing(TrainingFailed):
-    """Fewer machines than the job wants came together in time."""
+    """Fewer nodes than the job needs joined in time."""
 
 
 class ClusterRefused(TrainingFailed):

@@ -126,6 +126,6 @@ def _is_pair(pair: re.Match[str], bare: str | None) -> bool:
         return False
     if pair["sign"] == "=" or pair["close"] is not None or bare is None:
         return True
-    said = pair["name"].casefold()
+    name = pair["name"].casefold()
     is_user = bare.startswith(f"{MASK}@")  # of an address, whose host is shown
-    return ("-" in said or bool(_GLUED.search(said))) and not is_user and not _PROSE.fullmatch(bare)
+    return ("-" in name or bool(_GLUED.search(name))) and not is_user and not _PROSE.fullmatch(bare)

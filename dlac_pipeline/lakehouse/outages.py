@@ -46,7 +46,7 @@ _NO_DATABASE = ('database "', 'role "')
 
 
 def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
-    """Check the catalog's address before anything is asked or made.
+    """Check the catalog's address before it is opened or created.
 
     `answered`: the catalog has answered at this address before. A folder in place of its file is an outage then, such as a mount
     point without its mount.
@@ -75,9 +75,9 @@ def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
         if file is not None and not answered and file.exists() and not file.is_file():
             raise ValueError("a folder or a device in place of the file")
     except (ValueError, ArgumentError) as err:
-        said = str(err).splitlines()[0]
+        reason = str(err).splitlines()[0]
         raise CatalogMisconfigured(
-            f"expected {wanted}, found {config.address!r} ({said}): correct lakehouse.uri"
+            f"expected {wanted}, found {config.address!r} ({reason}): correct lakehouse.uri"
         ) from err
 
 
@@ -89,10 +89,10 @@ def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
     if isinstance(err, ArgumentError | requests.exceptions.InvalidURL | requests.exceptions.InvalidSchema):
         return True
     if isinstance(err, requests.RequestException | RESTError | DBAPIError):
-        said = str(err)
+        message = str(err)
         refused = _REFUSED if answered else (*_REFUSED, *_REFUSED_AT_FIRST)
-        no_database = any(name in said for name in _NO_DATABASE) and "does not exist" in said
-        return no_database or any(each in said for each in refused)
+        no_database = any(name in message for name in _NO_DATABASE) and "does not exist" in message
+        return no_database or any(each in message for each in refused)
     if isinstance(err, sqlite3.Error | OSError):  # of the file itself
         damaged = any(each in str(err) for each in _DAMAGED)
         return damaged if answered else not is_locked(err)
@@ -100,5 +100,5 @@ def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
 
 
 def is_unknown_host(err: Exception) -> bool:
-    """Return whether the name of the catalog's host does not resolve, and no name server was away."""
-    return any(said in str(err) for said in _UNKNOWN_HOST)
+    """Return whether the name of the catalog's host does not resolve, and the name server has answered."""
+    return any(each in str(err) for each in _UNKNOWN_HOST)

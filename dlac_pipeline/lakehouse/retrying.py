@@ -50,12 +50,12 @@ def retrying(
 
 def is_final(err: OSError) -> bool:
     """Return True if waiting does not help against this failure of a file system or an object store."""
-    return err.errno in _FINAL or any(said in str(err) for said in _REFUSED)
+    return err.errno in _FINAL or any(each in str(err) for each in _REFUSED)
 
 
 def may_pass(err: OSError) -> bool:
     """Return True if a file system or an object store may answer later. A file that cannot be decoded does not change."""
-    return not is_final(err) and (err.errno is not None or any(said in str(err) for said in _STORES))
+    return not is_final(err) and (err.errno is not None or any(each in str(err) for each in _STORES))
 
 
 def rereading() -> tenacity.Retrying:

@@ -18,12 +18,12 @@ _LIBRARIES = ("dlac-pipeline", "torch", "pyiceberg", "pyarrow", "duckdb", "sqlal
 def report_unexpected(err: BaseException) -> str:
     """Write the traceback into a file that only this user may read. Return the line that names the file."""
     first = next(iter(str(err).splitlines()), "")
-    said = f"unexpected {type(err).__name__}{': ' if first else ''}{first}"
+    message = f"unexpected {type(err).__name__}{': ' if first else ''}{first}"
     try:
         log = _write_log("".join(traceback.format_exception(err)))
     except OSError as failed:
-        return f"{said}; this is a bug of DLAC, and its traceback could not be written ({failed}): run it again with free disk"
-    return f"{said}; this is a bug of DLAC: report it with the traceback in {str(log)!r}"
+        return f"{message}; this is a bug of DLAC, and its traceback could not be written ({failed}): run it again with free disk"
+    return f"{message}; this is a bug of DLAC: report it with the traceback in {str(log)!r}"
 
 
 def _write_log(trace: str) -> Path:

@@ -68,12 +68,12 @@ def _check_options(cluster: ClusterSpec) -> None:
             )
     if taken := sorted(_OURS & set(cluster.options)):
         raise SpecInvalid(
-            f"expected in cluster.options what nothing else in the job spec says, found {taken[0]!r}: leave it out"
+            f"expected no option in cluster.options that another setting defines, found {taken[0]!r}: leave it out"
         )
 
 
 def _check_mounted(spec: JobSpec) -> None:
-    """Refuse folders of a pod's own, which end with it: the next pod would find no checkpoint, nor any table."""
+    """Refuse folders of a pod's own, which end with it: the next pod would find neither checkpoints nor tables."""
     mounts = [Path(mount.path) for mount in spec.cluster.mounts if mount.writable]
     for container in _containers(spec.cluster):
         added = container.get("volumeMounts", []) if container["name"] == NODE else []
@@ -89,7 +89,7 @@ def _check_mounted(spec: JobSpec) -> None:
 
 
 def _check_pod(cluster: ClusterSpec) -> None:
-    """Refuse what would change nothing, and what other settings say."""
+    """Refuse fields without an effect, and fields that other settings define."""
     found = [f"cluster.pod.{name}" for name in cluster.pod if name not in ("metadata", "spec")]
     found += [f"cluster.pod.spec.{name}" for name in cluster.pod.get("spec", {}) if name in _OUR_POD]
     for container in _containers(cluster):
@@ -97,7 +97,7 @@ def _check_pod(cluster: ClusterSpec) -> None:
         found += [f"cluster.pod.spec.containers.{name}" for name in container if name in ours]
     if found:
         raise SpecInvalid(
-            f"expected no {found[0]}, which Kubernetes ignores there or DLAC says itself (launch.deadline_s, "
+            f"expected no {found[0]}, which Kubernetes ignores there or DLAC sets itself (launch.deadline_s, "
             "cluster.time_limit_s, retries, image, python, env): leave it out"
         )
 

@@ -101,7 +101,7 @@ class ClusterJob:
 
     def _submit(self) -> str:
         near = (
-            self._asked(lambda ledger: nodes_with_newest(ledger.rows(self._request.spec.run, kinds=HEAD_KINDS))) or []
+            self._query(lambda ledger: nodes_with_newest(ledger.rows(self._request.spec.run, kinds=HEAD_KINDS))) or []
         )
         try:
             return self._scheduler.submit(self._request, near)
@@ -260,17 +260,17 @@ class ClusterJob:
         )
 
     def _is_finished(self) -> bool:
-        return bool(self._asked(lambda ledger: ledger.state(self._request.spec.run).finished))
+        return bool(self._query(lambda ledger: ledger.state(self._request.spec.run).finished))
 
     def _position(self) -> int | None:
         """Number of the run's last row. None: the ledger cannot be asked."""
-        return self._asked(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
+        return self._query(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
 
     def _head_step(self) -> int | None:
         """Step of the last checkpoint. None: the ledger cannot be asked."""
-        return self._asked(lambda ledger: _step_of_head(ledger, self._request.spec.run))
+        return self._query(lambda ledger: _step_of_head(ledger, self._request.spec.run))
 
-    def _asked(self, question: Callable[[Ledger], Answer]) -> Answer | None:
+    def _query(self, question: Callable[[Ledger], Answer]) -> Answer | None:
         with suppress(DlacError):
             return question(Ledger(connect(self._request.spec.lakehouse)))
         return None

@@ -33,7 +33,7 @@ _JOBSET_LABEL, _INDEX_LABEL = "jobset.sigs.k8s.io/jobset-name", "batch.kubernete
 _NODE_LABEL = "kubernetes.io/hostname"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _OVERLAP_S = 30
-"""Seconds of log that are asked for twice, for clocks that differ. A line is read once, by its time."""
+"""Seconds of log that are requested twice, for clocks that differ. A line is read once, by its time."""
 Document = dict[str, Any]
 
 

@@ -21,9 +21,9 @@ from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from dlac_pipeline.launchers.orchestrator import keep_events_apart, say
+from dlac_pipeline.launchers.orchestrator import keep_events_apart, report
 from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
-from dlac_pipeline.launchers.serve import run_and_tell, say_error, stop_when_replaced
+from dlac_pipeline.launchers.serve import report_error, run_and_report, stop_when_replaced
 from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.launch_request import Request, unpack
@@ -73,19 +73,19 @@ def end_orphan(job: str, *, finished: bool) -> None:
 def main() -> int:
     """Supervise this node's ranks. Return the exit status."""
     keep_events_apart()
-    say({"event": "node", "host": socket.gethostname(), "start": this_start(os.environ)})
+    report({"event": "node", "host": socket.gethostname(), "start": this_start(os.environ)})
     try:
         request = unpack(os.environ)
     except SpecInvalid as err:
-        return say_error(err)
+        return report_error(err)
     request = for_node(request, os.environ)
     with suppress(DlacError):  # the supervisor waits for a catalog that is unavailable
         request = of_this_start(request)
-    supervisor = Supervisor(request, on_event=say)
+    supervisor = Supervisor(request, on_event=report)
     on_ending_signals(supervisor.leave)
     if request.launched_by:
         threading.Thread(target=stop_when_replaced, args=(supervisor, request), daemon=True).start()
-    code = run_and_tell(supervisor, stopped=UNFINISHED_EXIT_CODE)
+    code = run_and_report(supervisor, stopped=UNFINISHED_EXIT_CODE)
     if job := os.environ.get(_JOB_VARIABLE):
         end_orphan(job, finished=code == 0)
     return code

@@ -20,7 +20,7 @@ _ALIVE_EVERY_S = 5.0
 """Seconds between two heartbeats."""
 _EVENTS: list[TextIO] = []
 """The last one is the stream of events. None: `sys.stdout`."""
-_SAYING = threading.Lock()
+_REPORTING = threading.Lock()
 
 
 class Orchestrator:
@@ -29,14 +29,14 @@ class Orchestrator:
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
         self._grace_s = 0.0
-        threading.Thread(target=self._say_alive, daemon=True).start()
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._report_alive, daemon=True).start()
+        threading.Thread(target=self._watch_input, daemon=True).start()
 
     def on_end(self, stop: Callable[[], None], *, grace_s: float) -> None:
         """Call `stop` when it has ended, and give that this many seconds. Without `stop`, none."""
         self._grace_s, self._stop = grace_s + MARGIN_S, stop
 
-    def _hear(self) -> None:
+    def _watch_input(self) -> None:
         """Read standard input to its end, which means that the other side is gone. Then exit, in order or not."""
         while os.read(sys.stdin.fileno(), 4096):
             continue
@@ -46,11 +46,11 @@ class Orchestrator:
         # It may be busy with something long, a verification perhaps; the ranks die with this process.
         os._exit(TrainingFailed.exit_code)
 
-    def _say_alive(self) -> None:
+    def _report_alive(self) -> None:
         """Report that this process runs. The ranks' progress shows that they run."""
         while True:
             time.sleep(_ALIVE_EVERY_S)
-            say({"event": "alive"})
+            report({"event": "alive"})
 
 
 def keep_events_apart() -> None:
@@ -60,10 +60,10 @@ def keep_events_apart() -> None:
     sys.stdout = sys.stderr  # printed text is written at once, whichever way the process ends
 
 
-def say(event: dict[str, Any]) -> None:
+def report(event: dict[str, Any]) -> None:
     """Report an event as one line of JSON. Thread-safe."""
     try:
-        with _SAYING:
+        with _REPORTING:
             stream = _EVENTS[-1] if _EVENTS else sys.stdout
             stream.write(strict_json(event) + "\n")  # in one piece: on Slurm the nodes share a file
             stream.flush()

@@ -18,7 +18,7 @@ FIRST_NODE_VARIABLE = "DLAC_FIRST_NODE"
 KEY_FILE_VARIABLE = "DLAC_RENDEZVOUS_KEY_FILE"
 """Environment variable that names a file with the secret of the rendezvous."""
 ANSWER_S = 60.0
-"""Seconds until a question to a scheduler counts as unanswered: across a broken network its client would wait for ever."""
+"""Seconds until a request to a scheduler counts as unanswered. The client has no limit of its own on a broken network."""
 _MARGIN_S = 10
 """Seconds that a node gets in addition to the time its ranks have to leave."""
 

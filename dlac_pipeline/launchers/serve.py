@@ -11,7 +11,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
-from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
+from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, report
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.spec.launch_request import Request
@@ -22,32 +22,32 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:
     """Serve a request of the orchestrator. Return the exit status."""
     try:
-        launcher = launcher_for(request, say, starter)
+        launcher = launcher_for(request, report, starter)
     except DlacError as err:
-        return say_error(err)
+        return report_error(err)
     on_ending_signals(launcher.stop)
     orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
     if request.launched_by:
         threading.Thread(target=stop_when_replaced, args=(launcher, request), daemon=True).start()
-    return run_and_tell(launcher)
+    return run_and_report(launcher)
 
 
-def run_and_tell(launcher: Launcher, *, stopped: int = 0) -> int:
+def run_and_report(launcher: Launcher, *, stopped: int = 0) -> int:
     """Run the launcher to its end and report it. Return the exit status, which is `stopped` if it was asked to exit."""
     try:
         outcome = launcher.run()
     except DlacError as err:
-        return say_error(err)
+        return report_error(err)
     except Exception as err:
-        say({"event": "error", "kind": type(err).__name__, "message": report_unexpected(err)})
+        report({"event": "error", "kind": type(err).__name__, "message": report_unexpected(err)})
         return EXIT_CODE
-    say({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
+    report({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
     return stopped if outcome.ending == "stopped" else 0
 
 
-def say_error(err: DlacError) -> int:
+def report_error(err: DlacError) -> int:
     """Report the error that ended the run. Return the exit status."""
-    say({"event": "error", "kind": error_kind(err), "message": str(err)})
+    report({"event": "error", "kind": error_kind(err), "message": str(err)})
     return err.exit_code
 
 

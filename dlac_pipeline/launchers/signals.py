@@ -1,7 +1,7 @@
-"""Signals to a launcher: each is answered by a thread, as its handler runs in the midst of whatever the main thread does.
+"""Signals to a launcher, each answered by a thread.
 
-That may be waiting for the very event that the answer sets: what an event is guarded by is held for a moment then, and a handler
-that wanted it would wait for itself. So a handler only writes a byte, which takes nothing that anybody holds.
+A handler interrupts the main thread, which may wait for the event that the answer sets and hold the lock of that event. A handler
+that took the lock would wait for itself. So it only writes a byte, which needs no lock.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dlac_pipeline.elastic.ranks.rank import ENDING_SIGNALS
 
 def on_signals(numbers: Iterable[signal.Signals], answer: Callable[[], None]) -> None:
     """Make a thread of this process call `answer` at each of these signals, once for several that arrive together."""
-    heard, told = os.pipe()  # no process that is started from here has them
-    os.set_blocking(told, False)
+    read_end, write_end = os.pipe()  # no child process inherits them
+    os.set_blocking(write_end, False)
 
-    def hear() -> None:
-        while os.read(heard, 4096):
+    def answer_all() -> None:
+        while os.read(read_end, 4096):
             answer()
 
-    def tell(*_: object) -> None:
-        with suppress(BlockingIOError):  # so many are on their way already
-            os.write(told, b"\0")
+    def note(*_: object) -> None:
+        with suppress(BlockingIOError):  # the pipe is full, so the thread will answer
+            os.write(write_end, b"\0")
 
-    threading.Thread(target=hear, name="signals", daemon=True).start()
+    threading.Thread(target=answer_all, name="signals", daemon=True).start()
     for number in numbers:
-        signal.signal(number, tell)
+        signal.signal(number, note)
 
 
 def on_ending_signals(leave: Callable[[], None]) -> None:

@@ -84,13 +84,13 @@ class Slurm:
         cluster, most = request.spec.cluster, request.spec.launch.max_nodes
         idle = [] if _PLACES & set(cluster.options) else _idle(near, cluster.partition)[:most]
         try:
-            said = _answer("sbatch", "--parsable", script=self.render(request, idle))
+            output = _answer("sbatch", "--parsable", script=self.render(request, idle))
         except ConnectionError as err:
             if not idle or not re.search(_REFUSES_NODES, str(err)):
                 raise
             idle = []
-            said = _answer("sbatch", "--parsable", script=self.render(request))
-        job, self._prefers = said.strip().partition(";")[0], bool(idle)
+            output = _answer("sbatch", "--parsable", script=self.render(request))
+        job, self._prefers = output.strip().partition(";")[0], bool(idle)
         self._log, self._read_bytes = Path(f"slurm-{job}-nodes.out").absolute(), 0
         return job
 
@@ -144,20 +144,21 @@ def _idle(nodes: Sequence[str], partition: str) -> list[str]:
         return []
     question = ["sinfo", "--noheader", "--Node", "--format=%N %t", f"--nodes={','.join(nodes)}"]
     try:
-        said = _answer(*question, *([f"--partition={partition}"] if partition else []))
+        output = _answer(*question, *([f"--partition={partition}"] if partition else []))
     except (ConnectionError, OSError, subprocess.TimeoutExpired):
         return []
-    idle = {name for name, _, state in (line.partition(" ") for line in said.splitlines()) if state.strip() == "idle"}
+    idle = {name for name, _, state in (line.partition(" ") for line in output.splitlines()) if state.strip() == "idle"}
     return [node for node in nodes if node in idle]
 
 
 def _accounted(job: str) -> JobState | None:
     """Return the state of a job that the controller has forgotten. A cluster without accounting knows nothing of it."""
     try:
-        said = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job}").split()
+        output = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job}")
     except (ConnectionError, FileNotFoundError):
         return None
-    return JobState(name=said[0], over=said[0] in _ENDED) if said else None
+    states = output.split()
+    return JobState(name=states[0], over=states[0] in _ENDED) if states else None
 
 
 def _expanded(nodes: str) -> list[str]:

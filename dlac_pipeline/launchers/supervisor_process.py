@@ -31,9 +31,9 @@ def main() -> int:
     try:
         request = Request.model_validate_json(sys.stdin.readline())
     except ValidationError as err:
-        from dlac_pipeline.launchers.serve import say_error
+        from dlac_pipeline.launchers.serve import report_error
 
-        return say_error(SpecInvalid(f"not a valid request: {err}"))
+        return report_error(SpecInvalid(f"not a valid request: {err}"))
     orchestrator = Orchestrator()
     if request.spec.launch.on == "here":
         starter.begin(request.spec)

@@ -19,7 +19,7 @@ class Due:
 
     needed: bool
     """True if the ledger and the tables show rows that a launch could train."""
-    why: str
+    reason: str
     snapshot_ids: tuple[int, ...]
     """The current snapshot of each source."""
     head: str | None
@@ -42,10 +42,10 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     head = fence_of_rows(rows).head
     back = {row.kind: row.seq for row in rows if isinstance(row, RewindRow | QuarantinedCheckpointRow)}
 
-    def answer(needed: bool, why: str) -> Due:
+    def answer(needed: bool, reason: str) -> Due:
         return Due(
             needed=needed,
-            why=why,
+            reason=reason,
             snapshot_ids=present,
             head=head,
             rewound=back.get(RewindRow.kind, 0),

@@ -69,8 +69,8 @@ def rehearse_run(
         started = time.monotonic()
         spec, chosen, restored = _restored(lakehouse, run, spec, folder)
         restored_at = time.monotonic()
-        asked = MOST_STEPS if steps is None else steps
-        last = min(int(chosen.successor.step), restored.manifest.step + asked)
+        count = MOST_STEPS if steps is None else steps
+        last = min(int(chosen.successor.step), restored.manifest.step + count)
         leg = leg_of(chosen.rows, chosen.successor.checkpoint_id)
         point = _resume_point(chosen, restored, leg, last)
         replayed = replay(spec_in_sandbox(spec, leg, chosen.successor, folder), folder, point)

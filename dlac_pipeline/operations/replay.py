@@ -1,4 +1,4 @@
-"""Ranks of a rehearsal: started in a sandbox, watched, and asked for the losses of the steps that they repeat."""
+"""Ranks of a rehearsal: their start in a sandbox, and the losses of the steps that they repeat."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def _excluded_rows(
     )
     parts = [pa.table({"plan_id": pa.array([], pa.string()), "file_path": pa.array([], pa.string()), "row": _NO_ROWS})]
     for plan in plans:
-        asked = "SELECT DISTINCT file_path FROM units WHERE plan_id = $1"
-        paths = {each["file_path"] for each in rows_of(connection, asked, [plan["plan_id"]])}
+        query = "SELECT DISTINCT file_path FROM units WHERE plan_id = $1"
+        paths = {each["file_path"] for each in rows_of(connection, query, [plan["plan_id"]])}
         groups = row_groups_of(
             table,
             plan["snapshot_id"],

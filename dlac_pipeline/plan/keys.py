@@ -1,4 +1,4 @@
-"""Deterministic keys and permutations: the same on every machine, for ever.
+"""Deterministic keys and permutations: the same on every node and in every version of the libraries.
 
 A change of what they give is another order (`cut.ORDER_VERSION`).
 

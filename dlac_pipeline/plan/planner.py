@@ -87,7 +87,7 @@ def make_plan(
 
 
 def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema:
-    """Return the schema as which a snapshot is read, after checking all that reading the source needs besides its rows.
+    """Return the schema as which a snapshot is read, after checking all that is needed to read the source, except its rows.
 
     Raises:
         NoSuchColumn: the schema lacks a column of the source, of its filter or of its identity.
@@ -144,14 +144,14 @@ def _fits(schema: Schema, row_filter: str) -> bool:
 
 def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id: int, rows: int) -> EmptyPlan:
     """Return the error for a plan without live rows. It names the exclusions if the filter alone leaves some."""
-    asked = (
+    wanted = (
         f"expected live rows in snapshot {snapshot_id} of {source.table!r} under the filter {source.planned_filter!r}"
     )
     if source.exclude:
         kept = row_groups_of(table, snapshot_id, source.planned_filter, schema=table.schemas()[schema_id])
         if any(group.rows > len(group.dead) for group in kept):
-            return EmptyPlan(f"{asked}, found that the exclusions {source.exclude!r} leave none: exclude fewer rows")
-    return EmptyPlan(f"{asked}, found none of {rows}: widen the filter")
+            return EmptyPlan(f"{wanted}, found that the exclusions {source.exclude!r} leave none: exclude fewer rows")
+    return EmptyPlan(f"{wanted}, found none of {rows}: widen the filter")
 
 
 def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:

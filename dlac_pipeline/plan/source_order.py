@@ -31,7 +31,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenCut:
-    """The name of a pass's cut, and its inputs besides units. Open until every key group has finished it."""
+    """The name of a pass's cut, and its inputs except units. Open until every key group has finished it."""
 
     pass_index: int
     plan_id: str
@@ -151,13 +151,13 @@ class SourceOrder:
         """Return the rows of each key group from the leg's beginning to the source's end, int64 [G], or None if endless."""
         if self.endless:
             return None
-        cut_so_far, left = self._next_pass() - self.start.next_pass, 0
+        cut_so_far, rows = self._next_pass() - self.start.next_pass, 0
         for plan_id, passes in self.start.upcoming:
             uncut = max(0, passes - cut_so_far)
             cut_so_far -= passes - uncut
-            left += uncut * int(self.units[plan_id].live_rows.sum())
+            rows += uncut * int(self.units[plan_id].live_rows.sum())
         ends = self._entries[-1].ends if self._entries else np.zeros(self.settings.key_groups, dtype=np.int64)
-        return ends + deal(left, self._dealt)  # what several passes deal is what one of all their rows would
+        return ends + deal(rows, self._dealt)  # several passes deal as one pass over all their rows would
 
     def open_rows(self) -> Ints:
         """Rows of each key group that are left in the cuts which were open when the leg began, int64 [G]."""
@@ -213,9 +213,9 @@ class SourceOrder:
         mine = [entry for entry in seen if entry.queue >= 0]
         upcoming = []
         for queue, (plan_id, passes) in enumerate(self.start.upcoming):
-            left = passes - sum(entry.queue == queue for entry in mine)
-            if passes == 0 or left > 0:
-                upcoming.append((plan_id, left if passes else 0))
+            remaining = passes - sum(entry.queue == queue for entry in mine)
+            if passes == 0 or remaining > 0:
+                upcoming.append((plan_id, remaining if passes else 0))
         return SourceStart(
             cursors=tuple(cursors),
             dealt=tuple((np.array(self.start.dealt) + sum(entry.dealt for entry in mine)).tolist()),

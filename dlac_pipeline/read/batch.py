@@ -44,7 +44,7 @@ class Batch:
     moved: tuple[Moved, ...] = ()
     """The ranges that the batch moved, where the step does not determine them."""
     on_mean: Callable[[], None] = field(default=_nothing, repr=False)
-    """Called when the loss is asked for: the forward part of the step is done."""
+    """Called when the loss is requested: the forward part of the step is done."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
         """The tensor of one column."""
@@ -71,8 +71,8 @@ class Batch:
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
         self.on_mean()
-        there = counted.to(losses.device, non_blocking=counted.is_pinned())
-        share = torch.where(there, losses, torch.zeros_like(losses)).sum()
+        mask = counted.to(losses.device, non_blocking=counted.is_pinned())
+        share = torch.where(mask, losses, torch.zeros_like(losses)).sum()
         return share * (self.world_size / of)
 
 

@@ -80,7 +80,7 @@ class DeviceCopies:
         return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        # From other memory a copy that nobody waits for may read what the reader has overwritten since.
+        # From other memory, an asynchronous copy may read what the reader has overwritten since.
         return tensor.to(self._device, non_blocking=tensor.is_pinned())
 
 
@@ -94,7 +94,7 @@ def _device_named(device: Device) -> torch.device:
     """Return the device, with the index that is current now.
 
     Raises:
-        SpecInvalid: it is neither the host nor one of this machine's accelerators.
+        SpecInvalid: it is neither the CPU nor one of this node's accelerators.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     known = [torch.device("cpu")]

@@ -191,7 +191,7 @@ def _tokenized(
     try:
         return *tokenizer.encode(array), done
     except MemoryError:
-        raise  # says nothing about the texts
+        raise  # not the fault of a text
     except Exception as err:
         bad = _bad_rows(array, done.row, tokenizer)
         if not bad:

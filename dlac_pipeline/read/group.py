@@ -137,15 +137,15 @@ class GroupReader:
     def ready_batches(self, limit: int) -> int:
         """Return how many batches, up to `limit`, the blocks being read are sure to fill."""
         here = [index for index, active in enumerate(self._active) if active]
-        left = {source: _ready_rows(self._streams[source]) for source in here}
+        ready = {source: _ready_rows(self._streams[source]) for source in here}
         if len(here) == 1:
-            return min(limit, left[here[0]] // self._slots)
-        limit = min(limit, sum(left.values()) // self._slots)
+            return min(limit, ready[here[0]] // self._slots)
+        limit = min(limit, sum(ready.values()) // self._slots)
         if limit:
             schedule = self._schedule(limit)
             for source in here:
                 until = (schedule == source).sum(axis=1).cumsum()
-                limit = min(limit, int(until.searchsorted(left[source], side="right")))
+                limit = min(limit, int(until.searchsorted(ready[source], side="right")))
         return limit
 
     def run(self, batches: int) -> GroupRun:

@@ -107,7 +107,7 @@ class _Open(Generic[Content]):
     @property
     def done(self) -> bool:
         """True if all of it is recorded."""
-        return self.last < self.cursor.position  # a row read in part is not behind the cursor
+        return self.last < self.cursor.position  # a row read in part is not before the cursor
 
     def advance(self, items: int) -> BlockAdvance:
         """Take items of this block, at least one."""
@@ -191,7 +191,7 @@ class Line(Generic[Content]):
         return all(block.done for block in self._open)
 
     def _next(self) -> tuple[int, int, Content] | None:
-        if self._error is not None:  # a generator that raised has ended: what is lost must not look like the line's end
+        if self._error is not None:  # a generator that raised has ended: an error must not look like the line's end
             raise self._error
         try:
             return next(self._blocks, None)

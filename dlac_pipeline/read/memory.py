@@ -17,7 +17,7 @@ _STEP_BYTES = 2**20
 _SMALLEST_BYTES = 2**20
 """Smaller arrays are left to the allocator, which keeps them automatically."""
 _SPARE = 1.25
-"""A returned array is leased again for what needs at least this part of it, the other way round."""
+"""Largest size of a returned array in relation to the request for which it is leased again."""
 Bytes = npt.NDArray[np.uint8]
 ALLOCATOR_SETTINGS = {"MIMALLOC_PURGE_DELAY": "-1", "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1"}
 """Environment in which Arrow's allocator does the same for decoded data: it keeps freed pages, in large ones."""
@@ -27,7 +27,7 @@ class Buffers:
     """Leases of arrays. Leased and kept memory together never exceed the largest amount leased at a time."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # an array may come back in the middle of a lease, by the garbage collector
+        self._lock = threading.RLock()  # the garbage collector may return an array in the middle of a lease
         self._free: list[Bytes] = []
         self._leased_bytes = 0
         self.peak_bytes = 0
@@ -48,7 +48,7 @@ class Buffers:
             whole = self._find_free(size)
             self._leased_bytes += len(whole)
             self.peak_bytes = max(self.peak_bytes, self._leased_bytes)
-        # Views of numpy arrays refer to the array at the bottom: what comes back must not be one, or it would come too early.
+        # The owner must not be a numpy array: views refer to the lowest one, so others would be returned too early.
         handle = (ctypes.c_ubyte * len(whole)).from_buffer(whole.data)
         weakref.finalize(handle, self._back, whole).atexit = False
         return np.frombuffer(memoryview(handle).cast("B"), dtype=np.uint8)[:nbytes]
@@ -56,7 +56,7 @@ class Buffers:
     def _find_free(self, size: int) -> Bytes:
         fitting = [each for each in reversed(self._free) if size <= len(each) <= _SPARE * size]
         if fitting:
-            chosen = min(fitting, key=len)  # of several the one used last: what lies in a cache is of it
+            chosen = min(fitting, key=len)  # of equal ones the last one used, which may be in a cache
             self._free = [each for each in self._free if each is not chosen]
             return chosen
         self._trim(size)

@@ -87,8 +87,8 @@ class Packer:
     def exhausted(self) -> bool:
         """True if nothing can follow. Waits for the next block where that decides."""
         need = 1 if self._drain else self._length
-        left = self._line.fill(need)
-        return left < need and (left > 0 or self._line.done)
+        ready = self._line.fill(need)
+        return ready < need and (ready > 0 or self._line.done)
 
     def take(self, count: int) -> Packed:
         """Return up to `count` sequences.

@@ -29,7 +29,7 @@ class Wanted(Generic[Prepared]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     """A block that is being prepared, or is."""
 
     wanted: Wanted[Any]
@@ -55,7 +55,7 @@ class Prefetcher:
         self._budget_bytes = budget_bytes
         self._beside_bytes = beside_bytes
         self._waiting: OrderedDict[BlockKey, Wanted[Any]] = OrderedDict()
-        self._ahead: dict[BlockKey, _Asked] = {}
+        self._ahead: dict[BlockKey, _Request] = {}
         self._held: dict[BlockKey, int] = {}
         self._scratch_bytes = 0
         self._warned = False
@@ -73,16 +73,16 @@ class Prefetcher:
     def take(self, wanted: Wanted[Prepared]) -> Prepared:
         """The prepared block, which counts as held until it is released."""
         self._waiting.pop(wanted.key, None)
-        asked = self._ahead.pop(wanted.key, None) or self._begun(wanted)
+        request = self._ahead.pop(wanted.key, None) or self._begun(wanted)
         self._held[wanted.key] = wanted.size_bytes
-        prepared: Prepared = asked.future.result() if asked.future.done() else self._waited_for(asked.future)
+        prepared: Prepared = request.future.result() if request.future.done() else self._waited_for(request.future)
         self._held[wanted.key] = wanted.size_of(prepared)
         self._check_held()
         return prepared
 
     def settle(self) -> None:
         """Wait until everything that may be prepared ahead by now is prepared."""
-        wait([asked.future for asked in self._ahead.values()])
+        wait([request.future for request in self._ahead.values()])
 
     def release(self, key: BlockKey) -> None:
         """The block is not read any more."""
@@ -96,13 +96,13 @@ class Prefetcher:
         self.release(key)
 
     def close(self) -> None:
-        """Drop what was asked for and end the threads."""
+        """Drop all requests and end the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
         self._waiting.clear()
 
-    def _begun(self, wanted: Wanted[Any]) -> _Asked:
-        return _Asked(wanted, self._pool.submit(wanted.prepare))
+    def _begun(self, wanted: Wanted[Any]) -> _Request:
+        return _Request(wanted, self._pool.submit(wanted.prepare))
 
     def _waited_for(self, future: Future[Prepared]) -> Prepared:
         started = time.perf_counter()
@@ -125,15 +125,15 @@ class Prefetcher:
 
     def _used(self) -> int:
         """Bytes that count towards the budget."""
-        blocks = sum(self._held.values()) + sum(asked.size_bytes for asked in self._ahead.values())
+        blocks = sum(self._held.values()) + sum(request.size_bytes for request in self._ahead.values())
         used = blocks + self._threads * self._scratch_bytes + self._beside_bytes()
         self.peak_bytes = max(self.peak_bytes, used)
         return used
 
     def _check_held(self) -> None:
-        held = sum(self._held.values())
-        if held > self._budget_bytes:
-            self._warn(f"found that the {len(self._held)} blocks being read take {held / 2**20:.0f} MB")
+        used = sum(self._held.values())
+        if used > self._budget_bytes:
+            self._warn(f"found that the {len(self._held)} blocks being read take {used / 2**20:.0f} MB")
 
     def _warn(self, found: str) -> None:
         if not self._warned:

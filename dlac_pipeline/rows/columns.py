@@ -290,13 +290,13 @@ def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, or
     items = _items(values, kind.items)
     if kind.ragged:
         return Column(items, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), valid)
-    there = lengths if valid is None else lengths[valid]
-    if len(there) and (there != there[0]).any():
+    sizes = lengths if valid is None else lengths[valid]
+    if len(sizes) and (sizes != sizes[0]).any():
         raise UnsupportedColumn(
-            f"expected lists of one length in column {kind.name!r}, found {there.min()} to {there.max()} in {origin}: pack "
+            f"expected lists of one length in column {kind.name!r}, found {sizes.min()} to {sizes.max()} in {origin}: pack "
             f'them with [sequences], or declare them ragged = ["{kind.name}"]'
         )
-    dense = items.reshape(len(there), int(there[0]) if len(there) else 0)
+    dense = items.reshape(len(sizes), int(sizes[0]) if len(sizes) else 0)
     if valid is None or valid.all():
         return Column(dense, None, valid)
     spread = np.zeros((len(array), dense.shape[1]), dtype=items.dtype)

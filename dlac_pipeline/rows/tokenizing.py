@@ -113,7 +113,7 @@ def _from_transformers(name: str) -> Backend:
         ) from err
     try:
         wrapped: Any = AutoTokenizer.from_pretrained(name)
-    except Exception as err:  # whatever the hub, the network and the folder have to say
+    except Exception as err:  # any error of the hub, the network or the folder
         raise TokenizerUnreadable(
             f"expected tokenizer {name!r} in transformers, found {err}: correct the name"
         ) from err

@@ -96,7 +96,7 @@ def _from_file(path: Path) -> tuple[ModuleType, bytes]:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look modules up by name
     try:
-        # These very bytes, not what a stale .pyc holds: the digest is of what runs.
+        # These bytes, not those of a stale .pyc: the digest is that of the code that runs.
         exec(compile(source, str(path), "exec"), module.__dict__)
     except Exception as err:
         raise _import_failed(str(path), err) from err
@@ -172,7 +172,7 @@ class _Call:
         try:
             output = self.transform(batch.append_column(ROW, numbers))
         except MemoryError:
-            raise  # says nothing about the rows
+            raise  # not the fault of a row
         except Exception as err:
             return self._bisected(batch, start, err)
         table, row = self._checked(output, len(batch))

@@ -21,8 +21,8 @@ from dlac_pipeline.spec.spec_problems import (
     LONGEST_WAIT_S,
     MOST_STEPS,
     Section,
-    place_said,
-    problem_said,
+    describe_place,
+    describe_problem,
 )
 
 
@@ -287,9 +287,9 @@ class CheckpointSpec(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> CheckpointSpec:
-        said = [name for name in ("every_steps", "every_s") if getattr(self, name)]
-        if self.interval == "auto" and said:
-            raise ValueError(f'expected interval = "auto", or {said[0]}, found both: leave one out')
+        fixed = [name for name in ("every_steps", "every_s") if getattr(self, name)]
+        if self.interval == "auto" and fixed:
+            raise ValueError(f'expected interval = "auto", or {fixed[0]}, found both: leave one out')
         if self.interval == "fixed" and self.recovery_point_s:
             raise ValueError(
                 f'expected recovery_point_s with interval = "auto" only, found {self.recovery_point_s!r} beside '
@@ -396,7 +396,7 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
         return JobSpec.model_validate(raw)
     except ValidationError as err:
         lines = [
-            f"  {place_said(problem['loc'], JobSpec)}: {problem_said(problem, JobSpec)}" for problem in err.errors()
+            f"  {describe_place(each['loc'], JobSpec)}: {describe_problem(each, JobSpec)}" for each in err.errors()
         ]
         raise SpecInvalid(f"{origin} is not a valid job spec:\n" + "\n".join(lines)) from err
 
@@ -429,8 +429,8 @@ def read_spec(path: Path) -> JobSpec:
     except yaml.YAMLError as err:  # its text quotes the line, which may have a password
         at = getattr(err, "problem_mark", None)
         where = "" if at is None else f" in line {at.line + 1}, column {at.column + 1}"
-        why = getattr(err, "problem", None) or type(err).__name__
-        raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {why}{where}") from None
+        reason = getattr(err, "problem", None) or type(err).__name__
+        raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {reason}{where}") from None
     except (OSError, ValueError, RecursionError) as err:  # of a number of thousands of digits as well
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {err}") from err
     if not isinstance(raw, dict):

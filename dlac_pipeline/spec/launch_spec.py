@@ -265,12 +265,12 @@ class LaunchSpec(Section):
 
     @property
     def min_nodes(self) -> int:
-        """The least number of machines."""
+        """The least number of nodes."""
         return int(self.nodes.partition(":")[0] or 1)
 
     @property
     def max_nodes(self) -> int:
-        """The greatest number of machines."""
+        """The greatest number of nodes."""
         return int(self.nodes.rpartition(":")[2] or 1)
 
     @property

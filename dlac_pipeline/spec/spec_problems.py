@@ -42,7 +42,7 @@ class Section(BaseModel):
         field = cls.model_fields[info.field_name or ""]
         wrong = [each for each in (value if isinstance(value, list) else [value]) if not _fits(each)]
         if wrong and holds_numbers(field):
-            raise ValueError(f"expected a number{_bounds_said(field)}, found {wrong[0]!r}")
+            raise ValueError(f"expected a number{_describe_bounds(field)}, found {wrong[0]!r}")
         return value
 
 
@@ -69,7 +69,7 @@ def _fits(value: object) -> bool:
     except OverflowError:
         return False
     except ValueError:
-        return True  # a text that is no number: said by its type
+        return True  # a text that is no number: its type is the problem
 
 
 def _kinds_of(annotation: Any) -> Iterator[Any]:
@@ -87,13 +87,13 @@ def _metadata_of(annotation: Any) -> Iterator[Any]:
             yield from getattr(each, "metadata", ())
 
 
-def _bounds_said(field: FieldInfo) -> str:
+def _describe_bounds(field: FieldInfo) -> str:
     words = {Ge: "of at least", Gt: "above", Le: "of at most", Lt: "below"}
-    said = [f"{words[kind]} {bound}" for kind, bound in bounds_of(field).items()]
-    return f" {' and '.join(said)}" if said else ""
+    bounds = [f"{words[kind]} {bound}" for kind, bound in bounds_of(field).items()]
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
-def place_said(path: Sequence[str | int], root: type[BaseModel]) -> str:
+def describe_place(path: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return the place of a problem. In a table of free settings, a key that is no name may be a secret."""
     free = _free_from(path, root)
     parts = [
@@ -103,7 +103,7 @@ def place_said(path: Sequence[str | int], root: type[BaseModel]) -> str:
     return mask_secrets(".".join(parts)) or "spec"
 
 
-def problem_said(problem: ErrorDetails, root: type[BaseModel]) -> str:
+def describe_problem(problem: ErrorDetails, root: type[BaseModel]) -> str:
     """Return expected and found values. Of sections, lists and possible secrets, the type only."""
     if problem["type"] == "value_error":  # a validator above, which names what it found
         return mask_secrets(str(problem["ctx"]["error"]))

@@ -49,7 +49,7 @@ _LEAVE_MARGIN_S = 2.0
 class Rescale:
     """The planned end of an attempt after a checkpoint, so that other nodes can train the next one."""
 
-    why: Failure
+    cause: Failure
 
 
 class _StopRequested(Exception):
@@ -122,7 +122,7 @@ class SupervisedAttempt:
     def end_before_training(self) -> Ending | Rescale:
         """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""
         if self._supervision.leaving.is_set() and self.others:
-            return Rescale(why=planned_end(_leaving(), step=self.step, undone=[]))
+            return Rescale(cause=planned_end(_leaving(), step=self.step, undone=[]))
         return "stopped"
 
     def _claim(self) -> ResumePoint:
@@ -293,7 +293,7 @@ class SupervisedAttempt:
 
     def _rescale(self, ranks: AllRanks, cause: str) -> Rescale:
         undone = ranks.heartbeats() if self.step > self._head_step else []
-        return Rescale(why=planned_end(cause, step=self.step, undone=[each for each in undone if each is not None]))
+        return Rescale(cause=planned_end(cause, step=self.step, undone=[each for each in undone if each is not None]))
 
     def _reported_ending(self, ranks: AllRanks) -> Ending:
         """Return the ending that rank 0 reported. Raise `LeftUnfinished` without one."""

@@ -92,7 +92,7 @@ TRANSITIONS: Mapping[tuple[AttemptState, Observation], Transition] = {
     (_At.TRAINING, _On.CHECKPOINT_REQUESTED): (_At.RESCALING, _Do.CONTINUE),
     (_At.RESCALING, _On.TRAINING_STOPPED): (_At.DRAINING, _Do.START_DEADLINE),
     (_At.DRAINING, _On.DEADLINE_PASSED): (_At.ENDED, _Do.FAIL),
-    # An ended attempt ignores what it observes late.
+    # An ended attempt ignores late observations.
     **{(_At.ENDED, each): (_At.ENDED, _Do.CONTINUE) for each in _On},
 }
 """Next state and decision for each state and observation."""

@@ -31,7 +31,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     LegRow,
     PlannedSnapshot,
 )
-from dlac_pipeline.plan.legs.choice import asked_for, check_sources, first_leg, plan_sources
+from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.follow import LegRequest, Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plan, Plans
@@ -98,7 +98,7 @@ class LegChooser:
         if manifest is None:
             return self._first(rows)
         leg = leg_of(rows, manifest.checkpoint_id)
-        asked = self.check(leg, rows)
+        requested = self.check(leg, rows)
         for source, mine in zip(self._spec.sources, leg.sources, strict=True):
             for plan_id in mine.start.plan_ids:
                 self._plans.check(plan_id, table=source.table)
@@ -106,7 +106,7 @@ class LegChooser:
             self._plans,
             excluding(self._spec, exclusions_in_force(rows)),
             leg,
-            LegRequest(asked=asked, repin=self._options.repin, unreadable=self._options.unreadable),
+            LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable),
             step=manifest.step,
             state=[[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state],
         )
@@ -126,13 +126,14 @@ class LegChooser:
             uuid = uuids.get(mine.table, mine.table_uuid)
             check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuid)
         excluded = exclusions_in_force(rows)
-        asked = asked_for(excluding(self._spec, excluded), leg, uuids)
+        requested = requested_leg(excluding(self._spec, excluded), leg, uuids)
         if self._options.plans:
-            named = zip(asked.sources, self._options.plans, strict=True)
-            asked = replace(asked, sources=tuple(replace(source, plan_id=plan.plan_id) for source, plan in named))
+            named = zip(requested.sources, self._options.plans, strict=True)
+            sources = tuple(replace(source, plan_id=plan.plan_id) for source, plan in named)
+            requested = replace(requested, sources=sources)
         if not self._spec.launch.new_leg:
-            _leg_excluding(leg, excluded).check_same(asked)
-        return asked
+            _leg_excluding(leg, excluded).check_same(requested)
+        return requested
 
     def _first(self, rows: list[LedgerRow]) -> Leg:
         """Return the first leg of the run. A recovered attempt keeps its plans if the spec still requests them.

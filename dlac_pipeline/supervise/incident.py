@@ -99,9 +99,9 @@ def rows_replayed(
     """
     checkpoints = checkpoint_rows(list(rows))
     heads = [row for row in rows if row.seq < before_seq]
-    left = lineage_of(rows, heads[-1].head_after if heads else None)
+    lineage = lineage_of(rows, heads[-1].head_after if heads else None)
     kept = set(lineage_of(rows, point.checkpoint_id))
-    abandoned = [each for each in left if each not in kept]
+    abandoned = [each for each in lineage if each not in kept]
     mine = [name for name, row in checkpoints.items() if row.attempt == point.replaces]
     counted = ledger.consumed_by(rows[0].run, [*mine, *(each for each in abandoned if each not in mine)])
     worked_on = max(0, failure.rows - sum(counted[each] for each in mine))

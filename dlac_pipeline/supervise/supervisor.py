@@ -264,7 +264,7 @@ class Supervisor:
         if attempt.number:  # 0: it ended before it had a resume point
             launch.takeover.replaces = attempt.number
         if isinstance(end, Rescale):
-            self._failure = end.why
+            self._failure = end.cause
             launch.restart_policy.note_rescale(attempt)
         else:
             self._failure = end

@@ -136,9 +136,9 @@ class CheckpointPolicy:
         choice = interval.news()
         if choice is not None:
             self._events.write(
-                {"event": "interval", "step": self._step, "interval_s": choice.interval_s, "why": choice.why}
+                {"event": "interval", "step": self._step, "interval_s": choice.interval_s, "why": choice.reason}
             )
-            _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.why)
+            _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.reason)
 
     def _makes_room(self) -> bool:
         """Return True if the supervisor has asked to make room. It asks only where nodes may join."""

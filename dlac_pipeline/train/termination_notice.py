@@ -146,7 +146,7 @@ class Notices:
     def _end(self) -> None:
         last_words = threading.Thread(target=self._on_deadline, daemon=True)
         last_words.start()
-        last_words.join(_LAST_WORDS_S)  # its disk may be what blocks the rank
+        last_words.join(_LAST_WORDS_S)  # its disk may block the rank
         os._exit(Preempted.exit_code)
 
     def _ask(self) -> None:

@@ -46,7 +46,7 @@ def lay_out(tokenizer: Tokenizer, documents: Sequence[str], length: int) -> Sequ
     starts = np.cumsum([0, *(len(ids) + 1 for ids in encoded)])
     tokens = int(starts[-1])
     line = np.full(-(-tokens // length) * length, end, dtype=np.int32)
-    for start, ids in zip(starts, encoded, strict=False):  # what lies between two documents is an end already
+    for start, ids in zip(starts, encoded, strict=False):  # the array is filled with end tokens
         line[start : start + len(ids)] = ids
     firsts = np.arange(0, len(line), length)
     owners = np.searchsorted(starts[:-1], firsts, side="right") - 1

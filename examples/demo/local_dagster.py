@@ -45,8 +45,8 @@ class LocalDagster:
         self._workspace = str(workspace)
         self._folder = self.home / "dagster"
         self._folder.mkdir(parents=True, exist_ok=True)
-        said = {**yaml.safe_load(SETTINGS.read_text()), **(settings or {})}
-        (self._folder / "dagster.yaml").write_text(yaml.safe_dump(said))
+        merged = {**yaml.safe_load(SETTINGS.read_text()), **(settings or {})}
+        (self._folder / "dagster.yaml").write_text(yaml.safe_dump(merged))
         self.environment = {
             **os.environ,
             "DAGSTER_HOME": str(self._folder),

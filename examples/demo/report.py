@@ -22,7 +22,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import PHASES, Recovery
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 REPORT_VERSION = 1
-_TOLD_STEPS = 20
+_MOST_STEPS = 20
 _UNCOVERED = (
     "SELECT count(*) AS row_groups FROM coverage "
     "WHERE run = ? AND (rows_consumed + rows_passed <> live_rows OR rows_repeated > 0)"
@@ -69,7 +69,7 @@ def _content(
         "runs": {role: curve.run for role, curve in curves.items()},
         "losses_identical": compared > 0 and not differing,
         "steps_compared": compared,
-        "steps_differing": differing[:_TOLD_STEPS],
+        "steps_differing": differing[:_MOST_STEPS],
         "rows_consumed_once": all(_whole(audit) and not uncovered[role] for role, audit in audits.items()),
         "no_row_twice": all(audit.rows_duplicated == 0 for audit in audits.values()),
         "no_row_missing": all(audit.rows_missing == 0 for audit in audits.values()),

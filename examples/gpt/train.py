@@ -1,6 +1,6 @@
-"""Train a small GPT with DeepSpeed ZeRO 1, every row exactly once whatever dies.
+"""Train a small GPT with DeepSpeed ZeRO 1, every row exactly once through any failure.
 
-Behind `make demo`: `dlac train examples/gpt/job.toml --home demo-lakehouse`. Model, optimizer and loop are this file's own. What
+`make demo` runs it: `dlac train examples/gpt/job.toml --home demo-lakehouse`. Model, optimizer and loop are this file's own. What
 DLAC adds are `training_run`, `restore`, `batches` with their `mean`, and `step_done`.
 """
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.plan.legs.choice import asked_for, first_leg
+from dlac_pipeline.plan.legs.choice import first_leg, requested_leg
 from dlac_pipeline.plan.legs.follow import LegRequest, next_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
@@ -129,12 +129,12 @@ class Run:
         uuids = {
             source.table: str(self.lakehouse.load(source.table).metadata.table_uuid) for source in self.spec.sources
         }
-        asked = asked_for(spec, self.leg, uuids)
+        asked = requested_leg(spec, self.leg, uuids)
         after = next_leg(
             Plans(self.lakehouse),
             spec,
             self.leg,
-            LegRequest(asked=asked, repin=repin),
+            LegRequest(requested=asked, repin=repin),
             step=self.step,
             state=self.state,
         )

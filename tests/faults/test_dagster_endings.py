@@ -76,7 +76,7 @@ def test_drained_run_is_cancelled_and_resumed(campaign: Arena, dagster: LocalDag
     command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
     done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"drained ({run_id}): has left\n"
+    assert done.stdout == f"drained ({run_id}): has exited\n"
     wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
     ended = dagster.wait(run_id)
     assert (ended.status, ended.tags[PREEMPTED_TAG]) == (dg.DagsterRunStatus.CANCELED, "maintenance")

@@ -216,7 +216,7 @@ def test_refused_alert_is_retried_in_order(
     fails("nobody-wants-it")
     pager.asked, pager.refuses = 0, 3
     monkeypatch.setattr(alerts, "_HELD_S", 0.0)
-    assert "gave up to tell" in str(watch.tick())
+    assert "gave up the alert" in str(watch.tick())
     fails("after-it")
     watch.tick()
     assert pager.told[3:] == [("gave_up", "after-it")]

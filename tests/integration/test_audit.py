@@ -243,4 +243,4 @@ def test_the_table_shows_verdict_and_problems(lake: Lake) -> None:
     text = console.export_text()
     assert "2 finished of 2 entered" in text
     assert "NO" in text
-    assert "behind the cursor" in text
+    assert "before the cursor" in text

@@ -56,7 +56,7 @@ def test_a_deleted_advance_is_found(lake: Lake) -> None:
     report = audit_run(lake.lakehouse, name)
     assert (report.exact, report.rows_missing) == (False, advance.rows_consumed)
     assert report.rows_consumed == 2 * report.rows_live - advance.rows_consumed
-    assert any("behind the cursor, found them in no advance" in problem for problem in report.problems)
+    assert any("before the cursor in an advance, found none" in problem for problem in report.problems)
 
 
 def test_an_advance_missing_from_the_head_is_found(lake: Lake) -> None:

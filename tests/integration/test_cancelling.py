@@ -199,7 +199,7 @@ def test_drain_names_remaining_runs(arena: Arena, instance: dg.DagsterInstance) 
         terminate(instance, cancelled)
         left, stayed = drain(instance, reason="moved", within_s=0.0)
     assert not left
-    assert "nobody knows whether it starts here" in stayed[starts]
+    assert "it has sent no heartbeat yet" in stayed[starts]
     assert stayed[cancelled] == "it was cancelled before"
     assert PREEMPTED_TAG not in found(instance, cancelled).tags
     assert not beats_of(instance, [starts])

@@ -125,10 +125,10 @@ def test_due_separates_left_from_caught_up(arena: Arena) -> None:
     """A run that died behind a checkpoint has something to train, although no snapshot is new."""
     arena.table(appends=(600,))
     spec = arena.spec("left", follow="appends", world_size=1)
-    assert due(arena.lakehouse, spec).why == "it has no checkpoint yet"
+    assert due(arena.lakehouse, spec).reason == "it has no checkpoint yet"
     arena.train(spec, until=15)
     left = due(arena.lakehouse, spec)
-    assert (left.needed, left.why) == (True, "it was left at step 10")
+    assert (left.needed, left.reason) == (True, "it was left at step 10")
     arena.train(spec)
     assert not due(arena.lakehouse, spec).needed
 

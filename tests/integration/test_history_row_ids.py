@@ -64,7 +64,7 @@ class RewrittenTable(HandTable):
     def changes(self, since: int) -> History:
         """What happened since, told by row ids."""
         history = changes(self.table, since, self.snapshot_id)
-        assert history.told_by == "row_ids"
+        assert history.identified_by == "row_ids"
         assert history.portions is not None  # raises if they are lost
         return history
 
@@ -117,4 +117,4 @@ def test_a_compaction_that_loses_the_ids_is_noticed(hand: RewrittenTable) -> Non
     with pytest.raises(AppendHistoryLost, match=r"row_ids\), found 3 rows with values of their own where 1 at most"):
         hand.new(hand.changes(since))
     declared = changes(hand.table, since, hand.snapshot_id, identity_columns=["k"])
-    assert (declared.told_by, hand.new(declared)) == ("identity_columns", [12])
+    assert (declared.identified_by, hand.new(declared)) == ("identity_columns", [12])

@@ -48,7 +48,7 @@ def test_run_without_process_is_lost(arena: Arena, home: Path, instance: dg.Dags
         for run in (dead, cancelled):
             Heartbeat(instance, run.run_id, process=psutil.Process(process.pid)).close()
         cursor, said = look(instance, None)
-        assert said == "all 3 runs that train give signs of life"
+        assert said == "all 3 runs that train are alive"
         process.send_signal(signal.SIGKILL)
     time.sleep(0.3)
     cursor, said = look(instance, cursor)

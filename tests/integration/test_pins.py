@@ -273,7 +273,7 @@ def test_a_tag_that_was_moved_is_not_removed(lakehouse: Lakehouse) -> None:
     """A pin's tag that names another snapshot is somebody else's doing, and stays."""
     first, second = append(lakehouse), append(lakehouse)
     lakehouse.load("src.t").manage_snapshots().create_tag(second, pin_tag(first)).commit()
-    with pytest.raises(PinLost, match="somebody moved it"):
+    with pytest.raises(PinLost, match="another program moved it"):
         remove_pin(lakehouse, "src.t", first)
 
 
@@ -311,7 +311,7 @@ def test_a_source_that_may_only_be_read(
         raise refusal
 
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", refuse)
-    with pytest.raises(SpecInvalid, match=r'set pin = "none" .*as long as nobody expires the snapshot'):
+    with pytest.raises(SpecInvalid, match=r'set pin = "none" .*until the snapshot is expired'):
         hold(lakehouse, "src.t", snapshot, "tag")
 
 

@@ -388,7 +388,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
     assert states[3:] == [(40, "retired"), (50, "left"), (50, "retired"), (60, "kept"), (63, "head")]
     row = next(row for row in arena.rows("r", CheckpointRow) if row.checkpoint_id == left)
     assert folder_of(row.manifest_uri).is_dir()
-    with pytest.raises(SpecInvalid, match="is left behind and has no name, found '60'"):
+    with pytest.raises(SpecInvalid, match="on an abandoned branch and without a name, found '60'"):
         retire_left(Ledger(arena.lakehouse), "r", "60")
     said = dlac("retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert f"retired {left} (step 50)" in said.stdout

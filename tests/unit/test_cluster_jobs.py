@@ -24,7 +24,7 @@ from dlac_pipeline.launchers.cluster_checks import store_in_doubt
 from dlac_pipeline.launchers.cluster_job import SILENT_S, ClusterJob
 from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.node_process import end_orphan, this_start
-from dlac_pipeline.launchers.orchestrator import say
+from dlac_pipeline.launchers.orchestrator import report
 from dlac_pipeline.launchers.scheduler import JobState
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.job_spec import parse_spec
@@ -397,7 +397,7 @@ def test_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
             return len(text)
 
     monkeypatch.setattr(sys, "stdout", Stream())
-    say({"event": "step"})
+    report({"event": "step"})
     assert pieces == ['{"event": "step"}\n']
 
 

@@ -91,7 +91,7 @@ def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, in
     """The interval is the optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
     choice = choose_interval(settings(**changes), cost, Failures())
     assert choice.interval_s == pytest.approx(interval_s, rel=0.005)
-    assert why in choice.why
+    assert why in choice.reason
 
 
 def test_preempted_attempt_did_not_fail() -> None:

@@ -20,7 +20,7 @@ from dlac_pipeline.cli.main import app
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.spec.spec_problems import bounds_of, holds_numbers, problem_said
+from dlac_pipeline.spec.spec_problems import bounds_of, describe_problem, holds_numbers
 
 ABSURD = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", 1e308, -1e308, 10**30, 10**400, -1, True, False]
 """Values that no numeric setting accepts. Only seeds and ids accept 2**63."""
@@ -65,7 +65,7 @@ def test_every_number_is_bounded() -> None:
             listed = str(field.annotation).startswith("list")
             with pytest.raises(ValidationError) as caught:
                 model.model_validate({name: [value] if listed else value})
-            problems = [problem_said(each, model) for each in caught.value.errors() if each["loc"][0] == name]
+            problems = [describe_problem(each, model) for each in caught.value.errors() if each["loc"][0] == name]
             assert problems, f"{model.__name__}.{name} takes {value!r}"
             assert repr(value) in problems[0], problems
             assert any(str(bound) in problems[0] for bound in bounds_of(field).values()), problems

@@ -8,12 +8,12 @@ import pytest
 from dlac_pipeline.dagster.assets.rehearsal import RehearsedRun, judge_rehearsals
 
 SAME = RehearsedRun(
-    run="same", holds=True, said="20 losses bit-identical", facts={"checkpoint_id": "c-1", "compared": 20}
+    run="same", holds=True, summary="20 losses bit-identical", facts={"checkpoint_id": "c-1", "compared": 20}
 )
 OTHER = RehearsedRun(
-    run="other", holds=False, said="2 of 20 losses differ", facts={"checkpoint_id": "c-2", "compared": 20}
+    run="other", holds=False, summary="2 of 20 losses differ", facts={"checkpoint_id": "c-2", "compared": 20}
 )
-NONE = RehearsedRun(run="none", holds=None, said="expected a checkpoint that has a successor")
+NONE = RehearsedRun(run="none", holds=None, summary="expected a checkpoint that has a successor")
 ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
 
 

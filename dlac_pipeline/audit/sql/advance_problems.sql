@@ -1,5 +1,5 @@
--- Whether every advance fits its block and its counts fit the plan's dead rows, every key group goes on where it stood, and
--- every checkpoint's advances fit its steps. One sentence per kind of problem and run; none where all is well.
+-- One row per run and kind of problem in its advances, as a sentence. A sound run has none. Checked are the positions and
+-- counts of each advance, the position at which each key group continues, and the steps of each checkpoint.
 CREATE OR REPLACE VIEW advance_problems AS
 WITH
 moved AS MATERIALIZED (FROM advances),
@@ -23,9 +23,9 @@ placed AS (
 -- A key group's rows of a source, in reading order.
 walked AS (
     SELECT *,
-        lag((pass, block)) OVER walk IS NOT DISTINCT FROM (pass, block) AS goes_on,
-        lag(read_to) OVER walk AS stood, lag(token_end) OVER walk AS token_stood,
-        lag(last_step) OVER walk AS step_stood, lag(seq) OVER walk AS seq_stood,
+        lag((pass, block)) OVER walk IS NOT DISTINCT FROM (pass, block) AS continues,
+        lag(read_to) OVER walk AS previous_position, lag(token_end) OVER walk AS previous_token,
+        lag(last_step) OVER walk AS previous_step, lag(seq) OVER walk AS previous_seq,
         coalesce(sum(rows_consumed) OVER (
             PARTITION BY run, source, checkpoint_id, key_group
             ORDER BY pass, block, position_start, coalesce(token_start, 0), position_end
@@ -37,7 +37,7 @@ walked AS (
         ORDER BY pass, block, position_start, coalesce(token_start, 0), position_end, seq
     )
 ),
--- With one source whose rows are the samples, rows fall into steps of per_step each. Otherwise steps only go forwards.
+-- If the run has one source whose rows are the samples, each step has per_step rows. Otherwise steps only increase.
 in_steps AS (
     SELECT *,
         next_step + rows_before // per_step AS first_expected,
@@ -56,19 +56,19 @@ dead_rejected AS (
         AND d.block = o.block AND d.position = o.position
     WHERE o.position >= m.position_start AND o.position < m.read_to
 ),
--- An advance that was not applied is of skipped steps only: of its first and its last one, and perhaps of those between.
-undone AS (
+-- An advance that was not applied has rows of skipped steps only. Its first and last steps were skipped, others between may be.
+skipped_at_least AS (
     SELECT run, checkpoint_id, unnest([first_step, last_step]) AS step FROM moved WHERE NOT applied
 ),
-undone_at_most AS (
+skipped_at_most AS (
     SELECT DISTINCT run, checkpoint_id, unnest(range(first_step, least(last_step, checkpoint_step) + 1)) AS step
     FROM placed WHERE NOT applied
 ),
 skipped AS (
     SELECT c.run, c.checkpoint_id, c.skipped_steps, c.step,
-        coalesce((SELECT count(DISTINCT u.step) FROM undone AS u
+        coalesce((SELECT count(DISTINCT u.step) FROM skipped_at_least AS u
             WHERE u.run = c.run AND u.checkpoint_id = c.checkpoint_id), 0) AS at_least,
-        coalesce((SELECT count(*) FROM undone_at_most AS u
+        coalesce((SELECT count(*) FROM skipped_at_most AS u
             WHERE u.run = c.run AND u.checkpoint_id = c.checkpoint_id), 0) AS at_most,
         coalesce((SELECT sum(m.rows_consumed) FROM moved AS m
             WHERE m.run = c.run AND m.checkpoint_id = c.checkpoint_id AND NOT m.applied), 0)::BIGINT AS rows
@@ -80,7 +80,7 @@ found AS (
     WHERE block_rows IS NULL
     UNION ALL
     SELECT run, 'cut', place || format('expected pass {} of leg {}, found pass {} of leg {}',
-        block_pass, checkpoint_leg, pass, said(leg))
+        block_pass, checkpoint_leg, pass, or_nothing(leg))
     FROM placed
     WHERE block_pass <> pass OR leg IS DISTINCT FROM checkpoint_leg
     UNION ALL
@@ -92,18 +92,18 @@ found AS (
     SELECT run, 'rows', place || format('expected {} rows in positions {} to {}, found {} consumed, {} dead, {} filtered and '
         || '{} quarantined',
         read_to - position_start, position_start, read_to,
-        said(rows_consumed), said(rows_dead), said(rows_filtered), said(rows_quarantined))
+        or_nothing(rows_consumed), or_nothing(rows_dead), or_nothing(rows_filtered), or_nothing(rows_quarantined))
     FROM placed
     WHERE rows_consumed + rows_dead + coalesce(rows_filtered, 0) + rows_quarantined IS DISTINCT FROM read_to - position_start
         OR rows_consumed < 0 OR rows_dead < 0
     UNION ALL
     SELECT run, 'dead', place || format('expected {} dead rows in positions {} to {}, found {}',
-        dead_rows, position_start, read_to, said(rows_dead))
+        dead_rows, position_start, read_to, or_nothing(rows_dead))
     FROM placed
     WHERE rows_dead IS DISTINCT FROM dead_rows
     UNION ALL
     SELECT run, 'rejected', place || format('expected {} filtered and {} quarantined positions to be named, found {} and {}',
-        said(rows_filtered), said(rows_quarantined), filtered_named, quarantined_named)
+        or_nothing(rows_filtered), or_nothing(rows_quarantined), filtered_named, quarantined_named)
     FROM placed
     WHERE filtered_named <> coalesce(rows_filtered, 0) OR quarantined_named IS DISTINCT FROM rows_quarantined
     UNION ALL
@@ -123,16 +123,16 @@ found AS (
     WHERE NOT streamed
         AND (token_start IS NOT NULL OR token_end IS NOT NULL OR filtered_named > 0 OR quarantined_named > 0)
     UNION ALL
-    -- A row that was read in part and excluded then is not finished, but left behind.
-    SELECT w.run, 'goes on', w.place || format('expected to go on at position {}, token {}, found position {}, token {}',
-        CASE WHEN goes_on THEN stood ELSE 0 END, coalesce(CASE WHEN goes_on THEN token_stood END, 0),
+    -- A row that was read in part and then excluded is not finished, but skipped.
+    SELECT w.run, 'continues', w.place || format('expected the next advance at position {}, token {}, found it at {}, token {}',
+        CASE WHEN continues THEN previous_position ELSE 0 END, coalesce(CASE WHEN continues THEN previous_token END, 0),
         position_start, coalesce(token_start, 0))
     FROM walked AS w
-    WHERE (position_start <> CASE WHEN goes_on THEN stood ELSE 0 END
-            OR token_start IS DISTINCT FROM CASE WHEN goes_on THEN token_stood END)
-        AND NOT (goes_on AND token_stood > 0 AND position_start = stood + 1 AND token_start IS NULL AND EXISTS (
+    WHERE (position_start <> CASE WHEN continues THEN previous_position ELSE 0 END
+            OR token_start IS DISTINCT FROM CASE WHEN continues THEN previous_token END)
+        AND NOT (continues AND previous_token > 0 AND position_start = previous_position + 1 AND token_start IS NULL AND EXISTS (
             FROM dead_positions AS d WHERE d.plan_id = w.plan_id AND d.cut_id = w.cut_id AND d.key_group = w.key_group
-                AND d.block = w.block AND d.position = w.stood))
+                AND d.block = w.block AND d.position = w.previous_position))
     UNION ALL
     SELECT run, 'tokens', place || format('expected tokens before {} of the row at position {} to be read, found {} before them',
         token_end, read_to, token_start)
@@ -140,33 +140,35 @@ found AS (
     WHERE token_end < 1 OR token_start < 1 OR (read_to = position_start AND token_start >= token_end)
     UNION ALL
     SELECT run, 'order', place || format('expected positions {} to {} in steps {} to {}, found them in steps {} to {}',
-        position_start, position_end, first_expected, last_expected, said(first_step), said(last_step))
+        position_start, position_end, first_expected, last_expected, or_nothing(first_step), or_nothing(last_step))
     FROM in_steps
     WHERE active = 1 AND NOT streamed
         AND (first_step IS DISTINCT FROM first_expected OR last_step IS DISTINCT FROM last_expected)
     UNION ALL
-    SELECT run, 'order', place || format('expected positions {} to {} in steps of {} to {}, none before step {}, found {} to {}',
-        position_start, position_end, next_step, checkpoint_step, coalesce(step_stood, 1), said(first_step), said(last_step))
+    SELECT run, 'order', place || format('expected positions {} to {} in steps {} to {}, none before step {}, found {} to {}',
+        position_start, position_end, next_step, checkpoint_step, coalesce(previous_step, 1),
+        or_nothing(first_step), or_nothing(last_step))
     FROM walked
     WHERE NOT coalesce(first_step >= next_step AND last_step >= first_step AND last_step <= checkpoint_step
-        AND first_step >= coalesce(step_stood, 1) AND seq >= coalesce(seq_stood, seq), false)
+        AND first_step >= coalesce(previous_step, 1) AND seq >= coalesce(previous_seq, seq), false)
     UNION ALL
     SELECT run, 'applied', format('checkpoint {}: ', checkpoint_id)
         || format('expected rows of {} steps that were not applied, found {} rows of {} to {} steps',
-            said(skipped_steps), rows, at_least, at_most)
+            or_nothing(skipped_steps), rows, at_least, at_most)
     FROM skipped
     WHERE NOT coalesce(skipped_steps BETWEEN at_least AND at_most, false)
     UNION ALL
-    SELECT run, 'applied', format('checkpoint {}: expected step {} to be applied or not, found rows of both', checkpoint_id, step)
+    SELECT run, 'applied', format('checkpoint {}: expected step {} to be applied or skipped, found rows of both',
+        checkpoint_id, step)
     FROM (
-        SELECT run, checkpoint_id, step FROM undone
+        SELECT run, checkpoint_id, step FROM skipped_at_least
         INTERSECT
         SELECT run, checkpoint_id, unnest([first_step, last_step]) FROM moved WHERE applied
     )
     UNION ALL
     SELECT run, 'steps', format('checkpoint {}, key group {}: ', checkpoint_id, key_group)
         || format('expected {} rows of steps {} to {}, found {} of steps {} to {}', coalesce(rows::VARCHAR, 'some'),
-            first_step, last_step, rows_found, said(first_step_found), said(last_step_found))
+            first_step, last_step, rows_found, or_nothing(first_step_found), or_nothing(last_step_found))
     FROM shortfalls
     UNION ALL
     SELECT run, 'overlap', format('cut {}, key group {}, block {}: ', cut_id, key_group, block)
@@ -175,7 +177,7 @@ found AS (
     FROM duplicates
     UNION ALL
     SELECT run, 'hole', format('cut {}, key group {}, block {}: ', cut_id, key_group, block)
-        || format('expected positions {} to {} behind the cursor, found them in no advance', position_start, position_end)
+        || format('expected positions {} to {} before the cursor in an advance, found none', position_start, position_end)
     FROM gaps
     UNION ALL
     SELECT run, 'again', format('expected row {} of {} in one pass of a followed table, found it in passes {}',

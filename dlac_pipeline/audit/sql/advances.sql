@@ -1,6 +1,6 @@
--- What the checkpoints of the surviving lineages moved: positions [position_start, position_end) of a block. Those before
--- read_to are done with; the row behind it, if there is one, was read only up to token_end, and the next advance goes on there.
--- plan_id is the plan whose dead rows were passed over; source and pass name the cut within the run.
+-- One row per advance of a checkpoint on a surviving lineage: it moved over positions [position_start, position_end) of a
+-- block. Rows before read_to are finished. If token_end is set, the row at read_to was read only up to that token, and the next
+-- advance continues there. plan_id is the plan whose dead rows were passed over. source and pass name the cut within the run.
 CREATE OR REPLACE VIEW advances AS
 SELECT
     a.run, a.checkpoint_id, a.seq, a.leg, a.source, a.cut_id, a.plan_id, a.pass, a.key_group, a.block,

@@ -1,6 +1,6 @@
--- Each checkpoint with its branch: a branch is a sequence of checkpoints, in order of seq, of which each is the parent of the
--- next, and branch_parent is the checkpoint that it grew from: of another run (parent_run), where the run was forked. Thus a
--- walk to the root takes one step per rewind or fork, not one per checkpoint.
+-- One row per checkpoint, with its branch: a sequence of checkpoints in order of seq, each the parent of the next.
+-- branch_parent is the checkpoint that the branch grew from, in the run parent_run: another run if it was forked. A walk to the
+-- root takes one step per rewind or fork, not one per checkpoint.
 CREATE OR REPLACE VIEW branch_checkpoints AS
 WITH linked AS (
     SELECT

@@ -1,7 +1,7 @@
--- The branches of each run: sequences of checkpoints that grew from one another without a step back. One grew from grew_from
--- (at from_step; NULL: from the beginning; of another run, if it was forked), begun by `start`, `adoption`, `fork`, `rewind`
--- or `quarantine`, and reached head_checkpoint. `surviving`: that is on the run's surviving lineage; else its checkpoints up
--- to step survives_to are (NULL: none). The last branch has no checkpoint yet while nothing was committed behind a rewind.
+-- One row per branch of a run: a sequence of checkpoints, each the parent of the next. It grew from checkpoint grew_from at
+-- step from_step (NULL: from the beginning), of another run if it was forked. begun_by: start, adoption, fork, rewind or
+-- quarantine. surviving: head_checkpoint is on the surviving lineage. If it is not, those up to step survives_to are (NULL:
+-- none). The branch that a rewind begins has no checkpoint until one is committed.
 CREATE OR REPLACE VIEW branches AS
 WITH
 members AS (
@@ -23,8 +23,8 @@ grown AS (
 placed AS (
     SELECT *, coalesce(lag(last_seq) OVER (PARTITION BY run ORDER BY branch), 0) AS seq_before FROM grown
 ),
--- A rewind behind which nothing was committed begins a branch, too, while it is the last one; but not one to the head itself,
--- which only excludes rows.
+-- The last rewind begins a branch even if nothing was committed after it. A rewind to the head itself begins none: it only
+-- excludes rows.
 newest AS (
     FROM grown QUALIFY row_number() OVER (PARTITION BY run ORDER BY branch DESC) = 1
 ),
@@ -53,7 +53,8 @@ FROM placed AS p
 JOIN opened AS o USING (run, branch)
 LEFT JOIN checkpoints AS c ON c.run = p.run AND c.checkpoint_id = p.grew_from
 UNION ALL
-SELECT run, branch, 'rewind', checkpoint_id, CASE WHEN checkpoint_id IS NOT NULL THEN step END, checkpoint_id, NULL, NULL, 0, true, NULL, why
+SELECT run, branch, 'rewind', checkpoint_id, CASE WHEN checkpoint_id IS NOT NULL THEN step END, checkpoint_id, NULL, NULL, 0, true,
+    NULL, why
 FROM open_rewinds
 WHERE checkpoint_id IS DISTINCT FROM head_checkpoint
 ORDER BY run, branch;

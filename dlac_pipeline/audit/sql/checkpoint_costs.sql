@@ -1,7 +1,7 @@
--- What each checkpoint cost: bytes, and seconds of its slowest rank. Training waited for stall_s; NULL: for all of it. Sealing
--- (sync or upload, and digests, in seconds of threads) goes on beside writing; seal_s is what it took longer.
--- And why it was taken: steps, seconds, auto, end, left (by the script), or the notice that the run had; interval_s and why as they
--- were then.
+-- One row per checkpoint with its cost: bytes, and seconds of its slowest rank. Training waited for stall_s (NULL: for the whole
+-- checkpoint). sync_s, upload_s and digest_s are seconds of threads that work during writing, and seal_s is the time that they
+-- took longer. reason: steps, seconds, auto, end, left (the script exited) or the termination notice. interval_s is the
+-- interval between checkpoints at that time, and why is the reason for it.
 CREATE OR REPLACE VIEW checkpoint_costs AS
 SELECT
     run, seq, checkpoint_id, step, committed_at,

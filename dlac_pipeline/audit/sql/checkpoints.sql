@@ -1,6 +1,6 @@
--- One row per committed checkpoint, on the surviving lineage of its run or not, retired or not. `adopted` says where one came
--- from that others wrote: what that has seen before, nobody knows. A forked one is a copy of `forked_from`, at forked_step of
--- the run forked_run, and has seen all that this had seen.
+-- One row per committed checkpoint, on the surviving lineage of its run or not, retired or not. `adopted` is the origin of one
+-- that others wrote: the rows that it has seen before are unknown. A forked one is a copy of `forked_from`, at step forked_step
+-- of the run forked_run. The models of both have seen the same rows.
 CREATE OR REPLACE VIEW checkpoints AS
 SELECT
     c.run, c.seq, c.attempt, c.checkpoint_id, c.parent, c.step, c.leg, c.committed_at, c.world_size, c.manifest_uri,

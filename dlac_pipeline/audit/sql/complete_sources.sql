@@ -1,5 +1,5 @@
--- The sources that a finished run has read to their end: a run ends with the last of its finite sources, unless it was
--- cut short at a step that the leg names.
+-- One row per source that a finished run has read to its end. A run ends with the last of its finite sources, unless its leg
+-- names an earlier step.
 CREATE OR REPLACE VIEW complete_sources AS
 SELECT s.run, s.source, s.name, s.passes
 FROM lineage AS c

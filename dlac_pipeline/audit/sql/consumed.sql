@@ -1,7 +1,7 @@
--- Whether a row was wholly read into a checkpoint: as `touched`, but a row of which only the first tokens were read when the
--- checkpoint was taken (the last position of an advance with a token_end) does not count.
+-- True if a checkpoint has read the whole row. Like `touched`, but the last row of an advance with a token_end does not count:
+-- only its first tokens were read.
 CREATE OR REPLACE MACRO consumed(file, file_row, checkpoint) AS EXISTS (
-    FROM (VALUES (file, file_row, checkpoint)) AS asked (in_file, in_row, in_checkpoint)
+    FROM (VALUES (file, file_row, checkpoint)) AS target (in_file, in_row, in_checkpoint)
     JOIN row_positions(in_file, in_row) AS r ON true
     JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
     WHERE a.kind = 'advance' AND NOT r.is_dead

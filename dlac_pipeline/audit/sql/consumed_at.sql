@@ -1,5 +1,5 @@
--- The positions that advances have consumed: FROM consumed_at('advances'). Dead, filtered and quarantined ones are not, nor
--- is a row that was read only in part: it is consumed by the advance that finishes it.
+-- One row per position that the advances of a relation consumed: FROM consumed_at('advances'). Dead, filtered and quarantined
+-- positions are left out. A row that was read in part is consumed by the advance that finishes it.
 CREATE OR REPLACE MACRO consumed_at(moved) AS TABLE
 WITH spread AS (
     SELECT run, checkpoint_id, source, cut_id, plan_id, pass, key_group, block, applied,

@@ -1,7 +1,8 @@
--- One row per row that was consumed on the surviving lineage of a run: `row` is its position in the data file.
+-- One row per position that was consumed on a surviving lineage.
 CREATE OR REPLACE VIEW consumed_positions AS
 FROM consumed_at('advances');
 
+-- One row per row that was consumed on the surviving lineage of a run. `row` is its position in the data file.
 CREATE OR REPLACE VIEW consumed_rows AS
 SELECT run, checkpoint_id, source, cut_id, pass, file_path, row_group, row, applied
 FROM rows_at('consumed_positions');

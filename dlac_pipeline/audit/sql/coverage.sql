@@ -1,6 +1,4 @@
--- One row per row group of each pass that a run has entered: its live rows, how many of them are consumed, or passed over by
--- the transform, and how often one of them was consumed again. Live are those that were consumed or passed over, and those
--- that are still to be. Only blocks that are not read from end to end under one plan are spread out.
+-- One row per block of an entered pass. is_whole: it was read from end to end under one plan.
 CREATE OR REPLACE VIEW block_states AS
 WITH
 newest AS (
@@ -8,7 +6,7 @@ newest AS (
 )
 SELECT i.run, i.source, i.cut_id, i.pass, i.key_group, i.block,
     bool_and(i.kind = 'advance' OR i.live_rows = 0) AND min(i.plan_id) = max(i.plan_id) AS is_whole,
-    -- The plan that says which of the block's rows are live: that under which it was read, or the newest.
+    -- The plan that decides which rows of the block are live: the one under which it was read, or the newest.
     CASE WHEN is_whole THEN min(i.plan_id) ELSE any_value(coalesce(n.plan_id, b.plan_id)) END AS plan_id
 FROM intervals AS i
 JOIN blocks AS b USING (cut_id, key_group, block)
@@ -21,6 +19,8 @@ SELECT a.* FROM advances AS a JOIN block_states AS b USING (run, source, cut_id,
 CREATE OR REPLACE VIEW part_positions AS
 FROM consumed_at('part_advances');
 
+-- One row per row group of each pass that a run has entered: its live rows, the number that was consumed, the number that the
+-- transform passed over, and how often one was consumed again. Only blocks that are not whole are expanded into rows.
 CREATE OR REPLACE VIEW coverage AS
 WITH
 dead AS (

@@ -1,4 +1,4 @@
--- The plans under which each cut was read: that whose units were cut, and after exclusions others, with more dead rows.
+-- One row per cut and plan under which it was read: the plan that was cut, and after exclusions plans with more dead rows.
 CREATE OR REPLACE VIEW cut_plans AS
 SELECT DISTINCT cut_id, plan_id
 FROM consumption

@@ -1,6 +1,6 @@
--- Whether the slices of a cut hold every live row of its plan exactly once, and its blocks are permutations: from the tables
--- alone, without the code that made them; and whether plans under which it was read later differ by more dead rows only.
--- One sentence per kind of problem and cut; none where all is well.
+-- One row per run and kind of problem in a cut that it has read, as a sentence. A sound cut has none. The slices must hold
+-- every live row of the plan exactly once, the blocks must be permutations, and plans under which the cut was read later may
+-- only have more dead rows. This is checked with the tables alone, without the code that wrote them.
 CREATE OR REPLACE VIEW cut_problems AS
 WITH
 cut AS MATERIALIZED (
@@ -48,7 +48,7 @@ block_sums AS (
     FROM slices
     GROUP BY ALL
 ),
--- Plans with exclusions: the same units as the plan that was cut, of which the dead rows are dead there, too.
+-- Plans with exclusions. They have the units of the plan that was cut, and its dead rows among their own.
 later AS (
     SELECT DISTINCT c.cut_id, c.plan_id, r.plan_id AS live_plan_id
     FROM cut AS c JOIN cut_plans AS r ON r.cut_id = c.cut_id AND r.plan_id <> c.plan_id
@@ -75,15 +75,15 @@ other_units AS (
 ),
 found AS (
     SELECT l.cut_id, 'base' AS kind, format('expected plan {} to be plan {} with more dead rows, found one made from {}',
-        l.live_plan_id, l.plan_id, said(n.base_plan_id)) AS problem
+        l.live_plan_id, l.plan_id, or_nothing(n.base_plan_id)) AS problem
     FROM later AS l JOIN plans AS p USING (plan_id) LEFT JOIN plans AS n ON n.plan_id = l.live_plan_id
     WHERE n.base_plan_id IS DISTINCT FROM coalesce(p.base_plan_id, p.plan_id)
     UNION ALL
-    SELECT cut_id, 'base', format('expected the dead rows of the plan that was cut to be dead in plan {}, found {} live',
+    SELECT cut_id, 'base', format('expected the dead rows of the plan that was cut to be dead in plan {}, found {} of them live',
         live_plan_id, rows)
     FROM revived
     UNION ALL
-    SELECT cut_id, 'base', format('expected the units of the plan that was cut in plan {}, found {} missing or changed',
+    SELECT cut_id, 'base', format('expected the units of the plan that was cut in plan {}, found {} of them missing or changed',
         live_plan_id, units)
     FROM other_units
     UNION ALL
@@ -140,7 +140,7 @@ found AS (
     WHERE (a % block_rows) * (a_inv % block_rows) % block_rows <> 1 % block_rows OR c < 0 OR c >= block_rows
 ),
 kinds AS (
-    -- Of each kind the first sentence and the number of others.
+    -- The first sentence of each kind, and the number of others.
     SELECT cut_id, min(problem) AS problem, count(DISTINCT problem) - 1 AS others
     FROM found
     GROUP BY cut_id, kind

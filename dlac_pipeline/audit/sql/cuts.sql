@@ -1,4 +1,4 @@
--- One row per pass that a run has entered: a cut, by the source's number and the pass.
+-- One row per cut that a run has entered: the order of one pass over one source. `source` is the number of the source.
 CREATE OR REPLACE VIEW cuts AS
 SELECT run, source, pass, cut_id, min(seq) AS seq
 FROM advances

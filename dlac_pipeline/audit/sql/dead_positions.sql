@@ -1,5 +1,5 @@
--- Where the dead rows (deleted, left out by the filter, or excluded) lie in their blocks, and how many lie up to there:
--- for each cut, and each plan under which it was read. Only slices that have dead rows are spread out.
+-- One row per dead row (deleted, left out by the filter, or excluded) of a cut, and plan under which it was read: its position
+-- in its block, and the number of dead rows up to there. Only slices with dead rows are expanded into rows.
 CREATE OR REPLACE VIEW dead_positions AS
 WITH
 read AS (

@@ -1,4 +1,4 @@
--- Files of weights that were made of checkpoints: which, when, and the BLAKE3 digest by which a deployed one is told.
+-- One row per file of weights exported from a checkpoint: its time, and the BLAKE3 digest that identifies a deployed file.
 CREATE OR REPLACE VIEW exports AS
 SELECT
     e.run, e.checkpoint_id, c.step, c.model_digest, e.committed_at AS exported_at,

@@ -1,4 +1,4 @@
--- One row per finished run: where it ended. A rewind opens a finished run again.
+-- One row per finished run: its last step. A rewind reopens a finished run.
 CREATE OR REPLACE VIEW finishes AS
 SELECT run, max(seq) AS seq, arg_max(step, seq) AS step
 FROM consumption

@@ -1,4 +1,4 @@
--- One row per interval of positions with live rows that was never consumed although the key group's cursor is behind it.
+-- One row per interval of positions with live rows, before the cursor of its key group, that was never consumed.
 CREATE OR REPLACE VIEW gaps AS
 SELECT run, source, cut_id, pass, key_group, block, position_start, position_end, live_rows AS rows
 FROM intervals

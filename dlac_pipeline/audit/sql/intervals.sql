@@ -1,10 +1,9 @@
--- Every interval of positions of the cuts that were entered, with what its rows are, on the surviving lineages. Its kind is
---   advance   what a checkpoint was done with,
---   overlap   what a checkpoint was done with before already (once more for each time),
---   hole      what was passed over though the key group went on, or the source was read to its end,
---   ahead     what is still to be read.
--- live_rows are those that count: neither dead under plan_id, nor filtered, nor quarantined. A row that was read in part lies
--- ahead.
+-- One row per interval of positions in the cuts that were entered, on the surviving lineages. Its kind is
+--   advance   passed by a checkpoint,
+--   overlap   passed again by a checkpoint (one row for each time),
+--   hole      in no advance, although the cursor of the key group is past it or the source was read to its end,
+--   ahead     still to be read.
+-- live_rows are neither dead under plan_id, nor filtered, nor quarantined. A row that was read in part is ahead.
 CREATE OR REPLACE VIEW intervals AS
 WITH
 moved AS MATERIALIZED (FROM advances),
@@ -21,10 +20,11 @@ entered AS (
         1 << 30 AS newest
     FROM cuts AS c JOIN blocks AS b USING (cut_id)
 ),
--- A block must be consumed to its end if the key group went on behind it. What was dead there says the leg in which it did.
-left_in AS (
+-- A block must be consumed to its end if the cursor of the key group is past it. The leg in which the cursor moved to the next
+-- block decides which rows of this one are dead.
+passed_in AS (
     SELECT e.*, coalesce(n.leg, e.newest) AS leg,
-        coalesce(e.place < k.place, false) OR d.source IS NOT NULL AS behind
+        coalesce(e.place < k.place, false) OR d.source IS NOT NULL AS is_past
     FROM entered AS e
     LEFT JOIN cursors AS k ON k.run = e.run AND k.source = e.source AND k.key_group = e.key_group
     LEFT JOIN complete_sources AS d ON d.run = e.run AND d.source = e.source
@@ -33,16 +33,16 @@ left_in AS (
 ),
 ends AS (
     SELECT b.* EXCLUDE (plan_id), coalesce(p.live_plan_id, b.plan_id) AS plan_id
-    FROM left_in AS b ASOF LEFT JOIN live_plans AS p
+    FROM passed_in AS b ASOF LEFT JOIN live_plans AS p
         ON p.run = b.run AND p.source = b.source AND p.pass = b.pass AND b.leg >= p.leg
 ),
--- Each block ends with an empty interval, so that what is not consumed at its end is an interval like any other.
+-- Each block ends with an empty interval, so that rows missing at its end are found like others.
 laid_out AS (
     SELECT run, source, cut_id, pass, key_group, block, position_start, read_to AS position_end, checkpoint_id, seq, plan_id,
-        filtered, quarantined, true AS behind
+        filtered, quarantined, true AS is_past
     FROM moved
     UNION ALL
-    SELECT run, source, cut_id, pass, key_group, block, block_rows, block_rows, NULL, NULL, plan_id, NULL, NULL, behind
+    SELECT run, source, cut_id, pass, key_group, block, block_rows, block_rows, NULL, NULL, plan_id, NULL, NULL, is_past
     FROM ends
 ),
 seen AS (
@@ -54,15 +54,15 @@ seen AS (
     FROM laid_out
 ),
 found AS (
-    SELECT * EXCLUDE (seq, covered_to, behind), 'advance' AS kind FROM seen WHERE checkpoint_id IS NOT NULL
+    SELECT * EXCLUDE (seq, covered_to, is_past), 'advance' AS kind FROM seen WHERE checkpoint_id IS NOT NULL
     UNION ALL
-    SELECT * EXCLUDE (seq, covered_to, behind) REPLACE (least(position_end, covered_to) AS position_end), 'overlap'
+    SELECT * EXCLUDE (seq, covered_to, is_past) REPLACE (least(position_end, covered_to) AS position_end), 'overlap'
     FROM seen WHERE least(position_end, covered_to) > position_start
     UNION ALL
     SELECT
-        * EXCLUDE (seq, covered_to, behind)
+        * EXCLUDE (seq, covered_to, is_past)
         REPLACE (covered_to AS position_start, position_start AS position_end, NULL AS filtered, NULL AS quarantined),
-        CASE WHEN behind THEN 'hole' ELSE 'ahead' END
+        CASE WHEN is_past THEN 'hole' ELSE 'ahead' END
     FROM seen WHERE covered_to < position_start
 ),
 dead AS MATERIALIZED (FROM dead_positions),

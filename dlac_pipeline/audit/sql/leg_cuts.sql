@@ -1,5 +1,6 @@
--- Which plan a leg cuts, or has cut, for the passes first_pass to last_pass (NULL: for ever) of a source, and which plan's dead
--- rows it passes over there. A pass that an earlier leg entered is named by each leg until every key group has finished it.
+-- One row per leg, source, and passes first_pass to last_pass (NULL: all later ones): the plan that is cut for these passes,
+-- and the plan whose dead rows the leg passes over in them. An entered pass is in each leg until all key groups have
+-- finished it.
 CREATE OR REPLACE VIEW leg_cuts AS
 WITH opened AS (
     SELECT run, leg, source, unnest(open) AS cut FROM leg_sources

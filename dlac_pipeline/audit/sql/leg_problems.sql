@@ -1,5 +1,5 @@
--- Whether the legs of a run follow each other, and its advances are of the cuts and plans that its legs name. One sentence per
--- kind of problem and run; none where all is well.
+-- One row per run and kind of problem in its legs, as a sentence. A sound run has none. The legs must follow each other, and
+-- the advances must belong to the cuts and plans that the legs name.
 CREATE OR REPLACE VIEW leg_problems AS
 WITH
 chain AS MATERIALIZED (FROM lineage),
@@ -21,11 +21,11 @@ turned AS (
 cursors AS (
     SELECT run, leg, source, seq, unnest(range(len(cursors))) AS key_group, unnest(cursors) AS cursor FROM leg_sources
 ),
-stands AS (
+reached AS (
     SELECT c.*, coalesce(arg_max(
         [a.pass, a.block, a.read_to, coalesce(a.token_end, 0)],
         {'pass': a.pass, 'block': a.block, 'position': a.read_to, 'token': coalesce(a.token_end, 0)}
-    ) FILTER (a.run IS NOT NULL), [0, 0, 0, 0]) AS stood
+    ) FILTER (a.run IS NOT NULL), [0, 0, 0, 0]) AS place
     FROM cursors AS c LEFT JOIN advances AS a
         ON a.run = c.run AND a.source = c.source AND a.key_group = c.key_group AND a.seq < c.seq
     GROUP BY ALL
@@ -39,8 +39,8 @@ bound AS (
     LEFT JOIN live_plans AS p USING (run, leg, source, pass, cut_id)
     LEFT JOIN (SELECT DISTINCT cut_id, plan_id FROM slices) AS s USING (cut_id)
 ),
--- A pass is due if it, or a later one, was entered, or if the run has finished and the source was to have it. The last leg that
--- names a due pass tells its plan: one without live rows, by its units, is entered by nobody.
+-- A pass is due if it or a later one was entered, or if the run has finished and the source had to have it. The last leg that
+-- names a due pass gives its plan. A pass over a plan whose units have no live rows is never entered.
 due AS (
     SELECT run, source, unnest(range(max(pass) + 1)) AS pass FROM cuts GROUP BY run, source
     UNION
@@ -82,31 +82,34 @@ found AS (
     FROM turned
     WHERE leg NOT BETWEEN coalesce(leg_before, leg) AND coalesce(leg_before + 1, leg)
     UNION ALL
-    SELECT run, 'begin', format('expected leg {} to begin with step {}, that of the checkpoint before its first, found leg {} '
-        || 'from step {}, in its checkpoint with seq {}', leg, parent_step, said(index), said(start_step), checkpoint_seq)
+    SELECT run, 'begin', format('expected leg {} to begin at step {}, that of the checkpoint before its first, found leg {} '
+        || 'from step {}, in its checkpoint with seq {}',
+        leg, parent_step, or_nothing(index), or_nothing(start_step), checkpoint_seq)
     FROM begun
     WHERE index IS DISTINCT FROM leg OR start_step IS DISTINCT FROM parent_step OR step IS DISTINCT FROM start_step
         OR checkpoint_seq <> first_seq
     UNION ALL
     SELECT run, 'settings', format('expected legs that can be read, with key groups that divide the batch, found {} key groups '
-        || 'and batches of {} in leg {}', said(key_groups), said(per_batch), leg)
+        || 'and batches of {} in leg {}', or_nothing(key_groups), or_nothing(per_batch), leg)
     FROM legs
     WHERE NOT coalesce(per_step > 0 AND per_step * key_groups = per_batch AND sources > 0, false)
     UNION ALL
-    SELECT run, 'key groups', format('expected as many key groups in all legs, found {} to {}', min(key_groups), max(key_groups))
+    SELECT run, 'key groups', format('expected one number of key groups in all legs, found {} to {}',
+        min(key_groups), max(key_groups))
     FROM legs
     GROUP BY run
     HAVING min(key_groups) <> max(key_groups)
     UNION ALL
     SELECT run, 'cursor', format('expected source {}, key group {} at {} where leg {} begins, found {}',
-        source, key_group, stood, leg, said(cursor))
-    FROM stands
-    -- A row that was read in part and is excluded now is left behind.
-    WHERE cursor IS DISTINCT FROM stood
-        AND NOT coalesce(stood[4] > 0 AND cursor = [stood[1], stood[2], stood[3] + 1, 0], false)
+        source, key_group, place, leg, or_nothing(cursor))
+    FROM reached
+    -- A row that was read in part and is excluded now is skipped.
+    WHERE cursor IS DISTINCT FROM place
+        AND NOT coalesce(place[4] > 0 AND cursor = [place[1], place[2], place[3] + 1, 0], false)
     UNION ALL
     SELECT run, 'plan', format('cut {}: expected plan {}, cut from {}, in pass {} of source {} in leg {}, found {}, cut from {}',
-        cut_id, said(live_plan_id), said(plan_cut), pass, source, leg, said(plan_id), said(plan_of_slices))
+        cut_id, or_nothing(live_plan_id), or_nothing(plan_cut), pass, source, leg,
+        or_nothing(plan_id), or_nothing(plan_of_slices))
     FROM bound
     WHERE plan_id IS DISTINCT FROM live_plan_id
         OR (plan_of_slices IS NOT NULL AND plan_of_slices IS DISTINCT FROM plan_cut)
@@ -116,7 +119,7 @@ found AS (
     GROUP BY run, source, pass
     HAVING count(*) > 1
     UNION ALL
-    SELECT run, 'passes', format('expected all passes of source {} up to the last one, found none of pass {}', source, pass)
+    SELECT run, 'passes', format('expected all passes of source {} up to the last one, found no advance in pass {}', source, pass)
     FROM skipped
     SEMI JOIN cuts ON cuts.run = skipped.run AND cuts.source = skipped.source AND cuts.pass > skipped.pass
     UNION ALL
@@ -131,7 +134,7 @@ found AS (
     LEFT JOIN (SELECT run, source, max(pass) + 1 AS passes FROM cuts GROUP BY run, source) AS c USING (run, source)
     SEMI JOIN skipped AS k ON k.run = s.run AND k.source = s.source AND k.pass >= coalesce(c.passes, 0)
     UNION ALL
-    SELECT run, 'steps', format('expected the run to finish at step {}, found step {}', said(steps), head_step)
+    SELECT run, 'steps', format('expected the run to finish at step {}, found step {}', or_nothing(steps), head_step)
     FROM ends
     WHERE head_step > steps OR (run NOT IN (SELECT run FROM complete_sources) AND head_step IS DISTINCT FROM steps)
 )

@@ -1,5 +1,5 @@
--- One row per source of each leg, by its number: what the leg binds of it, and where it stood when the leg began.
--- passes counts over the whole run; 0 is again and again. upcoming are the plans to be cut next, [plan, passes over it].
+-- One row per source of each leg: the plans that the leg binds, and the cursors at its beginning. `source` is the number of the
+-- source. `passes` counts over the whole run (0: endless). `upcoming` are the plans to be cut next, [plan, passes over it].
 CREATE OR REPLACE VIEW leg_sources AS
 WITH numbered AS (
     SELECT run, leg, seq, streamed, unnest(range(sources)) AS source, leg_json FROM legs

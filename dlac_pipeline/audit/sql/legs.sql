@@ -1,5 +1,6 @@
--- One row per leg that a surviving lineage names, with the samples that a global batch takes from all key groups and from each.
--- In a counted leg a sample is a row; of a streamed one (packing, transforms) only the advances say how many rows a sample took.
+-- One row per leg of a surviving lineage: the samples of a global batch from all key groups (per_batch) and from each
+-- (per_step). In a counted leg a sample is a row. In a streamed leg (packing, transforms) only the advances count the rows of a
+-- sample.
 CREATE OR REPLACE VIEW legs AS
 WITH named AS (
     SELECT c.*, CASE WHEN json_valid(c.detail) THEN c.detail::JSON END AS leg_json

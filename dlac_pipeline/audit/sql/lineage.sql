@@ -1,5 +1,5 @@
--- The surviving chain of each run: the head, which the row with the greatest seq names, and its ancestors.
--- Order lives in seq, never in a clock; a rewind or a quarantine names an older head and leaves the rest behind.
+-- One row per checkpoint of the surviving chain of a run: the head, named by the row with the greatest seq, and its ancestors.
+-- The order is that of seq, not of a clock. A rewind or a quarantine names an older head and abandons the later checkpoints.
 CREATE OR REPLACE VIEW lineage AS
 WITH RECURSIVE
 heads AS (

@@ -1,4 +1,4 @@
--- Whether a run's rows make one unbroken chain of checkpoints. One sentence per problem; none where all is well.
+-- One row per problem in the chain of checkpoints of a run, as a sentence. A sound run has none.
 CREATE OR REPLACE VIEW lineage_problems AS
 WITH
 chain AS MATERIALIZED (FROM lineage),
@@ -12,7 +12,7 @@ heads AS (
     FROM appends
     GROUP BY run
 ),
--- A checkpoint that only begins a leg: behind it no batch was left, and what it leaves out is to be known. Or others made it.
+-- Checkpoints without a step of their own: one that was adopted or forked, or that only records a new leg, without a batch.
 unmoved AS (
     SELECT c.run, c.checkpoint_id
     FROM chain AS c LEFT JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.parent
@@ -22,7 +22,7 @@ unmoved AS (
             AND EXISTS (FROM legs AS l WHERE l.run = c.run AND l.leg = c.leg AND l.checkpoint_id = c.checkpoint_id))
     )
 ),
--- What a run that has finished was launched for, where it has no checkpoint.
+-- Finished runs without a checkpoint, with the live rows of the largest plan that they were launched for.
 unread AS (
     SELECT f.run, max(plans.live_rows) AS live_rows
     FROM finishes AS f ANTI JOIN chain USING (run)
@@ -53,7 +53,7 @@ WHERE c.parent IS NOT NULL
 UNION ALL
 SELECT c.run, format('expected {} steps from checkpoint {} to {}, found {} applied and {} skipped',
     c.step - coalesce(p.step, 0), coalesce(c.parent, 'the beginning'), c.checkpoint_id,
-    said(c.applied_steps), said(c.skipped_steps))
+    or_nothing(c.applied_steps), or_nothing(c.skipped_steps))
 FROM chain AS c LEFT JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.parent
 WHERE (c.step <= coalesce(p.step, 0) AND (c.run, c.checkpoint_id) NOT IN (FROM unmoved))
     OR c.applied_steps + c.skipped_steps IS DISTINCT FROM c.step - coalesce(p.step, 0)
@@ -63,11 +63,11 @@ FROM chain ANTI JOIN advances USING (run, checkpoint_id)
 WHERE (run, checkpoint_id) NOT IN (FROM unmoved)
 UNION ALL
 SELECT f.run, format('expected the run to finish at step {}, that of its head, found step {}',
-    coalesce(c.step, 0), said(f.step))
+    coalesce(c.step, 0), or_nothing(f.step))
 FROM finishes AS f LEFT JOIN chain AS c ON c.run = f.run AND c.is_head
 WHERE f.step IS DISTINCT FROM coalesce(c.step, 0)
 UNION ALL
-SELECT run, format('expected a checkpoint of a run that finished, found none, and {} live rows in the plan that it was launched for',
+SELECT run, format('expected a checkpoint of a run that finished, found none, and {} live rows in the plan of its launch',
     live_rows)
 FROM unread
 WHERE live_rows > 0;

@@ -1,5 +1,4 @@
--- One row per position that an advance passed over because the transform left its row out (filtered), or refused it
--- (quarantined, and why).
+-- One row per position whose row the transform left out (filtered), or refused (quarantined, with the reason).
 CREATE OR REPLACE VIEW passed_over AS
 WITH named AS (
     SELECT run, checkpoint_id, source, cut_id, pass, key_group, block, unnest(filtered) AS position, 'filtered' AS kind,

@@ -1,5 +1,5 @@
--- One row per pass that a run has entered, of each source: its live rows, and what became of them. rows_missing are behind a
--- cursor, rows_pending ahead of it; a row that was read in part is pending. Rows that were excluded unread are not live.
+-- One row per pass that a run has entered, of each source, with the number of its rows by outcome. rows_missing are before a
+-- cursor, and rows_pending after it. A row that was read in part is pending. Rows that were excluded unread are not live.
 CREATE OR REPLACE VIEW passes AS
 WITH
 entered AS (
@@ -9,7 +9,7 @@ entered AS (
     FROM advances
     GROUP BY ALL
 ),
--- A row is partly read where an advance ends inside it and no other goes on with it.
+-- A row is partial if an advance ends inside it and no other advance continues it.
 split AS (
     SELECT run, source, pass, cut_id, token_end IS NOT NULL AND lead(token_start) OVER (
         PARTITION BY run, source, key_group ORDER BY pass, block, position_start, coalesce(token_start, 0), position_end

@@ -1,4 +1,4 @@
--- One row per kind of thing in which the ledger and the plans do not agree, as a sentence; none where all is well.
+-- One row per kind of disagreement between the ledger and the plans of a run, as a sentence. A sound run has none.
 CREATE OR REPLACE VIEW problems AS
 SELECT run, problem FROM lineage_problems
 UNION ALL

@@ -1,5 +1,5 @@
--- One row per row group that the surviving lineage of a run leaves out from a leg on, because it did not decode, or of which it
--- leaves out rows at which ranks died; `rows` of it were live then.
+-- One row per row group that a leg of the surviving lineage leaves out because it does not decode, or of which it leaves out
+-- rows at which ranks died. `rows` of them were live.
 CREATE OR REPLACE VIEW quarantined_units AS
 SELECT DISTINCT c.run, c.leg, c.source, c.detail->>'path' AS file_path, (c.detail->>'row_group')::INTEGER AS row_group,
     (c.detail->>'rows')::BIGINT AS rows, c.detail->>'reason' AS reason

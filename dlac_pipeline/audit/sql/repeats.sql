@@ -1,5 +1,4 @@
--- One row per row of a followed table that was consumed in more than one pass: there each pass is over other rows. Only row
--- groups that several passes share are spread out.
+-- One row per row group and pass over a followed table, if several passes share the row group.
 CREATE OR REPLACE VIEW shared_units AS
 WITH planned AS (
     SELECT DISTINCT c.run, c.source, c.pass, c.cut_id, s.unit, bare_path(u.file_path) AS file, u.row_group
@@ -20,6 +19,8 @@ WHERE (run, cut_id, key_group, block) IN (
 CREATE OR REPLACE VIEW shared_positions AS
 FROM consumed_at('shared_advances');
 
+-- One row per row of a followed table that was consumed in more than one pass. Each pass over such a table must have other rows.
+-- Only row groups that several passes share are expanded into rows.
 CREATE OR REPLACE VIEW repeats AS
 SELECT run, source, bare_path(file_path) AS file_path, row_group, row, list(DISTINCT pass ORDER BY pass) AS passes,
     count(DISTINCT pass) - 1 AS times_repeated

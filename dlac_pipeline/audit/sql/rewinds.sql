@@ -1,4 +1,4 @@
--- One row per rewind: the run went back to checkpoint_id (at step), and left left_checkpoint (at left_step) behind.
+-- One row per rewind: the run went back from left_checkpoint (at left_step) to checkpoint_id (at step).
 CREATE OR REPLACE VIEW rewinds AS
 SELECT
     run, seq, attempt, committed_at AS rewound_at, checkpoint_id, step,

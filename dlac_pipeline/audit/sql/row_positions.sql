@@ -1,19 +1,19 @@
--- Where one row of one data file lies in every pass that was cut, once for each plan whose dead rows were passed over in it:
+-- One row per cut that has a row of a data file, and plan under which it was read: the position of the row in its block.
 -- FROM row_positions('/lake/t/data/a.parquet', 17).
 CREATE OR REPLACE MACRO row_positions(file, file_row) AS TABLE
 WITH
--- The arguments get names of their own before anything else is in sight: they may be columns of a caller's table.
-asked AS (
-    FROM (VALUES (bare_path(file), file_row)) AS arguments (asked_file, asked_row)
+-- The arguments are renamed first, because they may be columns of a caller's table.
+target AS (
+    FROM (VALUES (bare_path(file), file_row)) AS arguments (target_file, target_row)
 ),
--- 1. The row lies in one work unit (a row group) of each plan that reads the file, at an offset in it.
+-- 1. The row is in one work unit (a row group) of each plan that reads the file, at an offset in it.
 in_unit AS (
-    SELECT plan_id, unit, asked_row - first_row AS unit_row, dead
-    FROM asked JOIN units
-        ON bare_path(file_path) = asked_file AND asked_row >= first_row AND asked_row < first_row + rows
+    SELECT plan_id, unit, target_row - first_row AS unit_row, dead
+    FROM target JOIN units
+        ON bare_path(file_path) = target_file AND target_row >= first_row AND target_row < first_row + rows
 ),
--- 2. In each pass the unit is cut into slices; the row lies in one of them, and so at a row of that slice's block. A cut may
---    be read under several plans, one after the other: they have the same units, and exclusions add dead rows.
+-- 2. In each pass the unit is cut into slices. The row is in one slice, which gives its row in the block of the slice. A cut may
+--    be read under several plans in turn. They have the same units, and exclusions add dead rows.
 in_block AS (
     SELECT s.* EXCLUDE (plan_id), u.plan_id, u.unit_row, u.dead, s.base + u.unit_row - s.first_row AS block_row
     FROM cut_plans AS p
@@ -22,7 +22,7 @@ in_block AS (
         ON s.cut_id = p.cut_id AND s.unit = u.unit
         AND u.unit_row >= s.first_row AND u.unit_row < s.first_row + s.rows
 )
--- 3. Blocks are read in a shuffled order, row = (a * position + c) mod block_rows. This is its inverse;
+-- 3. Blocks are read in a shuffled order, row = (a * position + c) mod block_rows. This is the inverse.
 --    + block_rows keeps the remainder positive.
 SELECT
     cut_id, plan_id, pass, key_group, block, block_row,

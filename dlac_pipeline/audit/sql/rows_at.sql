@@ -1,5 +1,5 @@
--- The rows of data files at positions of blocks: FROM rows_at('passed_over'). The relation that is named has the columns
--- cut_id, key_group, block and position; all of its columns come back, beside file_path, row_group and row.
+-- One row per position of a relation, with its row in the data file: FROM rows_at('passed_over'). The relation has the columns
+-- cut_id, key_group, block and position. The result has all of its columns, and file_path, row_group and row.
 CREATE OR REPLACE MACRO rows_at(places) AS TABLE
 WITH in_block AS (
     SELECT p.*, s.plan_id AS cut_plan_id, s.unit, s.first_row + (s.a * p.position + s.c) % s.block_rows - s.base AS unit_row

@@ -1,11 +1,11 @@
--- Which rows of those that are asked about a checkpoint was trained on, and where: FROM rows_seen('asked', 'run-000000010-1a2b').
--- The relation that is named has the columns plan_id, file_path and row. One row per source, row and checkpoint whose advance
--- covers it: that checkpoint or an ancestor. Rows that were dead, or left out by the transform, gave nothing and do not count.
-CREATE OR REPLACE MACRO rows_seen(asked, checkpoint) AS TABLE
+-- One row per source, row of a relation, and checkpoint that has read it: FROM rows_seen('rows', 'run-000000010-1a2b'). It is
+-- the given checkpoint or an ancestor. The relation has the columns plan_id, file_path and row. Rows that were dead, filtered
+-- or quarantined do not count.
+CREATE OR REPLACE MACRO rows_seen(places, checkpoint) AS TABLE
 WITH
 in_unit AS (
     SELECT u.plan_id, u.unit, u.dead, a.file_path, a.row, a.row - u.first_row AS unit_row
-    FROM query_table(asked) AS a JOIN units AS u
+    FROM query_table(places) AS a JOIN units AS u
         ON u.plan_id = a.plan_id AND u.file_path = a.file_path AND a.row >= u.first_row AND a.row < u.first_row + u.rows
     WHERE len(list_filter(u.dead, lambda span: a.row - u.first_row >= span.first
         AND a.row - u.first_row < span.first + span.rows)) = 0

@@ -1,6 +1,6 @@
--- Every optimizer step takes the same number of samples from every key group. One row per key group from which a checkpoint of
--- a surviving lineage records other steps than those since its parent or, where samples are rows, another number of them; of a
--- streamed leg `rows` is NULL. A key group that has nothing more to read in its leg may be short at the leg's end.
+-- One row per key group and checkpoint of a surviving lineage that records the wrong steps or the wrong number of rows. Every
+-- optimizer step takes the same number of samples from every key group. In a streamed leg a sample is not a row, so only the
+-- steps are checked and `rows` is NULL. A key group may be short at the end of a leg in which it has nothing more to read.
 CREATE OR REPLACE VIEW shortfalls AS
 WITH
 moved AS MATERIALIZED (FROM advances),
@@ -28,7 +28,7 @@ read AS (
 found AS (
     FROM steps JOIN read USING (run, checkpoint_id, key_group)
 ),
--- What a leg has read to its end: sources of which no pass is left, key group by key group.
+-- The last pass of each active source in a leg. An endless source has 1 << 30.
 bounds AS (
     SELECT s.run, s.leg, s.source,
         CASE WHEN s.active AND (s.passes = 0 OR s.follow = 'appends') THEN 1 << 30
@@ -37,8 +37,9 @@ bounds AS (
     FROM leg_sources AS s
     WHERE s.active
 ),
+-- Key groups that have more to read in a leg. NULL: all of them.
 left_over AS (
-    -- Nobody has entered the last passes yet, of which the key group certainly has rows.
+    -- The leg has a pass that the run has not entered yet, with rows for every key group.
     SELECT b.run, b.leg, NULL AS key_group
     FROM bounds AS b
     LEFT JOIN (SELECT run, source, max(pass) AS pass FROM cuts GROUP BY run, source) AS c USING (run, source)

@@ -1,5 +1,5 @@
--- One row per source of each run, with what became of the rows of the passes over it. rows and rows_live are those of one pass:
--- of the last one that was entered, or, of a followed table, of all, because there each pass is over other rows.
+-- One row per source of each run, with the number of its rows by outcome, over all passes. rows and rows_live are of one pass,
+-- the last one that was entered. For a followed table they are of all passes, because each pass has other rows.
 CREATE OR REPLACE VIEW sources AS
 WITH
 named AS (

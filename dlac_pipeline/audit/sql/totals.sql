@@ -1,4 +1,4 @@
--- One row per run: how far it is, and what became of the rows of the passes that it has entered.
+-- One row per run: its head, and the number of rows by outcome in the passes that it has entered.
 CREATE OR REPLACE VIEW totals AS
 WITH
 launched AS (
@@ -34,11 +34,11 @@ read AS (
     FROM sources
     GROUP BY run
 ),
--- Rows of row groups that do not decode are not live any more; what is left out because of damage is told as that.
+-- Rows of quarantined row groups are not live any more. They count as quarantined, not as excluded.
 damaged AS (
     SELECT run, sum(rows)::BIGINT AS rows FROM quarantined_units GROUP BY run
 ),
--- Rows are missing behind a cursor, or from the steps of a checkpoint; where a key group lacks both, these are the same rows.
+-- Rows are missing before a cursor, or from the steps of a checkpoint. If a key group lacks both, these are the same rows.
 holes AS (
     SELECT run, key_group, sum(rows) AS rows FROM gaps GROUP BY ALL
 ),

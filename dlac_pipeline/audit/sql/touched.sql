@@ -1,7 +1,7 @@
--- Whether a row was read into a checkpoint at all: an advance of the checkpoint, or of an ancestor, covers its position.
--- Rows that were dead by then, left out by the transform, or refused by it, gave nothing, and do not count.
+-- True if a checkpoint has read a row, at least in part: an advance of the checkpoint or of an ancestor covers its position.
+-- Rows that were dead then, filtered or quarantined do not count.
 CREATE OR REPLACE MACRO touched(file, file_row, checkpoint) AS EXISTS (
-    FROM (VALUES (file, file_row, checkpoint)) AS asked (in_file, in_row, in_checkpoint)
+    FROM (VALUES (file, file_row, checkpoint)) AS target (in_file, in_row, in_checkpoint)
     JOIN row_positions(in_file, in_row) AS r ON true
     JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
     WHERE a.kind = 'advance' AND NOT r.is_dead

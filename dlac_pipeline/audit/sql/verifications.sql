@@ -1,4 +1,4 @@
--- When the files of checkpoints were read again with `dlac verify`, and what was wrong with them; NULL: every digest held.
+-- One row per verification of a checkpoint, which reads its files again. `problem` is NULL if every digest matched.
 CREATE OR REPLACE VIEW verifications AS
 SELECT
     v.run, v.seq, v.checkpoint_id, c.step, v.committed_at AS verified_at, v.detail ->> '$.verification' AS verification,

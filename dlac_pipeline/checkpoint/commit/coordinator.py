@@ -159,7 +159,7 @@ class Committer:
         )
         mark_committed(manifest, self._tiers.durable_run(), self._tiers.files.hurried())
         self._holders_known = True
-        self._seq += 1  # not what was read last: an answer may come late, behind rows that were not seen
+        self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
         retention.committed(checkpoint, retired)
         return {
             "error": None,

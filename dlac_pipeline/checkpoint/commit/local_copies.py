@@ -1,4 +1,4 @@
-"""The copies before the store: the newest stay on this machine for a quick restart, the others make room.
+"""Local copies of checkpoints: the newest stay on this node for a quick restart, the others are removed.
 
 The ledger records which nodes have them, so that the next job is placed there. The nodes of an attempt stay the same: the first
 checkpoint of each attempt records them.
@@ -84,11 +84,11 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
 
 def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the nodes whose ranks wrote local copies, those with the most bytes first."""
-    held: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
     for vote in votes:
         if node := vote.get("node", ""):
-            held[node] = held.get(node, 0) + sum(entry["bytes"] for entry in vote["files"])
-    return sorted(held, key=lambda node: (-held[node], node))
+            bytes_of[node] = bytes_of.get(node, 0) + sum(entry["bytes"] for entry in vote["files"])
+    return sorted(bytes_of, key=lambda node: (-bytes_of[node], node))
 
 
 def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:

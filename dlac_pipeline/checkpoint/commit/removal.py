@@ -37,7 +37,7 @@ class Removal:
         self._new: deque[str] = deque()
         self._failed: deque[str] = deque()
         """The one that was tried longest ago first."""
-        self._said = False
+        self._warned = False
         self._lock = threading.Lock()
         self._under_way = False
 
@@ -48,7 +48,7 @@ class Removal:
             if self._under_way or not (self._new or self._failed or not self._swept):
                 return
             self._under_way = True
-        # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
+        # Not a daemon: after the last checkpoint of a run no attempt would remove the rest.
         threading.Thread(target=self._work, name="retention").start()
 
     def now(self) -> None:
@@ -74,9 +74,9 @@ class Removal:
             except Exception as err:  # the checkpoint is committed: nothing of this may fail it
                 self._failed.append(folder)
                 failing_s += time.monotonic() - started
-                self._say(folder, err)
+                self._warn_once(folder, err)
             else:
-                self._said = self._said and bool(self._failed)
+                self._warned = self._warned and bool(self._failed)
 
     def _sweep(self) -> float:
         """Find left-over folders. Return the seconds that failures took."""
@@ -84,7 +84,7 @@ class Removal:
         try:
             found = list(self._left_over())
         except Exception as err:
-            self._say(self._tiers.durable_run(), err)
+            self._warn_once(self._tiers.durable_run(), err)
             return time.monotonic() - started
         with self._lock:
             known = set(self._new)
@@ -101,13 +101,13 @@ class Removal:
             with suppress(OSError):
                 local.parent.rmdir()  # it is empty when its last checkpoint is gone
 
-    def _say(self, where: str, err: Exception) -> None:
-        """Once, until everything is removed."""
-        if not self._said:
-            self._said = True
+    def _warn_once(self, where: str, err: Exception) -> None:
+        """Log a failure, once until everything is removed."""
+        if not self._warned:
+            self._warned = True
             _log.warning(
-                "expected to remove checkpoints that no run needs, found at %s: %s; tried again behind the next checkpoint, "
-                "and not told again",
+                "expected to remove checkpoints that no run needs, found at %s: %s; tried again after the next checkpoint, "
+                "without another warning",
                 where,
                 err,
             )

@@ -65,7 +65,7 @@ class Retention:
         checkpoints = checkpoint_rows(self._rows)
         out = out_of(self._rows)
         kept, steps = {checkpoint_id}, {step}
-        left = left_by_rewinds(self._rows) - set(lineage_of(self._rows, parent))
+        abandoned = left_by_rewinds(self._rows) - set(lineage_of(self._rows, parent))
         while parent is not None:
             row = checkpoints[parent]
             before = checkpoints[row.parent].step if row.parent in checkpoints else 0
@@ -74,8 +74,8 @@ class Retention:
                 kept.add(parent)
                 steps.add(row.step)
             parent = row.parent
-        stays = kept | left | out | set(names_of(self._rows).values())
-        return [each for each in checkpoints if each not in stays]
+        needed = kept | abandoned | out | set(names_of(self._rows).values())
+        return [each for each in checkpoints if each not in needed]
 
     def committed(self, checkpoint: CheckpointRow, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
@@ -90,7 +90,7 @@ class Retention:
         self._removal.now()
 
     def _is_milestone(self, step: int, before: int) -> bool:
-        """Return True if it is kept for ever.
+        """Return True if it is never retired.
 
         `before` is its parent's step: the multiple that it stands for may be between them.
         """

@@ -48,30 +48,30 @@ def _plain(value: Any, place: Place) -> Any:
     if kind in (dict, OrderedDict):
         return _plain_dict(value, place)
     if kind in (list, tuple):
-        made = [_inside(each, place, index) for index, each in enumerate(value)]
-        return value if all(map(_is, value, made)) else kind(made)
+        plain = [_inside(each, place, index) for index, each in enumerate(value)]
+        return value if all(map(_is, value, plain)) else kind(plain)
     if isinstance(value, np.number | np.bool_ | np.character) and not isinstance(value, _SPANS):
         number = value.item()
         if _is_loaded(number):  # Python has nothing as long as a longdouble
             return number
-    why = refusal(value)
-    if why is None:
+    refused = refusal(value)
+    if refused is None:
         return value
     raise SpecInvalid(
         f"expected tensors, numbers, strings, None, and lists, tuples and dicts of them to save in a checkpoint, found "
-        f"{kind.__module__}.{kind.__qualname__} at {_format_place(place)}, which could not be loaded again ({why} is "
+        f"{kind.__module__}.{kind.__qualname__} at {_format_place(place)}, which could not be loaded again ({refused} is "
         f"refused): keep "
         "it as one of these, an array as torch.from_numpy(...); nothing was committed"
     )
 
 
 def _plain_dict(value: dict[Any, Any], place: Place) -> dict[Any, Any]:
-    made = {_inside(key, place, key): _inside(each, place, key) for key, each in value.items()}
-    own = getattr(value, "__dict__", {})  # what a module's state_dict carries beside its items
+    plain = {_inside(key, place, key): _inside(each, place, key) for key, each in value.items()}
+    own = getattr(value, "__dict__", {})  # attributes of a module's state_dict
     beside = _plain_dict(own, place) if own else own
-    if beside is own and all(map(_is, value, made)) and all(map(_is, value.values(), made.values())):
+    if beside is own and all(map(_is, value, plain)) and all(map(_is, value.values(), plain.values())):
         return value
-    copied = type(value)(made)
+    copied = type(value)(plain)
     if beside:
         vars(copied).update(beside)
     return copied

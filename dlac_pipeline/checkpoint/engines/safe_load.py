@@ -99,6 +99,6 @@ class _Unpickler(_weights_only_unpickler.Unpickler):
 
 def _refused(err: Exception) -> str:
     """Return the class that torch refuses, or else torch's explanation."""
-    said = str(err).split(_WRAPPED)[-1].strip()
-    named = _NAMED.search(said)
-    return named[1] if named else (said.splitlines() or [type(err).__name__])[0]
+    message = str(err).split(_WRAPPED)[-1].strip()
+    named = _NAMED.search(message)
+    return named[1] if named else (message.splitlines() or [type(err).__name__])[0]

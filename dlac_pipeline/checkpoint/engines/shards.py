@@ -200,17 +200,17 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
     """The tensors of one part, put together from all ranks' shards, by the names that they have in it."""
     index = ShardReader(folder).index
     paths = {name: path for name, path in index["paths"].items() if path[0] == part and name in index["tensors"]}
-    made = {name: torch.empty(index["tensors"][name]["size"], dtype=index["tensors"][name]["dtype"]) for name in paths}
+    whole = {name: torch.empty(index["tensors"][name]["size"], dtype=index["tensors"][name]["dtype"]) for name in paths}
     by_file: defaultdict[str, list[tuple[str, list[int], int]]] = defaultdict(list)
     for name, offset, file, position in index["places"]:
-        if name in made:
-            by_file[file].append((name, offset or [0] * made[name].dim(), position))
+        if name in whole:
+            by_file[file].append((name, offset or [0] * whole[name].dim(), position))
     for file, wanted in by_file.items():
         parts = load_tensors(folder / file, mmap=True)
         for name, offset, position in wanted:
             shard = parts[position]
-            narrow_tensor_by_index(made[name], offset, list(shard.shape)).copy_(shard)
-    return {".".join(map(str, paths[name][1:])): tensor for name, tensor in made.items()}
+            narrow_tensor_by_index(whole[name], offset, list(shard.shape)).copy_(shard)
+    return {".".join(map(str, paths[name][1:])): tensor for name, tensor in whole.items()}
 
 
 def _done(value: Any) -> Future[Any]:

@@ -39,7 +39,7 @@ def to_universal(source: Path, target: Path) -> None:
     """
     from deepspeed.checkpoint import ds_to_universal
 
-    asked = Namespace(
+    options = Namespace(
         input_folder=str(source),
         output_folder=str(target),
         num_extract_workers=1,  # more would fork a process that has threads
@@ -50,7 +50,7 @@ def to_universal(source: Path, target: Path) -> None:
     )
     with only_tensors(source, safe_classes()), redirect_stdout(io.StringIO()):
         try:
-            ds_to_universal.main(asked)
+            ds_to_universal.main(options)
         except (AssertionError, KeyError, IndexError, ValueError, NotImplementedError) as err:
             raise WorldSizeUnsupported(
                 f"expected a DeepSpeed checkpoint in {str(source)!r} that can be converted to another number of ranks, "

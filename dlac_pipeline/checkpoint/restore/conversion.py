@@ -47,8 +47,8 @@ def load_state(
 ) -> tuple[float, float]:
     """Load the checkpoint in `folder`, which `saved_world_size` ranks saved, converted if these ranks need it. Collective.
 
-    `converts` for one rank of every machine, `patience_s` as for `converted`. Gives the seconds until it was converted, and those
-    of the load.
+    `converts` is True for one rank of every node, and `patience_s` is that of `converted`. Return the seconds until it was
+    converted, and those of the load.
 
     Raises:
         WorldSizeUnsupported: it cannot be converted.
@@ -126,14 +126,14 @@ def _only_one(parent: Path, patience_s: float) -> Iterator[bool]:
 def _taken(lock: IO[str], parent: Path, patience_s: float) -> bool:
     """Return True if the lock is held, after a wait while its holder writes."""
     while True:
-        there = _sizes(parent)
+        sizes = _sizes(parent)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             time.sleep(_POLL_S)
-        if _sizes(parent) == there:
+        if _sizes(parent) == sizes:
             return False
 
 
@@ -155,7 +155,7 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
         _seal(stage)
         try:
             stage.rename(target)
-        except OSError:  # one of two did not wait for the other, which has made it meanwhile
+        except OSError:  # two converted it at once, and the other was first
             if not _holds(target):
                 raise
         fsync_directory(target.parent)
@@ -164,7 +164,7 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
 
 
 def _seal(stage: Path) -> None:
-    """Make all files durable, then say what they are."""
+    """Make all files durable, then list them."""
     found = []
     for path in _files(stage):
         sync_file(path)

@@ -121,7 +121,7 @@ def _save(weights: Weights, path: Path, about: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
     try:
-        # Tensors that share memory are written out each: whoever loads them need not know.
+        # Tensors that share memory are written separately, so that any program can load the file.
         save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, path, about)
     except SafetensorError as err:
         raise OSError(str(err)) from err

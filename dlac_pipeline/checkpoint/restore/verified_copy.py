@@ -1,4 +1,4 @@
-"""From a committed checkpoint to a local folder whose every digest holds: the local copy, mended from the store."""
+"""From a committed checkpoint to a verified local folder: the local copy, repaired from the store."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def _have(entry: FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) 
 
 def _remove_links(folder: Path, below_it: Path) -> None:
     """Remove the symbolic links between the folder of a local copy and a folder below it: nothing is written through one."""
-    made = folder
+    path = folder
     for name in below_it.relative_to(folder).parts:
-        made /= name
-        if made.is_symlink():
-            made.unlink()
+        path /= name
+        if path.is_symlink():
+            path.unlink()
             return
 
 

@@ -131,9 +131,9 @@ class Copies:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, dict):
-            made = copy.copy(value)  # keeps its type, and what a state_dict carries beside its items
-            made.update({key: self._copy_of(each) for key, each in value.items()})
-            return made
+            copied = copy.copy(value)  # keeps its type, and the attributes of a state_dict
+            copied.update({key: self._copy_of(each) for key, each in value.items()})
+            return copied
         if type(value) in (list, tuple):
             return type(value)(self._copy_of(each) for each in value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -141,7 +141,7 @@ class Copies:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into host memory. One that consists of others, such as a DTensor, is made of copies of these."""
+        """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not plain and is_traceable_wrapper_subclass(tensor):
             return self._made_of_copies(tensor)
@@ -155,16 +155,16 @@ class Copies:
             self._storages[key] = self._memory.copy_of(storage)
             self.bytes += storage.nbytes()
         mine = self._storages[key]
-        made = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+        copied = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copied
 
     def _made_of_copies(self, tensor: Any) -> torch.Tensor:
         """Make the same kind of tensor from copies of its tensors. Its other parts, such as a device mesh, are shared."""
         names, rest = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
         copied = {name: self._tensor(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
-        made: torch.Tensor = tensor.__tensor_unflatten__(copied, rest, tensor.size(), tensor.stride())
-        return made
+        result: torch.Tensor = tensor.__tensor_unflatten__(copied, rest, tensor.size(), tensor.stride())
+        return result
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -75,7 +75,7 @@ class _StreamedFile:
         self._bytes += len(rest)
         while len(rest) and self._failure is None:
             part = rest[: _BUFFER_BYTES - self._filled]
-            np.copyto(self._buffer[self._filled : self._filled + len(part)], part)  # lets go of the GIL
+            np.copyto(self._buffer[self._filled : self._filled + len(part)], part)  # releases the GIL
             self._filled += len(part)
             rest = rest[len(part) :]
             if self._filled == _BUFFER_BYTES:

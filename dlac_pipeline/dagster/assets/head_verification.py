@@ -36,9 +36,7 @@ def verify_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Ver
     found = verify_checkpoints(lakehouse, run, heads[0].step, files=files)
     verdict = next((each for each in found if each.checkpoint.state == "head"), None)
     if verdict is None:
-        raise NoSuchCheckpoint(
-            f"expected the head of run {run!r} to read it again, found that it was retired meanwhile"
-        )
+        raise NoSuchCheckpoint(f"expected the head of run {run!r} to read it again, found it retired since")
     record_verified(
         Ledger(lakehouse), run, {verdict.checkpoint.checkpoint_id: verdict.problem}, verification=token_hex(8)
     )

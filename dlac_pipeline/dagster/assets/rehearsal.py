@@ -33,7 +33,7 @@ class RehearsedRun:
     run: str
     holds: bool | None
     """True if every loss is bit-identical. None: it could not be rehearsed, which proves nothing about its checkpoints."""
-    said: str
+    summary: str
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,20 +46,21 @@ def rehearsed(
     try:
         done = rehearse_run(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
     except (NothingToRehearse, NoSuchRun, NoSuchJobSpec, CatalogUnreachable, StoreUnavailable) as err:
-        return RehearsedRun(run=run, holds=None, said=str(err))
+        return RehearsedRun(run=run, holds=None, summary=str(err))
     except DlacError as err:
-        return RehearsedRun(run=run, holds=False, said=f"{type(err).__name__}: {err}")
+        return RehearsedRun(run=run, holds=False, summary=f"{type(err).__name__}: {err}")
     facts = {name: getattr(done, name) for name in _FACTS}
-    return RehearsedRun(run=run, holds=done.identical, said=done.summary(), facts=facts)
+    return RehearsedRun(run=run, holds=done.identical, summary=done.summary(), facts=facts)
 
 
 def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
     """One verdict on all of them: it holds if none differs or dies and at least one was rehearsed."""
     wrong = [each for each in outcomes if each.holds is False]
     right = [each for each in outcomes if each.holds]
-    said = [f"{each.run}: {each.said}" for each in wrong] or [f"{each.run}: {each.said}" for each in right or outcomes]
+    summaries = [f"{each.run}: {each.summary}" for each in wrong or right or outcomes]
     rows = [
-        {"run": each.run, "identical": each.holds, **{name: each.facts.get(name) for name in _FACTS}, "said": each.said}
+        {"run": each.run, "identical": each.holds, "summary": each.summary}
+        | {name: each.facts.get(name) for name in _FACTS}
         for each in outcomes
     ]
     return dg.AssetCheckResult(
@@ -67,7 +68,7 @@ def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
         check_name=CHECK,
         asset_key=MODEL,
         severity=dg.AssetCheckSeverity.ERROR if wrong else dg.AssetCheckSeverity.WARN,
-        description="; ".join(said) or "there was no run to rehearse",
+        description="; ".join(summaries) or "there was no run to rehearse",
         metadata={"identical": len(right), "wrong": len(wrong), **table("rehearsals", rows)},
     )
 

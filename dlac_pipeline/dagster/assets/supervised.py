@@ -159,31 +159,31 @@ class _Voice:
         Its output is read once more before it is given up, because the receiver of the events may have taken all of that
         time.
         """
-        began = heard = time.monotonic()
+        began = received = time.monotonic()
         while self.open:
             late = time.monotonic() >= began + within_s
             if select.select([self._descriptor], [], [], 0.0 if late else _LOOK_S)[0]:
                 yield from self._read_events()
-                heard = time.monotonic()
-            elif time.monotonic() >= heard + silent_s:
+                received = time.monotonic()
+            elif time.monotonic() >= received + silent_s:
                 return
             if late:
                 return
 
     def _read_events(self) -> Iterator[Event]:
         """The events that can be read now."""
-        said = os.read(self._descriptor, 65536)
-        self.open = bool(said)
-        *lines, self._rest = (self._rest + said).split(b"\n")
+        data = os.read(self._descriptor, 65536)
+        self.open = bool(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
         yield from (event for line in lines if (event := _event_of(line)) is not None and event["event"] != "alive")
 
 
 def _event_of(line: bytes) -> Event | None:
     """Return the event of a line, or None, with a warning, for other text: printed text does not end training."""
     with contextlib.suppress(ValueError):
-        said = json.loads(line)
-        if isinstance(said, dict) and "event" in said:
-            return said
+        event = json.loads(line)
+        if isinstance(event, dict) and "event" in event:
+            return event
     _warn("expected an event of the supervisor, found %r", line.decode(errors="replace"))
     return None
 

@@ -47,7 +47,7 @@ class RehearseConfig(Section, dg.Config):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class RequestedRun:
     """One requested rehearsal."""
 
     run: str
@@ -55,29 +55,29 @@ class Asked:
     sandbox: str
 
 
-@dg.op(out=dg.DynamicOut(Asked), description="Runs to rehearse: the named ones, or those that trained recently.")
+@dg.op(out=dg.DynamicOut(RequestedRun), description="Runs to rehearse: the named ones, or those that trained recently.")
 def runs_to_rehearse(
     context: dg.OpExecutionContext, config: RehearseConfig, lakehouse: LakehouseResource
-) -> Iterator[dg.DynamicOutput[Asked]]:
+) -> Iterator[dg.DynamicOutput[RequestedRun]]:
     """One output per run."""
     since = datetime.now(UTC) - timedelta(hours=config.committed_within_h)
     runs = config.runs or _trained_since(lakehouse.lakehouse(), since)
     if not runs:
         context.log.info(f"no run has committed a checkpoint within {config.committed_within_h:g} hours")
     for index, run in enumerate(runs):
-        asked = Asked(run=run, steps=config.steps, sandbox=config.sandbox)
-        yield dg.DynamicOutput(asked, mapping_key=f"{re.sub(r'[^A-Za-z0-9_]', '_', run)}_{index}")
+        request = RequestedRun(run=run, steps=config.steps, sandbox=config.sandbox)
+        yield dg.DynamicOutput(request, mapping_key=f"{re.sub(r'[^A-Za-z0-9_]', '_', run)}_{index}")
 
 
 @dg.op(
     pool=POOL,
     description="Restores a run's checkpoint in a sandbox, repeats the steps after it, and compares the losses.",
 )
-def rehearsal(context: dg.OpExecutionContext, asked: Asked, lakehouse: LakehouseResource) -> RehearsedRun:
+def rehearsal(context: dg.OpExecutionContext, request: RequestedRun, lakehouse: LakehouseResource) -> RehearsedRun:
     """Return the result. A rehearsal that differs does not stop those of other runs."""
-    folder = Path(asked.sandbox) if asked.sandbox else None
-    done = rehearsed(lakehouse.lakehouse(), asked.run, steps=asked.steps, sandbox_folder=folder)
-    (context.log.error if done.holds is False else context.log.info)(f"{done.run}: {done.said}")
+    folder = Path(request.sandbox) if request.sandbox else None
+    done = rehearsed(lakehouse.lakehouse(), request.run, steps=request.steps, sandbox_folder=folder)
+    (context.log.error if done.holds is False else context.log.info)(f"{done.run}: {done.summary}")
     return done
 
 

@@ -75,8 +75,8 @@ def send_by_settings(alert: Alert, log: logging.Logger) -> None:
     try:
         subprocess.run(settings.command, input=text, text=True, capture_output=True, timeout=timeout_s, check=True)
     except (OSError, subprocess.SubprocessError) as err:
-        said = getattr(err, "stderr", None)
-        raise TrainingFailed(f"expected {settings.command!r} to take an alert, found {err} {said or ''}") from err
+        output = getattr(err, "stderr", None)
+        raise TrainingFailed(f"expected {settings.command!r} to take an alert, found {err} {output or ''}") from err
 
 
 def dlac_alerts(
@@ -93,7 +93,7 @@ def dlac_alerts(
     """
 
     def sensor(
-        name: str, status: dg.DagsterRunStatus, alert_of: Callable[[dg.RunStatusSensorContext], Alert | None], says: str
+        name: str, status: dg.DagsterRunStatus, alert_of: Callable[[dg.RunStatusSensorContext], Alert | None], text: str
     ) -> dg.SensorDefinition:
         @dg.run_status_sensor(
             name=f"{prefix}_{name}",
@@ -101,7 +101,7 @@ def dlac_alerts(
             monitored_jobs=[*MONITORED, upkeep_job, verify_job, rehearse_job],
             default_status=default_status,
             minimum_interval_seconds=5,
-            description=says,
+            description=text,
         )
         def report(context: dg.RunStatusSensorContext) -> dg.SkipReason:
             return _send_alert(context, alert_of, kinds, send)
@@ -114,10 +114,10 @@ def dlac_alerts(
         sensor("success_alerts", succeeded, _of_success, "Reports recovered training runs, and others on request."),
     ]
     if "check_failed" in kinds:
-        says = "Reports the asset checks that failed in runs that"
+        text = "Reports the asset checks that failed in runs that"
         sensors += [
-            sensor("check_alerts", succeeded, _of_checks, f"{says} succeeded."),
-            sensor("failed_run_check_alerts", failed, _of_checks, f"{says} failed."),
+            sensor("check_alerts", succeeded, _of_checks, f"{text} succeeded."),
+            sensor("failed_run_check_alerts", failed, _of_checks, f"{text} failed."),
         ]
     return sensors
 
@@ -139,7 +139,7 @@ def _send_alert(
     try:
         alert = alert_of(context)
         if alert is None or alert.kind not in kinds:
-            return dg.SkipReason(f"there is nothing to tell of run {run.run_id}")
+            return dg.SkipReason(f"there is no alert about run {run.run_id}")
         _send_until(began, send, alert, context.log)
     except Exception as err:
         if _ended_s_ago(context) < _HELD_S:
@@ -147,7 +147,7 @@ def _send_alert(
                 f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
             ) from err
         context.log.exception(f"no alert about run {run.run_id} could be sent")
-        return dg.SkipReason(f"gave up to tell of run {run.run_id}: {err}")
+        return dg.SkipReason(f"gave up the alert about run {run.run_id}: {err}")
     return dg.SkipReason(f"sent an alert about run {run.run_id}: {alert.kind}")
 
 
@@ -177,8 +177,8 @@ def _ended_s_ago(context: dg.RunStatusSensorContext) -> float:
 def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
     dead, failed = context.dagster_run, context.for_run_failure()
     errors = [event.event_specific_data.error for event in failed.get_step_failure_events()]  # type: ignore[union-attr]  # step failures have it
-    said = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
-    message = said or failed.failure_event.message or "it failed"
+    first = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
+    message = first or failed.failure_event.message or "it failed"
     if not trains(dead):
         return _alert(dead, "failed", message, "error")
     found = recovery_of(context.instance, dead, noticed_by="alerts", log=context.log)
@@ -211,12 +211,12 @@ def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
     failed = [answer for answer in last.values() if not answer.passed]
     if not failed:
         return None
-    said = [
+    problems = [
         f"{each.check_name} of {each.asset_key.to_user_string()}: {each.description or 'it does not hold'}"
         for each in failed
     ]
     error = any(each.severity == dg.AssetCheckSeverity.ERROR for each in failed)
-    return _alert(context.dagster_run, "check_failed", "; ".join(said), "error" if error else "warning")
+    return _alert(context.dagster_run, "check_failed", "; ".join(problems), "error" if error else "warning")
 
 
 def _alert(run: dg.DagsterRun, kind: Kind, message: str, severity: Literal["info", "warning", "error"]) -> Alert:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FOLDER = "jobs"
 """Folder in the home folder, with one file for each training run to continue."""
 DUE_TAG = "dlac/due"
-"""On a requested run: what it was asked for, and the head at that moment (see `due_key`)."""
+"""Tag of a requested run: its pending work, and the head at that moment (see `due_key`)."""
 _GOES_ON = (
     "it continues when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
 )
@@ -49,7 +49,7 @@ class _Look:
 
     spec: JobSpec | None
     due: Due | None
-    said: str
+    message: str
 
 
 def build_continual_schedule(train_job: TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
@@ -93,7 +93,7 @@ def _requests(
     if requests:
         return requests
     folder = home_folder() / FOLDER
-    return dg.SkipReason("; ".join(look.said for look in looks) or f"there is no job spec in {str(folder)!r}")
+    return dg.SkipReason("; ".join(look.message for look in looks) or f"there is no job spec in {str(folder)!r}")
 
 
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]:
@@ -105,7 +105,7 @@ def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]
             yield _look(instance, path, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
             log.error(f"{path.name}: {err}")
-            yield _Look(spec=None, due=None, said=f"{path.name}: {err}")
+            yield _Look(spec=None, due=None, message=f"{path.name}: {err}")
 
 
 def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Look:
@@ -114,16 +114,16 @@ def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Loo
 
     spec = read_spec(path).resolved(home_folder())
     if not any(source.follow == "appends" for source in spec.sources):
-        return _Look(spec=None, due=None, said=f"{spec.run} follows no table")
+        return _Look(spec=None, due=None, message=f"{spec.run} follows no table")
     trained = instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}, statuses=_UNDER_WAY), limit=1)
     if trained:
-        return _Look(spec=None, due=None, said=f"{spec.run} is trained by Dagster run {trained[0].run_id}")
+        return _Look(spec=None, due=None, message=f"{spec.run} is trained by Dagster run {trained[0].run_id}")
     lakehouse = connect(spec.lakehouse)
     found = due(lakehouse, spec)
-    held = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
-    if held or not found.needed:
-        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}{held}")
-    return _Look(spec=spec, due=found, said=f"{spec.run}: {found.why}")
+    obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
+    if obstacle or not found.needed:
+        return _Look(spec=None, due=None, message=f"{spec.run}: {found.reason}{obstacle}")
+    return _Look(spec=spec, due=found, message=f"{spec.run}: {found.reason}")
 
 
 def _held_back(
@@ -155,12 +155,12 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logg
         if newest is None:
             if not trains(run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
-            newest, why = run, _needs_a_person(instance, run, log)
-            if not why:
+            newest, ending = run, _needs_a_person(instance, run, log)
+            if not ending:
                 return ""
-        asked_for = run_tag(run, DUE_TAG).rpartition("@")[0]
-        if asked_for:
-            return f"Dagster run {newest.run_id} {why}" if asked_for == _asked_for(spec, found) else ""
+        purpose = run_tag(run, DUE_TAG).rpartition("@")[0]
+        if purpose:
+            return f"Dagster run {newest.run_id} {ending}" if purpose == _purpose(spec, found) else ""
     return ""
 
 
@@ -176,8 +176,8 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
     if no_recovery:
         return f"ended with {no_recovery}"
     recovery = recovery_of(instance, ended, noticed_by="continual training", log=log)
-    said = str(recovery.skip_message) if isinstance(recovery, dg.SkipReason) else ""
-    return f"was given up ({said})" if "NoProgress" in said else ""
+    message = str(recovery.skip_message) if isinstance(recovery, dg.SkipReason) else ""
+    return f"was given up ({message})" if "NoProgress" in message else ""
 
 
 def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.DagsterRun]:
@@ -190,9 +190,9 @@ def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.Dagster
 
 def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunRequest:
     return dg.RunRequest(
-        run_key=_asked_for(spec, found) if once_per_snapshot else None,
+        run_key=_purpose(spec, found) if once_per_snapshot else None,
         run_config=run_config_of(spec),
-        tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.why},
+        tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.reason},
     )
 
 
@@ -201,10 +201,10 @@ def due_key(spec: JobSpec, found: Due) -> str:
 
     A head that was restored by a rewind differs from the same head at its commit: the training after it does not count.
     """
-    return f"{_asked_for(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
+    return f"{_purpose(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
 
 
-def _asked_for(spec: JobSpec, found: Due) -> str:
+def _purpose(spec: JobSpec, found: Due) -> str:
     """Return the snapshots to train, the last rewind, and the spec and script of the training."""
     from dlac_pipeline.checkpoint.training_config import config_digest  # of the script as well
 

@@ -21,7 +21,7 @@ from dlac_pipeline.dagster.training_runs import is_of, trains
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _NO_MARK = ""
 _LOOK_EVERY_S, _COUNTED_S = 5, 30.0
-"""Of the time between two looks no more counts as silence: longer, it was this sensor that was away, or where signs are kept."""
+"""Most of the time between two looks that counts as silence. In a longer pause the sensor or Dagster's storage was down."""
 _LAUNCHED_BY_TAG = ".dagster/grpc_info"
 """Set by Dagster's default launcher: the address of the code server that starts the run's process."""
 
@@ -65,14 +65,14 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         if reason and _end(context.instance, run, reason):
             lost.append(f"run {run.run_id}: {reason}")
     cursor = json.dumps({"looked_at": now, "seen": {run_id: [one.mark, one.silent_s] for run_id, one in seen.items()}})
-    said = "; ".join(lost) or f"all {len(runs)} runs that train give signs of life"
-    return dg.SensorResult(skip_reason=dg.SkipReason(said), cursor=cursor)
+    message = "; ".join(lost) or f"all {len(runs)} runs that train are alive"
+    return dg.SensorResult(skip_reason=dg.SkipReason(message), cursor=cursor)
 
 
 def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:
     """Moment and result of this sensor's last look."""
-    said = json.loads(cursor or "{}")
-    return said.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in said.get("seen", {}).items()}
+    state = json.loads(cursor or "{}")
+    return state.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in state.get("seen", {}).items()}
 
 
 def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings) -> str:
@@ -85,7 +85,7 @@ def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings
 
 
 def _import_what_a_recovery_needs() -> None:
-    """Beside the training: the daemon begins another code server each minute, and `recovery_sensor` is to decide at once."""
+    """Import during training, because each code server is new and `recovery_sensor` must decide at once."""
     importlib.import_module("dlac_pipeline.supervise.claim")
 
 
@@ -100,7 +100,7 @@ def _lost_before_it_beat(
         return ""
     pid, since = _started_here(instance, run)
     if pid and not _is_there(pid, since):
-        return f"its process {pid} is gone, and gave no sign of life"
+        return f"its process {pid} is gone, and sent no heartbeat"
     if not pid and _server_is_gone(run):
         return "it was not started, and the code server that was to start it is gone"
     patience_s = max(settings.lost_after_s, settings.start_within_s if pid else 0.0)
@@ -111,7 +111,7 @@ def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int
     """Return the process that a code server of this node started for a run, and the moment. 0: none is known."""
     server = _server_of(run)
     if not server or not Path(server).exists():
-        return 0, 0.0  # launched by another machine, or by other means
+        return 0, 0.0  # launched by another node, or by other means
     for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
         metadata = {} if entry.dagster_event is None else entry.dagster_event.engine_event_data.metadata
         if "pid" in metadata:
@@ -146,7 +146,7 @@ def _is_there(pid: int, since: float) -> bool:
 
 
 def _end(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> bool:
-    """Say that a run has ended: as a failure, which is recovered, or as the cancellation that it was asked for."""
+    """Report the end of a run: as a failure, which is recovered, or as the cancellation that was requested."""
     now = instance.get_run_by_id(run.run_id)
     if now is None or now.is_finished:
         return False

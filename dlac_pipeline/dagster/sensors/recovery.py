@@ -75,7 +75,7 @@ def build_preemption_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
 
 
 def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:
-    """Free the slots of a run whose process was killed, or its recovery would wait for them for ever."""
+    """Free the slots of a run whose process was killed, or its recovery would wait for them without an end."""
     try:
         instance.event_log_storage.free_concurrency_slots_for_run(ended.run_id)
     except Exception:
@@ -98,12 +98,12 @@ def recovery_of(
         return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would meet the same error")
     try:
         spec = spec_of(dead.run_config)
-    except SpecInvalid as err:  # what Dagster cannot launch would be asked for for ever, and nothing else
+    except SpecInvalid as err:  # a request that Dagster cannot launch would be repeated at every tick
         return dg.SkipReason(f"run {dead.run_id} cannot be launched again: {err}")
     settings = settings_or_defaults(log).recovery
     past = _Past(instance, dead)
     launch: dict[str, Any] = {"takeover": False}
-    # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
+    # Dagster calls this once for a run. If it cannot be decided here, the job itself decides, cautiously.
     try:
         trainer, launch = _find_trainer(instance, spec, past, settings)
     except Exception as err:
@@ -127,7 +127,7 @@ def recovery_of(
             "ops": {"model_checkpoint": {"config": launch}},
         },
         tags={
-            _PRIORITY_TAG: "1",  # before what has not begun
+            _PRIORITY_TAG: "1",  # before runs that have not begun
             **_passed_on(dead),
             RUN_TAG: spec.run,
             RECOVERS_TAG: dead.run_id,
@@ -204,9 +204,8 @@ def _find_trainer(
 
     rows = Ledger(connect(spec.lakehouse)).rows(spec.run, kinds=HEAD_KINDS)
     trainer = living_trainer(instance, rows, settings)
-    fence = fence_of_rows(
-        rows
-    )  # of the very rows that say who trains: an attempt that is claimed meanwhile is not replaced
+    # From the same rows that show the trainer, so that an attempt claimed since is not replaced.
+    fence = fence_of_rows(rows)
     past.seen(str(fence.head))
     return trainer, {"takeover": True, "replaces": fence.attempt}
 

@@ -1,1 +1,1 @@
-"""The ranks of an attempt as processes of this machine: how they start, what they tell, how they end."""
+"""The ranks of an attempt as processes of this node: their start, reports and end."""

@@ -100,8 +100,8 @@ class RankProcesses:
     def reason(self, rank: int) -> Reason:
         """Return why a rank could not be started, or why its end is unknown. Empty: neither is so."""
         if rank in self._processes and self.exit_code(rank) == _UNKNOWN:
-            why = self._why_unknown()
-            return {} if why is None else reason_not_started(why)
+            reason = self._why_unknown()
+            return {} if reason is None else reason_not_started(reason)
         return self._reason if self.is_started and self._aborted_by is None else {}
 
     @property
@@ -130,11 +130,11 @@ class RankProcesses:
                 signal_rank(self._pid(rank), number, alive=alive)
 
     def wait_until_gone(self, within_s: float) -> dict[int, int]:
-        """Wait for the end of all ranks. Return those that are left, as process ids by rank."""
+        """Wait for the end of all ranks. Return those that still run, as process ids by rank."""
         deadline = time.monotonic() + within_s
-        self._starting.wait(_STARTER_ENDS_S)  # a start that goes on kills its ranks itself
-        left = {rank: self._pid(rank) for rank in self._processes}
-        while left := {rank: pid for rank, pid in left.items() if is_running(pid)}:
+        self._starting.wait(_STARTER_ENDS_S)  # a start that takes longer kills its ranks itself
+        running = {rank: self._pid(rank) for rank in self._processes}
+        while running := {rank: pid for rank, pid in running.items() if is_running(pid)}:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
@@ -142,7 +142,7 @@ class RankProcesses:
             process.join(0)  # reaps it
         self._ended.set()
         self._on_gone()
-        return left
+        return running
 
     def _start(self, start: Callable[[RankProcesses], Processes]) -> None:
         try:
@@ -190,7 +190,7 @@ def signal_rank(pid: int, number: signal.Signals, *, alive: bool) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs. One that has ended, and whose parent has not asked how, does not."""
+    """Return whether a process runs. One that has ended, but was not reaped by its parent, does not."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -148,7 +148,7 @@ def _run(script: str) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BaseException as found:  # a cancelled task, or an exception class of the script's own, among them
-        err = _as_said(found, script)
+        err = _as_script_invalid(found, script)
         leave_reason(err)
         _print_to_log(traceback.format_exc())
         return err.exit_code if isinstance(err, DlacError) else 1
@@ -172,15 +172,15 @@ def _serve_group_store() -> None:
         serve_group_store()
 
 
-def _as_said(err: BaseException, script: str) -> BaseException:
-    """Return the error of a script that ended with one, as its own class if every attempt would meet it again.
+def _as_script_invalid(err: BaseException, script: str) -> BaseException:
+    """Return the error that ended a script, as ScriptInvalid if every attempt would meet it again.
 
-    A missing module is not of this kind: its file system may be mounted later than the node is back.
+    A missing module is not of this kind: its file system may be mounted after the node has rejoined.
     """
     if not isinstance(err, SyntaxError) or err.filename != script:
         return err
     return ScriptInvalid(
-        f"expected a training script that can be run, found {type(err).__name__}: {err}; mend {script}"
+        f"expected a training script that can be run, found {type(err).__name__}: {err}: correct {script}"
     )
 
 

@@ -53,7 +53,7 @@ def describe_exception(err: BaseException) -> dict[str, Any]:
     """Return `where`, `place`, `origin` and `traceback` of an exception.
 
     `where` names the innermost frame of the user's code. `place` is equal for exceptions of one class that were raised at the
-    same line, whatever their messages say. Secrets in the texts are masked.
+    same line, whatever their messages are. Secrets in the texts are masked.
     """
     frames = traceback.extract_tb(err.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename)]
@@ -180,7 +180,7 @@ def _format_users_frames(err: BaseException) -> str:
                 [frame for at, frame in enumerate(found.stack) if at == last or _is_users(frame.filename)]
             )
             found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
-        said = mask_secrets("".join(text.format()).rstrip())  # a secret that is cut in two is not found
+        shown = mask_secrets("".join(text.format()).rstrip())  # a secret that is cut in two is not found
     except Exception:  # whatever a script's own exception class does, the record of its kind is kept
         return ""
-    return said if len(said) <= _TRACEBACK_CHARACTERS else "...\n" + said[-_TRACEBACK_CHARACTERS:]
+    return shown if len(shown) <= _TRACEBACK_CHARACTERS else "...\n" + shown[-_TRACEBACK_CHARACTERS:]

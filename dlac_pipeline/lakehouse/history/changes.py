@@ -98,8 +98,8 @@ class History:
         return self._found.steps
 
     @property
-    def told_by(self) -> Literal["row_ids", "identity_columns", "appends"]:
-        """The keys that tell rows apart."""
+    def identified_by(self) -> Literal["row_ids", "identity_columns", "appends"]:
+        """The keys that distinguish rows."""
         if self._keys is None:
             return "appends"
         return "identity_columns" if self._keys.columns else "row_ids"
@@ -202,8 +202,7 @@ class History:
         most = self._found.merged_rows
         if pure or mixed > most:
             raise AppendHistoryLost(
-                f"expected a rewrite of {table_name(self._rows.table)!r} since snapshot {self.since} to keep what "
-                f"tells rows apart "
-                f"({self.told_by}), found {pure + mixed} rows with values of their own where {most} at most came "
+                f"expected a rewrite of {table_name(self._rows.table)!r} since snapshot {self.since} to keep the keys of "
+                f"rows ({self.identified_by}), found {pure + mixed} rows with values of their own where {most} at most came "
                 "since: declare identity_columns that a rewrite keeps, or start a new run"
             )

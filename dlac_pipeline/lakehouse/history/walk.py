@@ -130,19 +130,19 @@ class Walk:
     def conclude_without_history(self, err: AppendHistoryLost) -> Found:
         """Return the result if the history is lost: only files that still exist are known."""
         until = self._rows.files(self._until)
-        there = {path for path in self._planned if path in until}
+        existing = {path for path in self._planned if path in until}
         if self._on_overwrite == "ignore":  # deletes may be those of an overwrite
-            there = {path for path in there if len(self._rows.dead((self._until, path))) == 0}
+            existing = {path for path in existing if len(self._rows.dead((self._until, path))) == 0}
         return Found(
             steps=tuple(self._steps),
             portions=err,
-            places={path: frozenset({(self._until, path)}) for path in there},
-            unsure=frozenset(self._planned.keys() - there),
+            places={path: frozenset({(self._until, path)}) for path in existing},
+            unsure=frozenset(self._planned.keys() - existing),
         )
 
     def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
         return AppendHistoryLost(
-            f"expected the manifests of {table_name(self._rows.table)!r} to tell its history from {self._since} to "
+            f"expected the manifests of {table_name(self._rows.table)!r} to have its history from {self._since} to "
             f"{self._until}, "
             f"found in snapshot {step.snapshot_id} {found}: start a new run"
         )
@@ -166,8 +166,8 @@ class Walk:
             raise AppendHistoryLost(
                 f"expected all snapshots of {table_name(self._rows.table)!r} from {self._since} to {self._until}, found some "
                 f"expired, during which {len(step.added)} data files were added and "
-                f"{f'{len(removed)} planned ones taken away' if removed else 'rows deleted'}: new rows cannot be told from old "
-                "ones; declare identity_columns, or start a new run"
+                f"{f'{len(removed)} planned ones taken away' if removed else 'rows deleted'}: new rows cannot be distinguished "
+                "from old ones; declare identity_columns, or start a new run"
             )
         origins = frozenset(self._planned) if step.deletes_added else _origins(removed)
         self._merged_rows += sum(step.added.values())
@@ -240,7 +240,7 @@ class Walk:
 
     def _overwritten_unmatched(self, step: Step, removed: Mapping[str, _Held]) -> None:
         if self._on_overwrite == "stop":
-            raise self._overwrite(step, "and nothing to tell new rows from kept ones")
+            raise self._overwrite(step, "and no keys to distinguish new rows from kept ones")
         self._dropped(removed)
         self._add(step, _Held(fresh=True))
 

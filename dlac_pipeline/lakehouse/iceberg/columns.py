@@ -321,7 +321,7 @@ def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
         else:
             pair = pa.array([statistics.min, statistics.max], type=wanted)
     except (ValueError, TypeError, OverflowError, pa.ArrowException):
-        return None, None  # outside what Python's types hold, or cut in the middle of a character
+        return None, None  # outside the range of Python's types, or cut in the middle of a character
     if pa.types.is_floating(wanted) and pc.any(pc.is_nan(pair)).as_py():
         return None, None
     return pair[0], pair[1]

@@ -111,7 +111,7 @@ class Lakehouse:
     def _load(self, identifier: str) -> Table:
         try:
             for _ in range(5):
-                with suppress(FileNotFoundError):  # others committed so often meanwhile that these metadata are removed
+                with suppress(FileNotFoundError):  # many commits of others have removed these metadata since
                     return self.catalog.load_table(identifier)
             return self.catalog.load_table(identifier)
         except MetadataMissing as err:
@@ -134,10 +134,10 @@ class Lakehouse:
 
     def _metadata_problem(self, identifier: str, err: Exception) -> LakehouseError:
         """Return the error that names a table whose metadata file is missing or cannot be read."""
-        said = next(iter(str(err).splitlines()), "")
+        reason = next(iter(str(err).splitlines()), "")
         return MetadataLost(
             f"expected the metadata file of table {identifier!r}, which the catalog at {self.config.address!r} names, found "
-            f"{type(err).__name__}: {said}: mount the warehouse, or restore the file from a backup of it"
+            f"{type(err).__name__}: {reason}: mount the warehouse, or restore the file from a backup of it"
         )
 
     def has_ledger(self) -> bool:
@@ -175,7 +175,7 @@ class Lakehouse:
         Raises:
             LedgerOlderThanStore: rows that were read earlier are gone.
         """
-        known = self._seen.get(name, ("", 0))  # before the load: what another thread reads meanwhile is no measure
+        known = self._seen.get(name, ("", 0))  # before the load, because other threads read newer tables during it
         for pause_s in _LOOKS_AT_OLDER_S:
             try:
                 table = self.load(f"{self.config.namespace}.{name}")
@@ -213,7 +213,7 @@ class Lakehouse:
                 return rereading()(lambda: read(self.own(name)))
         except FileNotFoundError as err:
             raise LakehouseError(
-                f"expected the files of table {name!r} in the warehouse, found {err}: ask again if upkeep is at work, else "
+                f"expected the files of table {name!r} in the warehouse, found {err}: retry if upkeep is running, else "
                 "restore them"
             ) from err
 
@@ -409,7 +409,7 @@ def among(column: str, values: Sequence[str]) -> BooleanExpression:
 
 @contextmanager
 def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
-    """Turn what a catalog's address and credentials cannot mend by waiting into `CatalogMisconfigured`, as a catalog is opened.
+    """Turn failures of address and credentials, which do not pass, into `CatalogMisconfigured` while a catalog is opened.
 
     Later the same failures are an outage: a catalog that has answered has the right address.
     """
@@ -429,7 +429,7 @@ def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
 def reachable(uri: str) -> Iterator[None]:
     """Turn the failures of a catalog or its warehouse that do not answer into `CatalogUnreachable`.
 
-    What waiting does not mend becomes a `LakehouseError`. A file that is not there is the caller's: others may have removed it.
+    A failure that does not pass becomes a `LakehouseError`. A missing file is left to the caller: others may have removed it.
     """
     shown = mask_secrets(uri)
     try:

@@ -55,8 +55,8 @@ _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
 _UNTAGGED = (
-    "Without a tag every guarantee holds for as long as nobody expires the snapshot; once it is expired the run stops "
-    "with an error, and never goes on silently with other rows"
+    "Without a tag every guarantee holds until the snapshot is expired. After that the run stops with an error, "
+    "and never continues with other rows"
 )
 
 
@@ -113,11 +113,11 @@ class _RunRows:
 
         A finished run needs only those to which an operator may go back, because a rewind abandoned them.
         """
-        there = set(restorable_rows(self.rows))
+        restorable = set(restorable_rows(self.rows))
         if self.finished:
-            there &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
+            restorable &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
         checkpoints = checkpoint_rows(self.rows)
-        indices = {checkpoints[each].leg for each in there}
+        indices = {checkpoints[each].leg for each in restorable}
         legs = [row for row in self.rows if isinstance(row, LegRow)]
         needed: list[LegRow | ClaimRow] = [row for row in legs if row.leg in indices]
         if not self.finished:
@@ -221,7 +221,7 @@ def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["
         PinLost: the tag does not stay.
         NoSuchSnapshot: the snapshot does not exist.
     """
-    snapshot_of(lakehouse.load(identifier), snapshot_id)  # what cannot even be read is another failure
+    snapshot_of(lakehouse.load(identifier), snapshot_id)  # a snapshot that cannot be read is another failure
     if how == "none":
         return ""
     try:
@@ -318,14 +318,14 @@ def _uses(table: Table, snapshot_id: int, plans: Sequence[Columns], runs: Mappin
 
 
 def _pins_of(table: Table, name: str, plans: Sequence[Columns], runs: Mapping[str, _RunRows]) -> list[Pin]:
-    held = _held_by_one(table)
+    files_of = _held_by_one(table)
     found = []
     for tag, ref in table.refs().items():
         snapshot = table.snapshot_by_id(ref.snapshot_id)
         if not tag.startswith(_PREFIX) or snapshot is None:
             continue
         mine = _plans_of(table, ref.snapshot_id, plans)
-        files = held.get(tag, {})
+        files = files_of.get(tag, {})
         found.append(
             Pin(
                 table=name,
@@ -359,7 +359,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                     manifests[manifest.manifest_path] = manifest
                     reached_by[manifest.manifest_path].append(name)
         alone = {names[0] for names in reached_by.values() if len(names) == 1}
-        if not any(name.startswith(_PREFIX) for name in alone):  # the usual case: nothing is held back yet
+        if not any(name.startswith(_PREFIX) for name in alone):  # the usual case: no file is held back yet
             return {}
         only: dict[str, str | None] = {}
         sizes: dict[str, int] = {}
@@ -373,8 +373,8 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
         raise DataFileUnreadable(
             f"expected the manifests of table {table_name(table)!r}, found {err}: restore them"
         ) from err
-    held: dict[str, dict[str, int]] = defaultdict(dict)
+    files_of: dict[str, dict[str, int]] = defaultdict(dict)
     for path, owner in only.items():
         if owner is not None:
-            held[owner][path] = sizes[path]
-    return held
+            files_of[owner][path] = sizes[path]
+    return files_of

@@ -133,9 +133,9 @@ def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
     before, below_warehouse = path[: below.start()], below.group()
     file = file.resolve()
     made_at = Path(recorded.catalog_file or _guess_origin(file, warehouse, before))
-    there = Path(f"{warehouse}{below_warehouse}")
-    found_here = there.exists() or (
-        there.parent.is_dir() and not Path(path).exists()
+    current = Path(f"{warehouse}{below_warehouse}")
+    found_here = current.exists() or (
+        current.parent.is_dir() and not Path(path).exists()
     )  # the catalog may be an older backup
     moves = [] if made_at.parent == file.parent else [(str(made_at.parent), str(file.parent))]
     if before != warehouse and found_here:

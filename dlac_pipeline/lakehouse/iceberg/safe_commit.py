@@ -80,7 +80,7 @@ decode_doubles_exactly()
 
 
 class GuardedSqlCatalog(SqlCatalog):
-    """A SQL catalog (SQLite, PostgreSQL) behind the guard. No client holds, or waits for, a table's row without an end."""
+    """A SQL catalog (SQLite, PostgreSQL) with the guard. A client locks, or waits for, the row of a table for a limited time."""
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)

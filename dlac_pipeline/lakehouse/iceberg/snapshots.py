@@ -98,7 +98,7 @@ def is_pinned(table: Table, identifier: str, snapshot_id: int) -> bool:
     if ref is not None and ref.snapshot_id != snapshot_id:
         raise PinLost(
             f"expected tag {pin_tag(snapshot_id)!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}: "
-            "somebody moved it"
+            "another program moved it"
         )
     return ref is not None
 

@@ -27,9 +27,9 @@ def is_locked(err: Exception) -> bool:
 
 def lock_timeout_s(uri: str) -> float:
     """Return the seconds that SQLite waits for a lock: those of the catalog's address, or half a minute."""
-    said = parse_qs(uri.partition("?")[2]).get("timeout", [])
+    values = parse_qs(uri.partition("?")[2]).get("timeout", [])
     with suppress(ValueError):
-        return float(said[0]) if said else _LOCK_TIMEOUT_S
+        return float(values[0]) if values else _LOCK_TIMEOUT_S
     return _LOCK_TIMEOUT_S
 
 

@@ -136,16 +136,16 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
     def decide(state: RunState) -> Append | None:
         nonlocal gone
         rows = ledger.rows_at(state, kinds=HEAD_KINDS)
-        there = restorable_rows(rows)
-        if gone and not any(row.checkpoint_id in there for row in gone):
+        found = restorable_rows(rows)
+        if gone and not any(row.checkpoint_id in found for row in gone):
             return None  # an earlier try has landed
-        kept = {*lineage_of(rows, state.fence.head), *names_of(rows).values()}
-        left = {name: row for name, row in there.items() if name not in kept}
+        needed = {*lineage_of(rows, state.fence.head), *names_of(rows).values()}
+        abandoned = {name: row for name, row in found.items() if name not in needed}
         if checkpoint is not None:
-            row = _one_left(run, left, checkpoint)
-            left = {row.checkpoint_id: row}
-        gone = list(left.values())
-        retire = [RetireRow(checkpoint_id=name) for name in left]
+            row = _one_abandoned(run, abandoned, checkpoint)
+            abandoned = {row.checkpoint_id: row}
+        gone = list(abandoned.values())
+        retire = [RetireRow(checkpoint_id=name) for name in abandoned]
         return beside(state, retire) if retire else None
 
     ledger.append(run, decide)
@@ -157,7 +157,7 @@ def checkpoint_of(run: str, rows: Sequence[LedgerRow], named: str) -> Checkpoint
 
     Raises:
         NoSuchCheckpoint: there is none.
-        SpecInvalid: the run came by the step more than once, on several branches.
+        SpecInvalid: the run passed the step more than once, on several branches.
     """
     checkpoints = checkpoint_rows(rows)
     if named in checkpoints:
@@ -183,12 +183,12 @@ def last_seq_as_head(rows: Sequence[LedgerRow], checkpoint_id: str) -> int:
 
 
 def left_by_rewinds(rows: Sequence[LedgerRow]) -> set[str]:
-    """The checkpoints between the targets of rewinds and the heads that were left, wherever they stand now."""
-    left: set[str] = set()
+    """The checkpoints between the targets of rewinds and the heads that these abandoned."""
+    abandoned: set[str] = set()
     for row in rows:
         if isinstance(row, RewindRow):
-            left |= set(lineage_of(rows, row.left)) - set(lineage_of(rows, row.checkpoint_id))
-    return left
+            abandoned |= set(lineage_of(rows, row.left)) - set(lineage_of(rows, row.checkpoint_id))
+    return abandoned
 
 
 def _rewinds_by_checkpoint(rows: Sequence[LedgerRow]) -> tuple[dict[str, tuple[RewindRow, ...]], tuple[RewindRow, ...]]:
@@ -223,14 +223,13 @@ def _check_changes(
         )
 
 
-def _one_left(run: str, left: dict[str, CheckpointRow], named: str) -> CheckpointRow:
+def _one_abandoned(run: str, abandoned: dict[str, CheckpointRow], named: str) -> CheckpointRow:
     try:
-        return checkpoint_of(run, list(left.values()), named)
+        return checkpoint_of(run, list(abandoned.values()), named)
     except NoSuchCheckpoint as err:
         raise SpecInvalid(
-            f"expected a checkpoint of run {run!r} that is left behind and has no name, found {named!r}; left are "
-            f"{sorted(left)!r}: on the surviving lineage checkpoint.keep_last says what is kept, and `dlac untag` takes a "
-            "name away"
+            f"expected a checkpoint of run {run!r} on an abandoned branch and without a name, found {named!r}; there "
+            f"are {sorted(abandoned)!r}: on the surviving lineage set checkpoint.keep_last, and remove a name with `dlac untag`"
         ) from err
 
 

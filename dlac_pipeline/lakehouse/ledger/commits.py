@@ -206,24 +206,24 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
         NoSuchRun: the run does not exist.
         NoSuchCheckpoint: none of its checkpoints has the name.
     """
-    held = ""
+    removed = ""
 
     def decide(state: RunState) -> Append | None:
-        nonlocal held
+        nonlocal removed
         if not state.exists:
             raise no_such_run(run, ledger.runs())
         names = names_of(ledger.rows_at(state, kinds=(NameRow,)))
         if name not in names:
-            if held:
+            if removed:
                 return None  # an earlier try has landed
             raise NoSuchCheckpoint(
                 f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}"
             )
-        held = names[name]
+        removed = names[name]
         return beside(state, [NameRow(name=name)])
 
     ledger.append(run, decide)
-    return held
+    return removed
 
 
 @contextmanager

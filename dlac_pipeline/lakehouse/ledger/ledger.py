@@ -142,7 +142,7 @@ class Ledger:
         return rows
 
     def head_rows(self, run: str) -> list[LedgerRow]:
-        """The rows that say where a run is, in order of `seq`.
+        """The rows that define the state of a run, in order of `seq`.
 
         Raises:
             NoSuchRun: there are none.
@@ -199,7 +199,7 @@ class Ledger:
         try:
             return retrying(self._deadline_s, stop=self._stop)(_Tries(self, run, decide).once)
         except (CommitConflict, CatalogUnreachable) as err:
-            how_long = "until it was told to stop" if self._stop.is_set() else f"for {self._deadline_s:.0f} s"
+            how_long = "until it was stopped" if self._stop.is_set() else f"for {self._deadline_s:.0f} s"
             raise CommitOutcomeUnknown(
                 f"an append to the ledger of run {run!r} was repeated {how_long} without an answer: "
                 f"{err}; whether it landed is decided by the next recovery, from the rows"
@@ -250,8 +250,8 @@ class _Tries:
             completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
         arrow = pa.Table.from_pylist([row.to_columns() for row in completed], schema=CONSUMPTION_ARROW)
         with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
-            said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
-            transaction.append(arrow, snapshot_properties=said)
+            properties = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
+            transaction.append(arrow, snapshot_properties=properties)
             if wanted.finished:
                 if _property(run) in table.properties:
                     transaction.remove_properties(_property(run))
@@ -299,8 +299,8 @@ def _same_rows(run: str, before: Table, now: Table) -> bool:
     last = None if read_at is None else read_at.snapshot_id
     known = 0
     while snapshot is not None and snapshot.snapshot_id != last:
-        said = {} if snapshot.summary is None else snapshot.summary.additional_properties
-        if said.get(_RUN_OF_SNAPSHOT, run if UPKEEP_OF_SNAPSHOT not in said else "") == run:
+        properties = {} if snapshot.summary is None else snapshot.summary.additional_properties
+        if properties.get(_RUN_OF_SNAPSHOT, run if UPKEEP_OF_SNAPSHOT not in properties else "") == run:
             return False
         known += 1
         snapshot = now.snapshot_by_id(snapshot.parent_snapshot_id or 0)

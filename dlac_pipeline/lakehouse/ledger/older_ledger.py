@@ -142,8 +142,8 @@ class LedgerWatch:
 
 def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) -> bytes:
     """Return the content of a commit mark."""
-    said = {"format_version": FORMAT_VERSION, "ledger_uuid": ledger_uuid, "run": run}
-    return json.dumps({**said, "checkpoint_id": checkpoint_id, "step": step}).encode()
+    origin = {"format_version": FORMAT_VERSION, "ledger_uuid": ledger_uuid, "run": run}
+    return json.dumps({**origin, "checkpoint_id": checkpoint_id, "step": step}).encode()
 
 
 def check_ledger(lakehouse: Lakehouse, run: str) -> None:
@@ -391,10 +391,10 @@ def _number_of_attempt(name: str) -> int:
     return int(number) if number != name and number.isdecimal() else -1
 
 
-def _proof_of(said: Mapping[str, Any], place: str) -> Proof:
-    found, uuid, run = said.get("step"), str(said.get("ledger_uuid", "")), str(said.get("run", ""))
-    step = found if isinstance(found, int) else 0  # its checkpoint is proven all the same
-    return Proof(ledger_uuid=uuid, run=run, checkpoint_id=str(said["checkpoint_id"]), step=step, place=place)
+def _proof_of(mark: Mapping[str, Any], place: str) -> Proof:
+    found, uuid, run = mark.get("step"), str(mark.get("ledger_uuid", "")), str(mark.get("run", ""))
+    step = found if isinstance(found, int) else 0  # the mark proves its checkpoint without a step
+    return Proof(ledger_uuid=uuid, run=run, checkpoint_id=str(mark["checkpoint_id"]), step=step, place=place)
 
 
 def _built_on(state: Table) -> int | None:

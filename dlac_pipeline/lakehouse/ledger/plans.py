@@ -118,7 +118,7 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
     """
 
     def once() -> None:
-        table = lakehouse.own(name)  # loaded before the look: what lands after it makes this append fail
+        table = lakehouse.own(name)  # loaded before the look, so that a later commit makes this append fail
         if unless():
             return
         with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:

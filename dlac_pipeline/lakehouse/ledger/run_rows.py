@@ -139,13 +139,13 @@ def restorable_rows(rows: Sequence[LedgerRow]) -> dict[str, CheckpointRow]:
 
 def way_out(run: str, rows: Sequence[LedgerRow]) -> str:
     """Return advice for a run without a restorable checkpoint on its lineage: abandoned branches may be whole."""
-    there = sorted(restorable_rows(rows).values(), key=lambda row: (row.step, row.seq), reverse=True)
-    if not there:
+    kept = sorted(restorable_rows(rows).values(), key=lambda row: (row.step, row.seq), reverse=True)
+    if not kept:
         return "start a run under another name"
-    listed = ", ".join(f"{row.checkpoint_id} (step {row.step})" for row in there[:_NAMED])
+    listed = ", ".join(f"{row.checkpoint_id} (step {row.step})" for row in kept[:_NAMED])
     return (
-        f"branches that rewinds have left still have {listed}: `dlac rewind {run} --checkpoint ID` goes on from one, or start "
-        "a run under another name"
+        f"abandoned branches still have {listed}: resume from one with `dlac rewind {run} --checkpoint ID`, or start a run "
+        "under another name"
     )
 
 
@@ -158,18 +158,18 @@ def restorable(
     """
     if not rows:
         raise NoSuchRun(f"expected a run named {run!r} in the ledger, found none: `dlac runs` lists those that it has")
-    there, head = restorable_rows(rows), fence_of_rows(rows).head
+    kept, head = restorable_rows(rows), fence_of_rows(rows).head
     named = head if step is None and checkpoint_id is None else checkpoint_id
-    wanted = [name for name, row in there.items() if (name == named if step is None else row.step == step)]
+    wanted = [name for name, row in kept.items() if (name == named if step is None else row.step == step)]
     if not wanted:
-        asked = f" {checkpoint_id!r}" if checkpoint_id is not None else "" if step is None else f" at step {step}"
-        listed = sorted(row.step for row in there.values()) if checkpoint_id is None else sorted(there)
+        wish = f" {checkpoint_id!r}" if checkpoint_id is not None else "" if step is None else f" at step {step}"
+        listed = sorted(row.step for row in kept.values()) if checkpoint_id is None else sorted(kept)
         raise NoSuchCheckpoint(
-            f"expected a checkpoint of run {run!r}{asked} that is kept, found "
+            f"expected a checkpoint of run {run!r}{wish} that is kept, found "
             + (f"those of steps {listed!r}" if checkpoint_id is None else f"{listed!r}")
         )
     surviving = set(lineage_of(rows, head))
-    return there[max(wanted, key=lambda name: (name in surviving, there[name].seq))]
+    return kept[max(wanted, key=lambda name: (name in surviving, kept[name].seq))]
 
 
 def fence_of_rows(rows: Sequence[LedgerRow]) -> Fence:

@@ -55,7 +55,7 @@ def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
 
 
 def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
-    """Check all that reading a job's sources needs besides their rows, before anything is pinned, written or claimed.
+    """Check all that a job needs to read its sources, except their rows, before anything is pinned, written or claimed.
 
     Raises:
         BadInput: a table, a column, a transform or the tokenizer is wrong, or the sources have different columns.
@@ -143,7 +143,7 @@ def check_sources(spec: JobSpec, leg: Leg) -> None:
         )
 
 
-def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
+def requested_leg(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
     """Return the leg that the spec requests where `leg` is committed: an equal record if no bound setting changes.
 
     A table counts by its uuid, under any name: `table_uuids` has that of each table of the spec.

@@ -1,4 +1,4 @@
-"""From a leg and where it stands to the next leg: appended rows become plans of their own, gone and excluded rows exclusions.
+"""From a leg and its cursors to the next leg: appended rows become plans of their own, gone and excluded rows exclusions.
 
 What was dealt stays dealt: open cuts are never cut again. Rows that are excluded from them are passed over in place, and count
 as never dealt, so that later passes level the key groups.
@@ -47,7 +47,7 @@ class Unreadable:
 class LegRequest:
     """Request for the leg after a checkpoint."""
 
-    asked: Leg
+    requested: Leg
     """The leg that the spec requests."""
     repin: bool
     """True to continue with the changes of followed tables since they were planned."""
@@ -63,36 +63,36 @@ def next_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step
         AppendHistoryLost: appended rows cannot be identified any more.
         EmptyPlan: the exclusions leave no row of a source that is read in several passes.
     """
-    asked, repin, unreadable = request.asked, request.repin, request.unreadable
-    check_changeable(leg, asked)
-    changed = asked.bound() != leg.bound()
+    requested, repin, unreadable = request.requested, request.repin, request.unreadable
+    check_changeable(leg, requested)
+    changed = requested.bound() != leg.bound()
     if not (changed or unreadable or (repin and leg.following)):
         return leg
     sources, emptied = [], []
-    for index, (source, mine, wanted) in enumerate(zip(spec.sources, leg.sources, asked.sources, strict=True)):
+    for index, (source, mine, wanted) in enumerate(zip(spec.sources, leg.sources, requested.sources, strict=True)):
         turn = _SourceTransition(plans, source, mine, wanted, leg.cut_settings(index))
-        stands = turn.finish(state[index])
-        after = turn.next(stands, repin=repin, unreadable=unreadable)
-        changed = changed or after.start != stands or after.snapshot_id != mine.snapshot_id
+        current = turn.finish(state[index])
+        after = turn.next(current, repin=repin, unreadable=unreadable)
+        changed = changed or after.start != current or after.snapshot_id != mine.snapshot_id
         sources.append(after)
         emptied.append(turn.is_emptied)
     if all(emptied):  # one of several sources may be left out as a whole
         raise EmptyPlan(
             f"expected live rows in {[source.table for source in spec.sources]!r}, found that the exclusions "
-            f"{[text for wanted in asked.sources for text in wanted.exclude]!r} leave none: exclude fewer rows"
+            f"{[text for wanted in requested.sources for text in wanted.exclude]!r} leave none: exclude fewer rows"
         )
     if not changed:
         return leg  # else a new one even if no source has enough for a batch: the old one would read rows that are gone
-    return replace(asked, index=leg.index + 1, start_step=step, sources=tuple(sources))
+    return replace(requested, index=leg.index + 1, start_step=step, sources=tuple(sources))
 
 
-def check_changeable(leg: Leg, asked: Leg) -> None:
-    """Check that a new leg may change what `asked` changes.
+def check_changeable(leg: Leg, requested: Leg) -> None:
+    """Check that a new leg may change what `requested` changes.
 
     Raises:
         ResumeMismatch: it may not. The message names each such difference.
     """
-    differing = leg.differences(asked)
+    differing = leg.differences(requested)
     fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in _CHANGEABLE}
     if fixed:
         raise ResumeMismatch(
@@ -125,7 +125,7 @@ class _SourceTransition:
         """Return the source's state at these cursors."""
         return self._order(self._mine.start).finish_at(cursors)
 
-    def next(self, stands: SourceStart, *, repin: bool, unreadable: Sequence[Unreadable]) -> LegSource:
+    def next(self, current: SourceStart, *, repin: bool, unreadable: Sequence[Unreadable]) -> LegSource:
         """The source in the next leg."""
         following = self._mine.follow == "appends"
         until = self._mine.snapshot_id
@@ -133,8 +133,8 @@ class _SourceTransition:
             until = snapshot_of(self._table, None).snapshot_id
         elif not following:
             until = self._wanted.snapshot_id
-            stands = self._with_passes(stands)
-        start = self._excluding(stands, until, unreadable)
+            current = self._with_passes(current)
+        start = self._excluding(current, until, unreadable)
         after = replace(self._wanted, plan_id=self._planned_last(start, unreadable), start=start)
         if until != self._mine.snapshot_id:
             after = self._repinned(after, until)
@@ -142,13 +142,13 @@ class _SourceTransition:
         return replace(
             after,
             active=not following or (rows is not None and bool(rows.min() > 0)),
-            quarantined=self._quarantined(stands, unreadable),
+            quarantined=self._quarantined(current, unreadable),
         )
 
-    def _quarantined(self, stands: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
+    def _quarantined(self, current: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
         """Return the parts of the source that are newly left out."""
         found: dict[Unreadable, QuarantinedUnit] = {}
-        for plan in [self._plan(plan_id) for plan_id in stands.live_plan_ids]:
+        for plan in [self._plan(plan_id) for plan_id in current.live_plan_ids]:
             units = {place: unit for unit, place in enumerate(_places(plan))}
             for each in unreadable:
                 unit = units.get((each.path, each.row_group))
@@ -165,10 +165,10 @@ class _SourceTransition:
 
     def _with_passes(self, start: SourceStart) -> SourceStart:
         """The source with as many passes to come as the spec asks for."""
-        left = self._wanted.passes - start.next_pass
-        if self._wanted.passes and left <= 0:
+        remaining = self._wanted.passes - start.next_pass
+        if self._wanted.passes and remaining <= 0:
             return replace(start, upcoming=())
-        return replace(start, upcoming=((self._mine.plan_id, left if self._wanted.passes else 0),))
+        return replace(start, upcoming=((self._mine.plan_id, remaining if self._wanted.passes else 0),))
 
     def _planned_last(self, start: SourceStart, unreadable: Sequence[Unreadable]) -> str:
         """The plan over which a later leg may ask for more passes: with all exclusions, even if no pass is to come now."""
@@ -251,9 +251,9 @@ class _SourceTransition:
         """Return the id of the plan that also skips these rows."""
         plan = self._plan(plan_id)
         dead = _merged([self._gone(plan, until), self._newly_excluded(plan), _of_unreadable(plan, unreadable)])
-        made = self._plans.add(exclude_rows(self._lakehouse, plan, dead))
-        self._checked[made.id] = made
-        return made.id
+        reduced = self._plans.add(exclude_rows(self._lakehouse, plan, dead))
+        self._checked[reduced.id] = reduced
+        return reduced.id
 
     def _gone(self, plan: Plan, until: int) -> Dead:
         """Return the rows of a plan that are not live in `until` any more. Files where that is unknown are left out."""

@@ -1,4 +1,4 @@
-"""A leg: everything that determines the order of a stretch of a run, as one record that resuming is checked against."""
+"""A leg: everything that determines the order of a range of steps, as one record that a resumed run is checked against."""
 
 from __future__ import annotations
 

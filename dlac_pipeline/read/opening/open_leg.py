@@ -65,7 +65,9 @@ class OpenLeg:
         batches = Buffers()
         prefetch = Prefetcher(
             threads=read.threads,
-            budget_bytes=budget_bytes * 15 // 16,  # the rest is for what cannot be counted, as what allocators round up
+            budget_bytes=budget_bytes
+            * 15
+            // 16,  # the rest is for uncounted memory, such as the rounding of allocators
             beside_bytes=lambda: batches.nbytes + sum(source.decoder.shared_bytes for source in self.sources),
         )
         opener = StreamOpener(

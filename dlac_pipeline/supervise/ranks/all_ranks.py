@@ -46,8 +46,8 @@ class AllRanks:
     @property
     def leaving_nodes(self) -> list[str]:
         """Names of the other nodes that were asked to leave."""
-        asked = (place for place, message in self._read_messages().items() if message.get("asked") == LEAVE)
-        return [self._round.hosts[place] for place in asked]
+        places = (place for place, message in self._read_messages().items() if message.get("asked") == LEAVE)
+        return [self._round.hosts[place] for place in places]
 
     @property
     def stop_requested(self) -> bool:
@@ -72,7 +72,7 @@ class AllRanks:
         return [] if self._waits_for_reports() else found
 
     def _known_failures(self) -> list[Exit]:
-        """Return the failures that are known now. A lost node may be heard again, and is then no failure any more."""
+        """Return the failures that are known now. A lost node may report again, and is then no failure any more."""
         found = [*self._lost_ranks(), *self.own.failures()]
         for place, message in self._read_messages().items():
             found += [self._exit_of(failure, place) for failure in message.get("failures", ())]

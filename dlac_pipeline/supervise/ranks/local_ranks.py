@@ -139,12 +139,12 @@ class RankGroup:
             TrainingFailed: a rank is not gone, because the kernel still waits for a device or a file system on its behalf.
         """
         self._processes.signal(signal.SIGKILL)
-        left = self._processes.wait_until_gone(_KILLED_WITHIN_S)
+        running = self._processes.wait_until_gone(_KILLED_WITHIN_S)
         self._logs.close()
-        if left:
+        if running:
             raise TrainingFailed(
-                f"expected killed ranks to be gone within {_KILLED_WITHIN_S:.0f} s, found process {left!r} (by rank): look for "
-                "a device or a network file system that does not answer, and recover the run on another node"
+                f"expected killed ranks to be gone within {_KILLED_WITHIN_S:.0f} s, found process {running!r} (by rank): look "
+                "for a device or a network file system that does not answer, and recover the run on another node"
             )
 
     def _exits(self) -> list[Exit]:
