@@ -45,7 +45,7 @@ def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> No
     assert when.step_done(1, in_background=False) == RankReport()
     room_file(tmp_path).touch()
     assert when.step_done(2, in_background=False) == RankReport(makes_room=True)
-    when.on_sync(StepSync(2, [0.0], needed_s=HOUR_S, makes_room=True))
+    when.on_sync(StepSync(step=2, losses=[0.0], needed_s=HOUR_S, makes_room=True))
     assert when.leaving is not None
     assert when.reason() == NODES
     when.left()
@@ -55,7 +55,7 @@ def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> No
 
 def test_a_notice_counts_beside_it(when: CheckpointPolicy, tmp_path: Path) -> None:
     """Heard with it, there is no time for such a checkpoint; heard behind it, it is told."""
-    when.on_sync(StepSync(2, [0.0], notice="SIGUSR1", needed_s=HOUR_S, makes_room=True))
+    when.on_sync(StepSync(step=2, losses=[0.0], notice="SIGUSR1", needed_s=HOUR_S, makes_room=True))
     assert when.reason() is None
     when.left()
     assert said(tmp_path) == ["preempted"]
@@ -63,7 +63,7 @@ def test_a_notice_counts_beside_it(when: CheckpointPolicy, tmp_path: Path) -> No
 
 def test_a_notice_while_room_is_made_is_told(when: CheckpointPolicy, tmp_path: Path) -> None:
     """The checkpoint is under way; its rank keeps the deadline by itself."""
-    when.on_sync(StepSync(2, [0.0], makes_room=True))
+    when.on_sync(StepSync(step=2, losses=[0.0], makes_room=True))
     signal.raise_signal(signal.SIGUSR1)
     assert when.reason() == NODES
     when.left()

@@ -42,16 +42,18 @@ def test_rank_0_request_is_in_its_step() -> None:
     """A checkpoint that is due, how long it takes, room for machines: heard with the losses, and gone with the next beat."""
     pulse = StepSyncs(1, None)
     pulse.step_done(1, loss=0.5, report=RankReport(due=True, needed_s=2.5, makes_room=True))
-    assert pulse.step_done(2, loss=0.5, report=QUIET) == StepSync(1, [0.5], due=True, needed_s=2.5, makes_room=True)
-    assert pulse.flush() == [StepSync(2, [0.5])]
+    assert pulse.step_done(2, loss=0.5, report=QUIET) == StepSync(
+        step=1, losses=[0.5], due=True, needed_s=2.5, makes_room=True
+    )
+    assert pulse.flush() == [StepSync(step=2, losses=[0.5])]
 
 
 def test_message_arrives_one_step_later() -> None:
     """The first step's beat arrives with the second step; a flush leaves nothing unsaid."""
     pulse = StepSyncs(1, None)
     assert pulse.step_done(1, loss=0.5, report=QUIET) is None
-    assert pulse.step_done(2, loss=0.25, report=QUIET) == StepSync(1, [0.5])
-    assert pulse.flush() == [StepSync(2, [0.25])]
+    assert pulse.step_done(2, loss=0.25, report=QUIET) == StepSync(step=1, losses=[0.5])
+    assert pulse.flush() == [StepSync(step=2, losses=[0.25])]
     assert pulse.flush() == []
 
 
