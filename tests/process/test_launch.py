@@ -22,9 +22,8 @@ import pytest
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks import processes
 from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.elastic.ranks.launch_folder import log_file
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file
 from dlac_pipeline.elastic.ranks.processes import HANG
-from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -415,8 +414,8 @@ def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
     supervisor = subprocess.Popen(command)
     file = tmp_path / "child"
     wait_until(lambda: file.exists() and bool(file.read_text()), what="the rank's child")
-    child, rank = int(file.read_text()), pid_of(tmp_path, 0)
-    others = [child.pid for child in psutil.Process(supervisor.pid).children(recursive=True)]
+    child, rank = int(file.read_text()), int(pid_file(tmp_path, 0).read_text())
+    others = [process.pid for process in psutil.Process(supervisor.pid).children(recursive=True)]
     assert len(others) == {"fork": 4, "spawn": 3}[start]
     assert os.getpgid(child) == rank
     os.kill(rank, signal.SIGSTOP)

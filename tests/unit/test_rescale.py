@@ -45,7 +45,7 @@ def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> No
     assert when.step_done(1, in_background=False) == RankReport()
     room_file(tmp_path).touch()
     assert when.step_done(2, in_background=False) == RankReport(makes_room=True)
-    when.on_sync(StepSync(2, [0.0], needed_s=HOUR_S, makes_room=True))
+    when.on_sync(StepSync(step=2, losses=[0.0], needed_s=HOUR_S, makes_room=True))
     assert when.leaving is not None
     assert when.reason() == NODES
     when.left()
@@ -55,7 +55,7 @@ def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> No
 
 def test_notice_outweighs_rescale(when: CheckpointPolicy, tmp_path: Path) -> None:
     """A notice together with the rescale leaves no time for the checkpoint, and is reported."""
-    when.on_sync(StepSync(2, [0.0], notice="SIGUSR1", needed_s=HOUR_S, makes_room=True))
+    when.on_sync(StepSync(step=2, losses=[0.0], notice="SIGUSR1", needed_s=HOUR_S, makes_room=True))
     assert when.reason() is None
     when.left()
     assert event_names(tmp_path) == ["preempted"]
@@ -63,7 +63,7 @@ def test_notice_outweighs_rescale(when: CheckpointPolicy, tmp_path: Path) -> Non
 
 def test_notice_during_rescale_is_reported(when: CheckpointPolicy, tmp_path: Path) -> None:
     """The checkpoint is being written. The rank keeps the deadline of the notice itself."""
-    when.on_sync(StepSync(2, [0.0], makes_room=True))
+    when.on_sync(StepSync(step=2, losses=[0.0], makes_room=True))
     signal.raise_signal(signal.SIGUSR1)
     assert when.reason() == NODES
     when.left()

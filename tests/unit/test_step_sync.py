@@ -42,16 +42,18 @@ def test_rank_0_request_is_in_its_step() -> None:
     """A due checkpoint, its duration and a rescale are sent with the losses, and are not in the next message."""
     syncs = StepSyncs(1, None)
     syncs.step_done(1, loss=0.5, report=RankReport(due=True, needed_s=2.5, makes_room=True))
-    assert syncs.step_done(2, loss=0.5, report=QUIET) == StepSync(1, [0.5], due=True, needed_s=2.5, makes_room=True)
-    assert syncs.flush() == [StepSync(2, [0.5])]
+    assert syncs.step_done(2, loss=0.5, report=QUIET) == StepSync(
+        step=1, losses=[0.5], due=True, needed_s=2.5, makes_room=True
+    )
+    assert syncs.flush() == [StepSync(step=2, losses=[0.5])]
 
 
 def test_message_arrives_one_step_later() -> None:
     """The message of the first step arrives with the second step. A flush sends all that is left."""
     syncs = StepSyncs(1, None)
     assert syncs.step_done(1, loss=0.5, report=QUIET) is None
-    assert syncs.step_done(2, loss=0.25, report=QUIET) == StepSync(1, [0.5])
-    assert syncs.flush() == [StepSync(2, [0.25])]
+    assert syncs.step_done(2, loss=0.25, report=QUIET) == StepSync(step=1, losses=[0.5])
+    assert syncs.flush() == [StepSync(step=2, losses=[0.25])]
     assert syncs.flush() == []
 
 
