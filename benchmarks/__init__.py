@@ -1,1 +1,1 @@
-"""Programs that measure; each prints one JSON object as its last line (see figures.py)."""
+"""Programs that measure. Each prints one JSON object as its last line (see figures.py)."""

@@ -1,9 +1,9 @@
-"""What a checkpoint costs a model of ~100M parameters on the CPU: `python -m benchmarks.checkpoint [--quick]`.
+"""Cost of a checkpoint of a model with ~100M parameters on the CPU: `python -m benchmarks.checkpoint [--quick]`.
 
-One rank. Per step, in turn and with nothing beside: DLAC's checkpoint, and what is done without it: `torch.save` or DeepSpeed's
-`save_checkpoint`, each followed by an fsync of its files; and PyTorch's `torch.distributed.checkpoint.async_save`.
-The stall is what `step_done` waits: for a copy of the state. Medians; the first step, which takes fresh memory on every side, is
-left out. The state changes between checkpoints as in training. Both sides take turns in being the first of a step.
+One rank alternates in each step, alone on the node: DLAC's checkpoint, and one without DLAC: `torch.save` or DeepSpeed's
+`save_checkpoint`, each followed by an fsync of its files, and PyTorch's `torch.distributed.checkpoint.async_save`.
+The stall is the wait of `step_done` for a copy of the state. Figures are medians without the first step, which allocates memory
+on every side. The state changes between checkpoints as in training. Both sides alternate as the first one of a step.
 """
 
 from __future__ import annotations
@@ -64,9 +64,12 @@ def _measure(home: Path, engine: str, mode: str, rounds: int) -> Measured:
     ).resolved(home)
     events: list[dict[str, Any]] = []
     Supervisor(Request(spec=spec), on_event=events.append).run()
-    said = {event["step"]: event for event in events if event["event"] == "checkpoint"}
+    events_by_step = {event["step"]: event for event in events if event["event"] == "checkpoint"}
     found: Measured = json.loads(out.read_text())
-    return [{**one, "bytes": said[step]["bytes"], **said[step]["phases"]} for step, one in enumerate(found, start=1)]
+    return [
+        {**one, "bytes": events_by_step[step]["bytes"], **events_by_step[step]["phases"]}
+        for step, one in enumerate(found, start=1)
+    ]
 
 
 def _figures(engine: str, mode: str, measured: Measured) -> dict[str, Figure]:

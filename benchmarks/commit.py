@@ -1,10 +1,10 @@
-"""What a ledger commit costs as the ledger grows: `python -m benchmarks.commit [--quick]`.
+"""Cost of a ledger commit as the ledger grows: `python -m benchmarks.commit [--quick]`.
 
-Four runs commit in turn to one ledger, a checkpoint row and 64 advances each, through the commit of a real checkpoint; after
-every 500 commits `dlac upkeep` runs. Ledgers grown to 50 commits (twice: so much the same differs from itself), 1,000 and 5,000
-are then measured side by side, one commit of each in turn, 50 before and 50 behind the mark: what else the machine does slows
-all of them. CPU seconds stand beside the wall's. On the other side, in the same run: ledgers without upkeep, which means that
-appends do not expire snapshots. `--quick` grows to 200 commits only, and measures fewer.
+Four runs commit in turn to one ledger, with a checkpoint row and 64 advances each, through the commit of a real checkpoint.
+`dlac upkeep` runs after every 500 commits. Ledgers of 50 commits (twice, for the noise), 1,000 and 5,000 commits are then
+measured together, one commit of each in turn, 50 before and 50 after the mark, so that other work of the node slows down
+all of them. CPU seconds are reported too. The other side in the same run has ledgers without upkeep, where appends do not
+expire snapshots. `--quick` grows to 200 commits only, and measures fewer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _side_by_side(grown: dict[str, _Growth], commits: int) -> None:
 
 @dataclass
 class _Growth:
-    """A ledger of its own that has taken `commits` commits."""
+    """A ledger with `commits` commits."""
 
     home: Path
     commits: int
@@ -110,14 +110,14 @@ class _Growth:
         return median(self.wall_s)
 
     def measure(self) -> None:
-        """One more commit, timed."""
+        """Time one more commit."""
         started, cpu = time.monotonic(), time.process_time()
         self._commit()
         self.wall_s.append(time.monotonic() - started)
         self.cpu_s.append(time.process_time() - cpu)
 
     def figures(self, suffix: str) -> dict[str, Figure]:
-        """p50 and p99 of the measured commits."""
+        """Return p50 and p99 of the measured commits."""
         return {
             f"p50_{suffix}": Figure(value=1e3 * self.p50, unit="ms"),
             f"p99_{suffix}": Figure(value=1e3 * quantiles(self.wall_s, n=100, method="inclusive")[98], unit="ms"),
@@ -125,7 +125,7 @@ class _Growth:
         }
 
     def put_in_order(self, suffix: str) -> dict[str, Figure]:
-        """What a last upkeep does, and how much longer a recovery's read of the ledger takes without it."""
+        """Run upkeep, and return its effect and the longer time of a recovery's read without it."""
         before, started = self._read_s(), time.monotonic()
         done = {each.table: each for each in run_upkeep(self.ledger.lakehouse)}["consumption"]
         return {

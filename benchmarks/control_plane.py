@@ -1,15 +1,15 @@
-"""Recoveries of 8 to 256 nodes that are real supervisors, on one machine: `python -m benchmarks.control_plane [--quick]`.
+"""Recoveries of 8 to 256 nodes with real supervisors, all on one node: `python -m benchmarks.control_plane [--quick]`.
 
-Each node is a process with the product's own `Supervisor`: membership, heartbeats through a real TCPStore, a PostgreSQL catalog
-for the claim, the verification of a real checkpoint, which a real training of one rank has committed before. The processes are
-forked from one that has imported all libraries. Stubs are the ranks, one per node: each is a Python without PyTorch that waits
-for the resume point and writes one record of progress (`control_lab/stub_rank.py`). So no state is loaded and no process group
-is made. A process apart serves the store, as `dlac rendezvous` does.
+Each simulated node is a process with the product's own `Supervisor`: membership, heartbeats through a real TCPStore, a PostgreSQL
+catalog for the claim, and the verification of a real checkpoint, which a real training of one rank has committed before. The
+processes are forked from one that has imported all libraries. Stubs are the ranks, one per node: each is a Python without PyTorch
+that waits for the resume point and writes one progress record (`control_lab/stub_rank.py`). So no state is loaded and no process
+group is made. A separate process serves the store, as `dlac rendezvous` does.
 
-Of each size a node that does not lead, eight nodes at once, the leader, and a rack of 32 nodes are killed with SIGKILL, each in
-a fleet of its own. A recovery lasts from the kill until the last surviving node has the resume point of the next attempt, which
-the leader has claimed and all nodes have verified together, and its ranks have started. All nodes share the processors of this
-machine. `--quick` measures the loss of one node of 8 and of 32; `--nodes 8 256` these sizes.
+For each size a follower, eight nodes at once, the leader, and a rack of 32 nodes are killed with SIGKILL, each with new nodes.
+A recovery lasts from the kill until the last surviving node has the resume point of the next attempt, which the leader has
+claimed and all nodes have verified together, and its ranks have started. All simulated nodes share the processors of this
+node. `--quick` measures the loss of one node of 8 and of 32. `--nodes 8 256` measures these sizes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from dataclasses import asdict
 from math import log2
 from pathlib import Path
 
-os.environ.setdefault(
-    "TORCH_CPP_LOG_LEVEL", "ERROR"
-)  # PyTorch prints a stack for each connection of a node that was killed
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch prints a stack for each connection of a killed node
 
 from benchmarks.control_lab.job import commit_checkpoint, import_all, job, make_source_apart
 from benchmarks.control_lab.scenario import EIGHT, KILLED, LEADER, ONE, RACK, Recovery, recover
@@ -47,7 +45,7 @@ _SETTINGS = {
     "attempts_without_progress": 1_000_000,
     "deaths_at_same_rows": 0,
 }
-"""All else is as by default. All nodes verify, although the checkpoint is small. No fleet commits anything."""
+"""Other settings are the defaults. All nodes verify, although the checkpoint is small. The nodes commit nothing."""
 
 
 def main() -> None:
@@ -76,7 +74,7 @@ def main() -> None:
 
 @contextmanager
 def lakehouse() -> Iterator[tuple[Path, str]]:
-    """Yield a folder, and the address of a PostgreSQL catalog with the table that is trained on."""
+    """Yield a folder, and the address of a PostgreSQL catalog with the training table."""
     os.environ.setdefault(KEY_VARIABLE, "the secret of the nodes of this benchmark")
     with tempfile.TemporaryDirectory(prefix="dlac-control-") as folder, postgres(connections=4 * SIZES[-1]) as catalog:
         make_source_apart(Path(folder), catalog)
@@ -84,13 +82,13 @@ def lakehouse() -> Iterator[tuple[Path, str]]:
 
 
 def scenarios_of(nodes: int, *, quick: bool = False) -> list[str]:
-    """Return what is killed of so many nodes: enough survive."""
+    """Return the scenarios for a number of nodes in which enough nodes survive."""
     names = (ONE,) if quick else (ONE, EIGHT, LEADER, RACK)
     return [name for name in names if nodes - KILLED[name] >= max(_LEAST_SURVIVORS, nodes // 2)]
 
 
 def measure(home: Path, catalog: str, *, nodes: int, scenario: str) -> Recovery:
-    """Train until a checkpoint is committed, and recover it with a fleet."""
+    """Train until a checkpoint is committed, and recover it with simulated nodes."""
     left = nodes - KILLED[scenario]
     run = f"{_RUN}-{nodes}-{left}"
     settings = {name: value for name, value in _SETTINGS.items() if name != "nproc_per_node"}
@@ -113,7 +111,7 @@ def _settings() -> dict[str, Figure]:
 
 
 def figures_of(found: Sequence[Recovery]) -> dict[str, Figure]:
-    """Return the figures of each recovery, and how they grow."""
+    """Return the figures of each recovery, and their growth."""
     figures: dict[str, Figure] = {}
     for each in found:
         figures |= _figures(each)
@@ -156,7 +154,7 @@ def _figures(each: Recovery) -> dict[str, Figure]:
 
 
 def _growth(scenario: str, small: Recovery, large: Recovery) -> dict[str, Figure]:
-    """Return what a node that does not lead uses at the largest size over the smallest."""
+    """Return a follower's resource use at the largest size over that at the smallest."""
     key, sizes = f"{scenario}_node", f"{large.nodes}_over_{small.nodes}"
     logarithmic = f"<= {log2(large.nodes) / log2(small.nodes):.3f}"
     operations = large.others["operations"] / small.others["operations"]

@@ -1,11 +1,11 @@
 """Votes up and the decision down the tree of ranks, with 2 to 64 processes: `python -m benchmarks.coordination [--quick]`.
 
-Every rank hands in a vote of 2 KB and waits for the root's decision, over the product's own tree and torch.distributed (gloo)
-between real processes, forked from one that has imported torch. Depth and messages are counted while they happen: every message
-carries the length of the chain of messages behind it. On two cores the plain wall time grows with the processes, not with the
-tree; so every message is given 20 ms, half before it is sent and half once it is received, as a network and a busy host would.
-Beside it, in turn with it, stands a flat gather and broadcast: the root receives from all and sends to all. A round lasts from
-when the last rank votes until the last rank has the decision. 4,096 is extrapolated, not measured. `--quick` stops at 16.
+Every rank sends a vote of 2 KB and waits for the root's decision, over the product's own tree and torch.distributed (gloo)
+between real processes, forked from one that has imported torch. Depth and messages are counted: every message carries the
+length of the chain of messages before it. On two cores the wall time grows with the processes, not with the tree. So every
+message takes 20 ms, half before it is sent and half after it is received, as on a network with busy nodes.
+A flat gather and broadcast alternates with it: the root receives from all and sends to all. A round lasts from the last rank's
+vote until the last rank has the decision. 4,096 ranks are extrapolated, not measured. `--quick` stops at 16.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class _Round:
     began: float
     ended: float
     depth: int
-    """Messages one behind the other that brought this rank its votes."""
+    """Length of the chain of messages that brought this rank its votes."""
     messages: int
 
 
 class _Counted(RankTree):
-    """The product's tree, which counts its messages and lets them take their time."""
+    """The product's tree, with counted and delayed messages."""
 
     hop_s = 0.0
     chain = messages = 0
@@ -66,16 +66,16 @@ class _Counted(RankTree):
 
 
 class _Flat(_Counted):
-    """What the tree is compared with: everybody is the root's child."""
+    """The flat alternative: every rank is the root's child."""
 
     @property
     def parent(self) -> int:
-        """The root."""
+        """Return the root."""
         return 0
 
     @property
     def children(self) -> list[int]:
-        """Of the root, everybody else."""
+        """Return all other ranks for the root."""
         return list(range(1, self.world_size)) if self.rank == 0 else []
 
 
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def _growth(times: dict[str, dict[int, float]], last: int) -> dict[str, Figure]:
-    """How the time grows from 2 ranks to the last, and where straight lines (in log2 of the ranks, in the ranks) end."""
+    """Return the growth of the time from 2 ranks, and linear extrapolations in log2 of the ranks and in the ranks."""
     tree, flat = times["tree"], times["flat"]
     per_level = (tree[last] - tree[2]) / (log2(last) - 1)
     per_rank = (flat[last] - flat[2]) / (last - 2)
@@ -124,7 +124,7 @@ def _growth(times: dict[str, dict[int, float]], last: int) -> dict[str, Figure]:
 
 
 def _seconds(rounds: list[_Round]) -> float:
-    """Median over the rounds: from the last vote to the last rank that has the decision."""
+    """Return the median over the rounds from the last vote to the last rank that has the decision."""
     numbered: dict[int, list[_Round]] = {}
     ranks = len(rounds) // _ROUNDS
     for at, each in enumerate(rounds):
@@ -134,31 +134,33 @@ def _seconds(rounds: list[_Round]) -> float:
 
 
 def _measure(world: int) -> list[_Round]:
-    """All ranks' rounds, rank after rank."""
+    """Return the rounds of all ranks, rank by rank."""
     context = multiprocessing.get_context("fork")  # torch is imported once, and no process group exists yet
     with tempfile.TemporaryDirectory() as folder:
-        said: SimpleQueue[tuple[int, list[dict[str, Any]]]] = context.SimpleQueue()
-        ranks = [context.Process(target=_rank, args=(rank, world, folder, said), daemon=True) for rank in range(world)]
+        results: SimpleQueue[tuple[int, list[dict[str, Any]]]] = context.SimpleQueue()
+        ranks = [
+            context.Process(target=_rank, args=(rank, world, folder, results), daemon=True) for rank in range(world)
+        ]
         for process in ranks:
             process.start()
-        found = dict(said.get() for _ in ranks)
+        found = dict(results.get() for _ in ranks)
         for process in ranks:
             process.join()
     return [_Round(**each) for rank in range(world) for each in found[rank]]
 
 
-def _rank(rank: int, world: int, folder: str, said: SimpleQueue[tuple[int, list[dict[str, Any]]]]) -> None:
+def _rank(rank: int, world: int, folder: str, results: SimpleQueue[tuple[int, list[dict[str, Any]]]]) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
     done = [_round(shape, number, rank, world) for number in range(_ROUNDS) for shape in _SHAPES]
-    said.put((rank, [asdict(each) for each in done]))
+    results.put((rank, [asdict(each) for each in done]))
     dist.destroy_process_group()
 
 
 def _round(shape: str, number: int, rank: int, world: int) -> _Round:
-    """Vote, and hear the decision."""
+    """Vote, and receive the decision."""
     tree = (_Flat if shape == "flat" else _Counted)(rank, world, None)
     tree.hop_s = 0.0 if shape == "tree_plain" else _HOP_S
     dist.barrier()

@@ -1,4 +1,4 @@
-"""The one form in which a benchmark speaks: figures with units and bars, as one JSON object on the last line."""
+"""The common output of benchmarks: figures with units and bars, as one JSON object on the last line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One measured value; `bar` says what must hold (such as "<= 0.1"), None when it is only stated."""
+    """One measured value. `bar` is its condition (such as "<= 0.1"), or None if the value is only stated."""
 
     value: float
     unit: str
@@ -17,7 +17,7 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        """Whether the value is on the right side of its bar."""
+        """Return whether the value meets its bar."""
         if self.bar is None:
             return True
         relation, limit = self.bar.split()
@@ -29,6 +29,6 @@ class Figure:
 
 
 def report(benchmark: str, figures: dict[str, Figure], **about: str) -> None:
-    """Print the closing line; `about` names what was measured, where it is not always the same."""
+    """Print the last line. `about` names the measured variant, if there are several."""
     shown = {name: figure.to_json() for name, figure in figures.items()}
     print(json.dumps({"benchmark": benchmark, **about, "figures": shown}), flush=True)

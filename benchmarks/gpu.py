@@ -1,14 +1,14 @@
-"""What DLAC does on the accelerator of this machine: `python -m benchmarks.gpu [--quick]`, or `make gpu`.
+"""DLAC on the accelerator of this node: `python -m benchmarks.gpu [--quick]`, or `make gpu`.
 
 - kernels: nondeterministic kernels of a training step, by name.
-- demo: the demo's training with a rank killed in the middle. Its losses are compared with those of a run that nothing disturbed,
-  bit by bit. demo-default does it with the kernels that PyTorch takes by itself, on an accelerator only.
-- loading: batches that are copied from page-locked memory on a stream of their own, beside plain ones, and beside no reader.
-- checkpoints: what training waits for asynchronous checkpoints, and its throughput with and without them.
+- demo: the demo's training with a rank killed in the middle. Its losses are compared with those of an undisturbed run,
+  bit by bit. demo-default does it with PyTorch's default kernels, on an accelerator only.
+- loading: batches copied from page-locked memory on their own stream, compared with plain ones, and with no reader.
+- checkpoints: the wait of training for asynchronous checkpoints, and its throughput with and without them.
 
-At most 40 minutes on an accelerator. Without one the same program measures the CPU, and says so. `--out FILE` keeps what was
-found as JSON, rewritten after every part. `--docs FILE` only makes docs/gpu.md of such a file. A part that fails does not keep
-the others from running. The exit status is then 1, as it is if a figure misses its bar.
+At most 40 minutes on an accelerator. Without one the same program measures the CPU, and reports this. `--out FILE` keeps the
+results as JSON, rewritten after every part. `--docs FILE` only makes docs/gpu.md of such a file. A failed part does not stop
+the others. The exit status is then 1, as it is if a figure misses its bar.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from benchmarks.gpu_parts.checkpoints import measure_checkpoints
 from benchmarks.gpu_parts.identity import measure_identity
 from benchmarks.gpu_parts.kernels import find_kernels
 from benchmarks.gpu_parts.loading import measure_loading
-from benchmarks.gpu_parts.machine import Machine, find_machine
+from benchmarks.gpu_parts.node import MeasuredNode, find_node
 from benchmarks.gpu_parts.page import page_of
 from benchmarks.gpu_parts.sizes import sizes_for
 
 PARTS = ("kernels", "demo", "demo-default", "loading", "checkpoints")
 _PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 _LAST_BEGIN_S = 30 * 60
-"""A part that would begin later is left out: the longest takes ten minutes."""
+"""Seconds after which no part begins: the longest takes ten minutes."""
 
 
 def main() -> int:
-    """Measure, or write the page; returns the exit status."""
+    """Measure, or write the page, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="small models and few steps: under three minutes")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part to measure; may be repeated")
@@ -51,22 +51,22 @@ def main() -> int:
     if asked.docs:
         _PAGE.write_text(page_of(json.loads(asked.docs.read_text())))
         return 0
-    measurement = Measurement(find_machine(), quick=asked.quick, out=asked.out)
+    measurement = Measurement(find_node(), quick=asked.quick, out=asked.out)
     measurement.run(asked.only or PARTS)
     return measurement.report()
 
 
 class Measurement:
-    """All parts on one machine."""
+    """All parts on one node."""
 
-    def __init__(self, machine: Machine, *, quick: bool, out: Path | None) -> None:
-        self._machine = machine
-        self._sizes = sizes_for(accelerated=machine.accelerated, quick=quick)
+    def __init__(self, node: MeasuredNode, *, quick: bool, out: Path | None) -> None:
+        self._node = node
+        self._sizes = sizes_for(accelerated=node.accelerated, quick=quick)
         self._out = out
         self._began = time.time()
         self._figures: dict[str, Figure] = {}
         self._found: dict[str, Any] = {
-            "machine": asdict(machine),
+            "machine": asdict(node),
             "quick": quick,
             "sizes": asdict(self._sizes),
             "day": time.strftime("%Y-%m-%d", time.gmtime(self._began)),
@@ -75,24 +75,24 @@ class Measurement:
         }
 
     def run(self, parts: Sequence[str]) -> None:
-        """Run some parts; what fails is kept with its reason."""
-        machine, sizes = self._machine, self._sizes
+        """Run some parts. A failure is kept with its reason."""
+        node, sizes = self._node, self._sizes
         measures: dict[str, Callable[[Path], dict[str, Figure]]] = {
             "kernels": self._find_kernels,
-            "demo": lambda home: measure_identity(home, machine, sizes, kernels="deterministic"),
-            "demo-default": lambda home: measure_identity(home, machine, sizes, kernels="default"),
+            "demo": lambda home: measure_identity(home, node, sizes, kernels="deterministic"),
+            "demo-default": lambda home: measure_identity(home, node, sizes, kernels="default"),
             "loading": lambda home: measure_loading(home, sizes),
-            "checkpoints": lambda home: measure_checkpoints(machine, sizes),
+            "checkpoints": lambda home: measure_checkpoints(node, sizes),
         }
         for part in parts:
-            if part != "demo-default" or machine.accelerated:
+            if part != "demo-default" or node.accelerated:
                 self._measure(part, measures[part])
 
     def report(self) -> int:
-        """Print the figures; returns the exit status."""
+        """Print the figures, and return the exit status."""
         for part, why in self._found["failed"].items():
             print(f"{part} failed: {why}", flush=True)
-        report("gpu", self._figures, device=self._machine.device, device_name=self._machine.name)
+        report("gpu", self._figures, device=self._node.device, device_name=self._node.name)
         holds = all(figure.holds for figure in self._figures.values())
         return 0 if holds and not self._found["failed"] else 1
 
@@ -111,7 +111,7 @@ class Measurement:
         try:
             with tempfile.TemporaryDirectory(prefix="dlac-gpu-") as home:
                 self._figures |= measure(Path(home))
-        except Exception as err:  # the other parts are not to be lost for it
+        except Exception as err:  # a failure must not lose the other parts
             traceback.print_exc()
             self._found["failed"][part] = f"{type(err).__name__}: {err}"
         self._figures[f"{part.replace('-', '_')}_took_s"] = Figure(value=time.time() - began, unit="s")

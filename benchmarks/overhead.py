@@ -1,10 +1,10 @@
-"""What tracking and the ledger cost: `python -m benchmarks.overhead [--quick]`.
+"""Cost of tracking and the ledger: `python -m benchmarks.overhead [--quick]`.
 
 Two ranks train a small transformer on a real table. Within one process, segments of steps with `run.step_done` alternate
-with segments of the same loop reading the same tensors without it; the same untracked segments against each other give
-the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint:
-the mean over a segment, and of the segments the median.
-Checkpoints are taken between segments: their ledger bytes are the growth of the ledger's data files and metadata.
+with segments of the same loop on the same tensors without it. The untracked segments against each other give
+the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint.
+They are the mean over a segment, and the median of the segments.
+Checkpoints are saved between segments. Their ledger bytes are the growth of the ledger's data files and metadata.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _measure(home: Path, key_groups: int, *, pairs: int, steps: int) -> dict[str, Figure]:
-    # Per pair one tracked and two untracked segments; the tracked one ends behind a checkpoint of its own.
+    # Each pair has one tracked and two untracked segments. The tracked one ends after its own checkpoint.
     batch_size = 1024
     rows = batch_size * steps * (pairs + 1)
     config = LakehouseConfig().at_home(home)

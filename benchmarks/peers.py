@@ -1,11 +1,11 @@
-"""DLAC beside what a user would pick instead: `python -m benchmarks.peers [--quick] [--only NAME,...]`.
+"""DLAC compared with alternatives: `python -m benchmarks.peers [--quick] [--only NAME,...]`.
 
-In one run, on the same rows: how many rows each loader repeats and loses when it is killed, resized, resumed twice, resumed
-in the second pass, and when the table changes meanwhile; rows per second with two workers, shuffle off and on; seconds from
-resume to the first batch at 1 %, 50 % and 99 % of a pass; bytes of state. All of it is computed from the row ids that the
-loader's consumer logged. A loader that cannot be installed, or cannot do something, says so in its cell.
+One run on the same rows gives: the rows that each loader repeats and loses when it is killed, resized, resumed twice, resumed
+in the second pass, and when the table changes before a resume; rows per second with two workers, shuffle off and on; seconds from
+resume to the first batch at 1 %, 50 % and 99 % of a pass; bytes of state. All figures come from the row ids that the
+loader's consumer logged. The cell of a loader that cannot be installed, or lacks a feature, has the reason.
 
-The loaders live in `benchmarks/peer_loaders`, each in its own process, in environments that are made on the first run
+The loaders are in `benchmarks/peer_loaders`, each in its own process, in environments that are made on the first run
 (`.venv-peers`, `.venv-peers-mosaic`: a few minutes, about 4 GB).
 """
 
@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders import environments, timing
-from benchmarks.peer_loaders.client import Host, LoaderFailed
+from benchmarks.peer_loaders.client import LoaderFailed, LoaderProcess
 from benchmarks.peer_loaders.scenarios import SCENARIOS, Bench, Count, Size, outcome
 from benchmarks.peer_loaders.tables import Lake
 from benchmarks.peer_loaders.timing import Resume, Speed
@@ -45,7 +45,7 @@ ENVIRONMENTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How much is measured."""
+    """Amount of measurement."""
 
     scenarios: Size
     timing: Size
@@ -69,7 +69,7 @@ FULL = Effort(
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """All that is known of one loader."""
+    """All results of one loader."""
 
     failed: str = ""
     about: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Measured:
 
 
 def main() -> None:
-    """Measure, show, report."""
+    """Measure, show and report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default=",".join(ENVIRONMENTS))
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def measure(names: list[str], effort: Effort, scratch: Path) -> dict[str, Measured]:
-    """Every loader through every scenario, then all of them in turn against the clock."""
+    """Run every loader through every scenario, then time all of them in turn."""
     measured = {name: Measured() for name in names}
     lake, timed_lake = Lake(scratch / "lake"), Lake(scratch / "timed_lake")
     timed: dict[str, Bench] = {}
@@ -105,7 +105,7 @@ def measure(names: list[str], effort: Effort, scratch: Path) -> dict[str, Measur
         for name in names:
             folder = scratch / name
             try:
-                host = Host(name, environments.python_of(ENVIRONMENTS[name]), folder / "empty")
+                host = LoaderProcess(name, environments.python_of(ENVIRONMENTS[name]), folder / "empty")
             except LoaderFailed as err:
                 measured[name].failed = str(err)
                 continue
@@ -137,7 +137,7 @@ def _times(measured: dict[str, Measured], timed: dict[str, Bench], effort: Effor
 
 
 def figures(measured: dict[str, Measured]) -> dict[str, Figure]:
-    """Every number, with the bars that DLAC must hold."""
+    """Return every number, with the bars that DLAC must meet."""
     found: dict[str, Figure] = {}
     for name, one in measured.items():
         bar = "<= 0" if name == OURS else None
@@ -174,24 +174,24 @@ def _speed(tag: str, speed: Speed, ours: Speed | None) -> dict[str, Figure]:
 
 
 def show(measured: dict[str, Measured]) -> None:
-    """The table to read, and the same as markdown."""
+    """Print the table, and the same as Markdown."""
     rows = [
-        (scenario.says, [_cell(one.counts.get(scenario.name, "")) for one in measured.values()])
+        (scenario.description, [_cell(one.counts.get(scenario.name, "")) for one in measured.values()])
         for scenario in SCENARIOS
     ]
-    for order, says in (("plain", "throughput, shuffle off"), ("shuffled", "throughput, shuffle on")):
-        rows += [(says, [_rate(one.speed.get(order), one.sequence) for one in measured.values()])]
+    for order, description in (("plain", "throughput, shuffle off"), ("shuffled", "throughput, shuffle on")):
+        rows += [(description, [_rate(one.speed.get(order), one.sequence) for one in measured.values()])]
     rows += [("first batch after resume at 1 / 50 / 99 %", [_first(one.resume) for one in measured.values()])]
     rows += [("state", [_state(one.resume) for one in measured.values()])]
     rows += [("conversion", [_conversion(one) for one in measured.values()])]
     rows[0] = (rows[0][0], [cell or one.failed for cell, one in zip(rows[0][1], measured.values(), strict=True)])
     table = Table("repeated / missing rows", *measured)
-    for says, cells in rows:
-        table.add_row(says, *cells)
+    for description, cells in rows:
+        table.add_row(description, *cells)
     Console(width=200).print(table)
     print("| repeated / missing rows | " + " | ".join(measured) + " |\n|" + "---|" * (len(measured) + 1))
-    for says, cells in rows:
-        print(f"| {says} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    for description, cells in rows:
+        print(f"| {description} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     for name, one in measured.items():
         print(json.dumps({name: {"failed": one.failed} if one.failed else one.about}))
 

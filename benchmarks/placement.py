@@ -1,9 +1,9 @@
-"""What it saves to resume on a node that holds the newest checkpoint: `python -m benchmarks.placement [--quick]`.
+"""Saving by a resume on a node that has the newest checkpoint: `python -m benchmarks.placement [--quick]`.
 
 A run of one rank with a state of 300 MB (--quick: 32 MB) commits a checkpoint to an S3 server of this node. Then a launch
-claims the run and finds its resume point (`claim_and_verify`). It does so in turn with the local copy, as on a node that the
-launcher prefers, and without it, as on any other node. A forwarder before the server counts the bytes that come from the
-store. The server is a Python program on the same processors. Another store has other seconds and the same bytes.
+claims the run and finds its resume point (`claim_and_verify`). It alternates between a node with the local copy, which the
+launcher prefers, and one without it, like any other node. A forwarder before the server counts the bytes from the store. The
+server is a Python program on the same processors. Another store has other seconds and the same bytes.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class _Resume:
     """One launch that found its resume point."""
 
     bytes: int
-    """From the store."""
+    """Bytes from the store."""
     verify_s: float
-    """Until the checkpoint was there and all its digests held."""
+    """Seconds until the checkpoint was available with all its digests verified."""
     total_s: float
-    """With the claim."""
+    """Seconds including the claim."""
 
 
 class _Forwarder:
-    """Forwards connections to a port, and counts the bytes that come back."""
+    """Forwards connections to a port, and counts the bytes of the answers."""
 
     def __init__(self, port: int) -> None:
         self.bytes = 0
@@ -123,7 +123,7 @@ def _spec(home: Path, properties: dict[str, str]) -> JobSpec:
 
 
 def _prepare(home: Path, spec: JobSpec, parameters: int) -> Lakehouse:
-    """Commit one checkpoint of a state of so many parameters, and leave the run."""
+    """Commit one checkpoint with a state of `parameters` parameters, and end the run."""
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")
     table = pa.table({"row_id": pa.array(np.arange(64))})
@@ -176,7 +176,7 @@ def _figures(held: Sequence[_Resume], other: Sequence[_Resume], state_bytes: int
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return the interquartile range; 0 of fewer than two values."""
+    """Return the interquartile range, or 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4)

@@ -1,15 +1,15 @@
 """One rank's tokens per second against raw pyarrow decoding: `python -m benchmarks.reader [--quick] [--only KIND,...]`.
 
-Columns of tokens as lists (512 int32), as fixed bytes (512 uint16) and as text (tokenized on the fly and packed), in the
-table's order and shuffled. The other side decodes the same column of the same row groups in as many threads, and throws it
-away; of text it also tokenizes, and lays the tokens out as [n, T]. Both sides go round a table that is in the page cache,
-in alternation: raw, DLAC, raw; the two raw ones against each other are the noise (A/A). A DLAC window begins and ends with
-as much decoded ahead, so that it holds the work for its own batches, no more and no less.
+Columns of tokens as lists (512 int32), as fixed bytes (512 uint16) and as text (tokenized during the read and packed), in the
+table's order and shuffled. The other side decodes the same column of the same row groups in as many threads, and discards
+it. For text it also tokenizes, and lays the tokens out as [n, T]. Both sides read a table in the page cache repeatedly,
+in alternation: raw, DLAC, raw. The two raw ones against each other are the noise (A/A). A DLAC window begins and ends with
+the same amount decoded ahead, so that it has exactly the work for its own batches.
 
-Each ratio is given twice: tokens per second, and tokens per second of CPU, which a training job without a free core gets. The
-bars are for one decoding thread on each side. On two cores the thread that takes the batches then has a core for itself. With
+Each ratio is reported twice: tokens per second, and tokens per second of CPU, which a training job without a free core gets. The
+bars are for one decoding thread on each side. On two cores the thread that takes the batches then has its own core. With
 two decoding threads (`busy`) it has none. Both sides use Arrow's allocator as a rank does, or, with `--own-script`, as a script
-does that calls `open_dataset` and sets nothing. Peak memory is that of a process of its own, over what it had before it opened
+does that calls `open_dataset` without settings. Peak memory is that of a separate process, minus its memory before it opened
 the reader.
 """
 
@@ -60,7 +60,7 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A table and how it is read: `groups` row groups of `group_rows` rows, `key_groups` and `block_slices` when shuffled."""
+    """A table and its reading: `groups` row groups of `group_rows` rows, `key_groups` and `block_slices` when shuffled."""
 
     name: str
     groups: int
@@ -69,13 +69,13 @@ class Kind:
     block_slices: int = 4
     batch_size: int = 512
     bars: tuple[str, str] | None = (">= 0.9", ">= 0.8")
-    """Unshuffled, shuffled; None: stated only."""
+    """Bars unshuffled and shuffled, or None if the figure is only stated."""
     cpu_bars: tuple[str, str] | None = (">= 0.8", ">= 0.7")
-    """The same per second of CPU."""
+    """The same bars per second of CPU."""
 
 
 def kinds(*, quick: bool) -> list[Kind]:
-    """Row groups of 8 MB decoded (text: 8 MB of UTF-8), tables of 1 GB (text: 64 MB, of which a pass takes as long)."""
+    """Return kinds with row groups of 8 MB decoded (text: 8 MB of UTF-8), and tables of 1 GB (text: 64 MB, as slow to read)."""
     groups = 64 if quick else 128
     return [
         Kind(name="list", groups=groups, group_rows=1024 if quick else 4096),
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def build(home: Path, kind: Kind) -> None:
-    """The table of a kind, in files of 8 row groups; for text a tokenizer beside it."""
+    """Make the table of a kind, in files of 8 row groups, and a tokenizer for text."""
     tables = _texts(home, kind) if kind.name == "text" else _token_tables(kind)
     Lake(home).create(kind.name, list(tables), kind.group_rows)
 
@@ -131,7 +131,7 @@ def _token_tables(kind: Kind) -> Iterator[pa.Table]:
 
 
 def _token_pool(random: np.random.Generator, *, uniform: bool) -> Tokens:
-    """Tokens as often as words are in a language (Zipf-Mandelbrot), or all as often: these cannot be compressed."""
+    """Return tokens with the frequencies of words (Zipf-Mandelbrot), or uniform ones, which cannot be compressed."""
     size = 2**23
     if uniform:
         return random.integers(0, 2**16, size=size, dtype=np.int32)
@@ -152,7 +152,7 @@ def _as_table(kind: str, first: int, tokens: Tokens) -> pa.Table:
 
 
 def _texts(home: Path, kind: Kind) -> Iterator[pa.Table]:
-    """Python's standard library as documents of up to 8 KiB, over and over."""
+    """Yield Python's standard library as documents of up to 8 KiB, repeatedly."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     sources = [path.read_text(errors="replace") for path in sorted(folder.glob("*.py"))]
     save_tokenizer(train_tokenizer(sources[:40], 4096), home / "tokenizer.json")
@@ -168,7 +168,7 @@ def _texts(home: Path, kind: Kind) -> Iterator[pa.Table]:
 
 
 def job(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> JobSpec:
-    """The job of one rank that goes round the table; nothing but reading is done with it."""
+    """Return the job of one rank that only reads the table, repeatedly."""
     order = {"batch_size": kind.batch_size, "key_groups": kind.key_groups, "shuffle": shuffle}
     order["block_slices"] = kind.block_slices
     text = {"length": T, "column": "tokens", "tokenizer": str(home / "tokenizer.json"), "end_id": 0}
@@ -186,7 +186,7 @@ def job(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> JobSpec:
 
 
 def open_reader(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> RankReader:
-    """The reader of the only rank."""
+    """Return the reader of the only rank."""
     spec = job(home, kind, shuffle=shuffle, threads=threads)
     lakehouse = Lake(home).lakehouse
     leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
@@ -203,11 +203,11 @@ class Dlac:
         self._seen = 0
 
     def warm_up(self, groups: int) -> None:
-        """Read as much as this many row groups."""
+        """Read as much as this many row groups hold."""
         self.window(groups)
 
     def window(self, groups: int) -> int:
-        """Read as much as this many row groups hold; its tokens."""
+        """Read as much as this many row groups hold, and return its tokens."""
         self._seen = 0
         if self._kind.name == "text":
             return self._documents(groups)
@@ -232,7 +232,7 @@ def _tokens_of(batch: Batch) -> int:
 
 
 class Raw:
-    """Row groups of the table's files, decoded in threads and thrown away."""
+    """Row groups of the table's files, decoded in threads and discarded."""
 
     def __init__(self, files: list[str], tokenizer: Tokenizer | None, threads: int) -> None:
         groups = [(file, group) for file in files for group in range(pq.read_metadata(file).num_row_groups)]
@@ -242,7 +242,7 @@ class Raw:
         self._tokenizer = tokenizer
 
     def window(self, groups: int) -> int:
-        """Decode the next row groups; their tokens."""
+        """Decode the next row groups, and return their tokens."""
         chosen = itertools.islice(self._groups, groups)
         return sum(self._pool.map(lambda place: self._decode(*place), chosen))
 
@@ -286,7 +286,7 @@ def _rate(window: Callable[[int], int], groups: int) -> _Rate:
 def _compare(home: Path, kind: Kind, *, shuffle: bool, threads: int, pairs: int) -> dict[str, Figure]:
     tokenizer = Tokenizer.from_file(str(home / "tokenizer.json")) if kind.name == "text" else None
     raw = Raw(Lake(home).files(kind.name), tokenizer, threads)
-    # One block of every key group: then all of them are as far in their blocks as they were before.
+    # One block of every key group: then all of them have the same position in their blocks as before.
     window = kind.key_groups * (kind.block_slices if shuffle else 1)
     if not shuffle:
         window = max(window, kind.groups // 2)
@@ -332,7 +332,7 @@ def _median(values: Iterator[float]) -> float:
 
 
 def _memory(home: Path, kind: Kind, *, shuffle: bool) -> dict[str, Figure]:
-    """Peak resident memory over what the process had before it opened the reader."""
+    """Return peak resident memory minus the process's memory before it opened the reader."""
     command = [sys.executable, str(_MEMORY), str(home), kind.name, str(int(shuffle)), str(int(kind.group_rows < 4096))]
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(

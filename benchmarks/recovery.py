@@ -1,10 +1,10 @@
 """From SIGKILL of a rank to the first new optimizer step: `python -m benchmarks.recovery [--quick]`.
 
-Two ranks train a small model under DeepSpeed, with a checkpoint every 5 steps. Under DLAC the supervisor recovers: it ends the
-other rank, claims the run, verifies the newest checkpoint and goes on exactly behind it. Beside it a bare relaunch of the same
-training: a loop that ends the other rank and starts the script again, which loads DeepSpeed's latest checkpoint and reads
-rows from the first on, whatever it has read before. The sides take turns, a few kills each; both are timed from outside,
-from the kill to the step's stamp. `spawned` is DLAC with a new Python for every rank, as the bare relaunch has.
+Two ranks train a small model with DeepSpeed, with a checkpoint every 5 steps. With DLAC the supervisor recovers: it ends the
+other rank, claims the run, verifies the newest checkpoint and resumes exactly after it. The other side is a bare relaunch of
+the same training: a loop that ends the other rank and starts the script again, which loads DeepSpeed's latest checkpoint and
+reads from the first row, whatever it has read before. The sides alternate, with a few kills each. Both are timed from outside,
+from the kill to the step's stamp. `spawned` is DLAC with a new Python for every rank, like the bare relaunch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 from benchmarks.figures import Figure, report
 from benchmarks.programs.recovery_sizes import EVERY_STEPS
-from benchmarks.recovery_lab.beside import beside_bare
-from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
+from benchmarks.recovery_lab.comparison import compare_with_bare
+from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_after
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
@@ -37,7 +37,7 @@ from dlac_pipeline.supervise.supervisor import Supervisor
 _SIDES = ("forked", "spawned", "bare")
 _PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
 _POLL_S = 0.05
-"""As often as DLAC's supervisor looks."""
+"""The interval of DLAC's supervisor."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
             measured[side] += found
             phases += recovered if side == "forked" else []
             print(json.dumps({"side": side, "recovery_s": found}), flush=True)
-    figures = beside_bare(measured, "forked", most=1.0)
+    figures = compare_with_bare(measured, "forked", most=1.0)
     spawned, bare = (statistics.median(measured[side]) for side in ("spawned", "bare"))
     figures["spawned_over_bare"] = Figure(value=spawned / bare, unit="ratio")
     for phase in _PHASES:
@@ -68,25 +68,25 @@ class _Training(Protocol):
 
 
 def campaign(home: Path, side: str, kills: int, chance: random.Random) -> tuple[list[float], list[dict[str, Any]]]:
-    """Seconds from each kill to the first new step; what DLAC says of them."""
+    """Return the seconds from each kill to the first new step, and DLAC's events."""
     lakehouse = make_source(home)
     stamps = home / "stamps"
     training = _Bare(home, lakehouse, stamps) if side == "bare" else _Supervised(home, side, stamps)
     found = []
-    with _running(training):
-        steps_behind(stamps, 0.0, 2 * EVERY_STEPS)
+    with _run(training):
+        steps_after(stamps, 0.0, 2 * EVERY_STEPS)
         for _ in range(kills):
             pids = training.pids()
             time.sleep(chance.uniform(0.0, 0.1))
             os.kill(pids[-1], signal.SIGKILL)
             killed_at = time.time()
-            found.append(steps_behind(stamps, killed_at, 1, not_by=pids[:1]) - killed_at)
-            steps_behind(stamps, killed_at, 2 * EVERY_STEPS, not_by=pids[:1])
+            found.append(steps_after(stamps, killed_at, 1, not_by=pids[:1]) - killed_at)
+            steps_after(stamps, killed_at, 2 * EVERY_STEPS, not_by=pids[:1])
     return found, getattr(training, "recovered", [])
 
 
 @contextmanager
-def _running(training: _Training) -> Iterator[None]:
+def _run(training: _Training) -> Iterator[None]:
     try:
         yield
     finally:
@@ -94,29 +94,29 @@ def _running(training: _Training) -> Iterator[None]:
 
 
 class _Supervised:
-    """Under DLAC."""
+    """The training with DLAC."""
 
     def __init__(self, home: Path, side: str, stamps: Path) -> None:
         start = "fork" if side == "forked" else "spawn"
         spec = parse_spec(job(stamps, start=start), origin="the benchmark").resolved(home)
         self.recovered: list[dict[str, Any]] = []
         self._pids: list[int] = []
-        self._supervisor = Supervisor(Request(spec=spec), on_event=self._told)
+        self._supervisor = Supervisor(Request(spec=spec), on_event=self._record)
         self._thread = threading.Thread(target=self._supervisor.run)
         self._thread.start()
 
-    def _told(self, event: dict[str, Any]) -> None:
+    def _record(self, event: dict[str, Any]) -> None:
         if event["event"] == "attempt":
             self._pids = event["pids"]
         if event["event"] == "recovered":
             self.recovered.append(event)
 
     def pids(self) -> list[int]:
-        """By rank."""
+        """Return the process ids by rank."""
         return self._pids
 
     def stop(self) -> None:
-        """In good order."""
+        """Stop in order."""
         self._supervisor.stop()
         self._thread.join()
 
@@ -156,11 +156,11 @@ class _Bare:
         return subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=self._log)
 
     def pids(self) -> list[int]:
-        """By rank."""
+        """Return the process ids by rank."""
         return [rank.pid for rank in self._ranks]
 
     def stop(self) -> None:
-        """At once."""
+        """Stop at once."""
         self._stopped.set()
         self._thread.join()
         self._log.close()

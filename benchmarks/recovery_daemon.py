@@ -1,12 +1,12 @@
 """Global recovery, from SIGKILL of a launch to its first new optimizer step: `python -m benchmarks.recovery_daemon [--quick]`.
 
-As benchmarks/recovery.py, but what starts the two ranks is killed with them. Under DLAC the process of the Dagster run starts
-another supervisor. Beside it a Dagster job whose only op runs `torchrun` on the same script with DeepSpeed's own resume, which
-reads rows from the first on; Dagster's run retries start it again. The process of the Dagster run stays alive on both sides:
-nothing in plain Dagster starts a run again whose process is gone.
+Like benchmarks/recovery.py, but the starter of the two ranks is killed with them. With DLAC the process of the Dagster run starts
+another supervisor. The other side is a Dagster job whose only op runs `torchrun` on the same script with DeepSpeed's own resume,
+which reads from the first row. Dagster's run retries start it again. The process of the Dagster run stays alive on both sides:
+plain Dagster does not start a run again whose process is lost.
 
-A third side has no counterpart: the Dagster run's process is killed as well. A real dagster-daemon then fails the run, and its
-sensor requests `recover_job`. The sides take turns, a few kills each, timed from outside.
+A third side has no counterpart: the Dagster run's process is killed too. A real dagster-daemon then fails the run, and its
+sensor requests `recover_job`. The sides alternate, with a few kills each, timed from outside.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import yaml
 
 from benchmarks.figures import Figure, report
 from benchmarks.programs.recovery_sizes import EVERY_STEPS
-from benchmarks.recovery_lab.beside import beside_bare
-from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
+from benchmarks.recovery_lab.comparison import compare_with_bare
+from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_after
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.spec.job_spec import parse_spec
@@ -36,7 +36,7 @@ from examples.demo.local_dagster import LocalDagster
 _DAEMON = "daemon"
 _SIDES = ("dlac", "bare", _DAEMON)
 _LOOKS_EVERY_S = 5.0
-"""How often a daemon looks for runs that have ended."""
+"""Interval in which a daemon looks for ended runs."""
 _PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
 
 
@@ -54,7 +54,7 @@ def main() -> None:
             measured[side] += found
             print(json.dumps({"side": side, "recovery_s": found}), flush=True)
     by_daemon = measured.pop(_DAEMON)
-    figures = beside_bare(measured, "dlac", most=1.15)
+    figures = compare_with_bare(measured, "dlac", most=1.15)
     figures[f"{_DAEMON}_s"] = Figure(value=statistics.median(by_daemon), unit="s")
     for side, phase in product(("dlac", _DAEMON), _PHASES):
         values = [getattr(one, phase) or 0.0 for one in recovered[side]]
@@ -63,28 +63,28 @@ def main() -> None:
 
 
 def campaign(lakehouse: Lakehouse, home: Path, side: str, kills: int, chance: random.Random) -> list[float]:
-    """Seconds from each kill to the first new step."""
+    """Return the seconds from each kill to the first new step."""
     stamps, found = home / "stamps", []
     dagster, started, config = _bare(home, source_files(lakehouse)) if side == "bare" else _under_dlac(home)
     with dagster.running():
         run_id = dagster.launch(started, config)
-        steps_behind(stamps, 0.0, 2 * EVERY_STEPS)
+        steps_after(stamps, 0.0, 2 * EVERY_STEPS)
         for _ in range(kills):
             launch = _launch_of(stamps)
-            time.sleep(chance.uniform(0.0, _LOOKS_EVERY_S))  # so that kills are in step with neither side's daemon
+            time.sleep(chance.uniform(0.0, _LOOKS_EVERY_S))  # so that kills have no fixed phase to either side's daemon
             _wait_between_checkpoints(stamps)
             _kill([launch[0].parent() or launch[0], *launch] if side == _DAEMON else launch)
             killed_at, killed = time.time(), {process.pid for process in launch}
-            found.append(steps_behind(stamps, killed_at, 1, not_by=killed) - killed_at)
-            steps_behind(stamps, killed_at, 2 * EVERY_STEPS, not_by=killed)
+            found.append(steps_after(stamps, killed_at, 1, not_by=killed) - killed_at)
+            steps_after(stamps, killed_at, 2 * EVERY_STEPS, not_by=killed)
         launch = _launch_of(stamps)
         _cancel(dagster, run_id)
-        _kill(launch)  # torchrun, cancelled, leaves its ranks behind
+        _kill(launch)  # a cancelled torchrun leaves its ranks running
     return found
 
 
 def _launch_of(stamps: Path) -> list[psutil.Process]:
-    """What the process of the Dagster run has started, from the launcher down to the ranks, by way of rank 0 of the last step."""
+    """Return the processes below the Dagster run's process, from the launcher to the ranks, by the last step's rank 0."""
     rank = psutil.Process(int(stamps.read_text().splitlines()[-1].split()[0]))
     above = [rank, *rank.parents()]
     names = [" ".join(process.cmdline()) for process in above]
@@ -97,7 +97,7 @@ def _launch_of(stamps: Path) -> list[psutil.Process]:
 
 
 def _wait_between_checkpoints(stamps: Path) -> None:
-    """Return just after the first step behind a checkpoint: plain DeepSpeed does not always load one that a kill cut short."""
+    """Return after the first step after a checkpoint: plain DeepSpeed cannot always load one that a kill interrupted."""
     while int(stamps.read_text().splitlines()[-1].split()[1]) % EVERY_STEPS != 1:
         time.sleep(0.001)
 
@@ -109,7 +109,7 @@ def _kill(launch: list[psutil.Process]) -> None:
 
 
 def _cancel(dagster: LocalDagster, first: str) -> None:
-    """End what trains, as the button in the UI does."""
+    """End the training, as the button in the UI does."""
     with dagster.instance() as instance:
         running = [run.run_id for run in instance.get_runs() if not run.is_finished] or [first]
     for run_id in running:
@@ -118,14 +118,14 @@ def _cancel(dagster: LocalDagster, first: str) -> None:
 
 
 def _under_dlac(home: Path) -> tuple[LocalDagster, str, dict[str, object]]:
-    """Dagster with DLAC, the job and its configuration."""
+    """Return a Dagster with DLAC, the job and its configuration."""
     spec = parse_spec(job(home / "stamps", start="fork"), origin="the benchmark").resolved(home)
     raw = spec.model_dump(mode="json", exclude_none=True)
     return LocalDagster(home), "train_job", {"resources": {"job": {"config": {"spec": raw}}}}
 
 
 def _bare(home: Path, files: list[str]) -> tuple[LocalDagster, str, dict[str, object]]:
-    """Dagster that retries runs, the job and its configuration."""
+    """Return a Dagster that retries runs, the job and its configuration."""
     workspace = home / "workspace.yaml"
     workspace.write_text(yaml.safe_dump({"load_from": [{"python_file": str(PROGRAMS / "recovery_dagster.py")}]}))
     dagster = LocalDagster(

@@ -1,11 +1,11 @@
 """Time from resuming to the first batch: `python -m benchmarks.resume [--quick]`.
 
-A table of 1,000 row groups (8 MB decoded each; --quick: 0.5 MB), resumed at 1 %, 50 % and 99 % of a pass, in turn, with the
-lakehouse opened anew each time: default settings shuffled, and in the table's order with 4 key groups. Beside it, at 99 %, what
-replaying from the beginning takes: the same reader, read through from the first step. Row groups and bytes that are read until
-the first batch are counted where the files are opened; a reader has one block of every key group under its cursors. These must
-be decoded, so that shuffled at default settings (16 key groups, 4 row groups each) no more than 1 - 64 / 990 of replaying can be
-saved: the bar there is 1.3 times that share.
+A table of 1,000 row groups (8 MB decoded each; --quick: 0.5 MB) is resumed at 1 %, 50 % and 99 % of a pass, in turn, with a new
+connection to the lakehouse each time: shuffled with default settings, and in the table's order with 4 key groups. The comparison
+at 99 % is a replay from the beginning: the same reader, from the first step on. Row groups and bytes read until the first batch
+are counted where the files are opened. A reader has one block of every key group under its cursors. These must be decoded, so
+that shuffled at default settings (16 key groups, 4 row groups each) at most 1 - 64 / 990 of a replay can be saved. The bar there
+is 1.3 times that share.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _measure(home: Path, kind: Kind, *, shuffle: bool, rounds: int) -> dict[str,
             seconds[step].append(_first_batch_s(home, kind, leg, step, shuffle=shuffle))
     medians = [statistics.median(each[1:]) for each in seconds.values()]  # the first round warms the page cache
     replay_s = min(_replay_s(home, kind, leg, at[-1], shuffle=shuffle) for _ in range(2))
-    counted = _counted(home, kind, leg, at[1], shuffle=shuffle)
+    counted = _count_reads(home, kind, leg, at[1], shuffle=shuffle)
     print(
         json.dumps({"shuffle": shuffle, "seconds": seconds, "replay_s": replay_s, "loadavg": os.getloadavg()}),
         flush=True,
@@ -82,7 +82,7 @@ def _measure(home: Path, kind: Kind, *, shuffle: bool, rounds: int) -> dict[str,
         f"{tag}_99_over_1_percent": Figure(value=medians[2] / medians[0], unit="ratio", bar="<= 1.3"),
         f"{tag}_replay_to_99_percent_s": Figure(value=replay_s, unit="s"),
         f"{tag}_less_than_replay": Figure(value=100 * (1 - medians[2] / replay_s), unit="%", bar=f">= {least:.1f}"),
-        # Besides the units under the cursors up to one more per key group: where a unit is cut between key groups.
+        # One more unit per key group than under the cursors may be read: a unit may be cut between key groups.
         f"{tag}_row_groups_until_first_batch": Figure(
             value=len(counted.groups), unit="row groups", bar=f"<= {under + kind.key_groups}"
         ),
@@ -91,13 +91,13 @@ def _measure(home: Path, kind: Kind, *, shuffle: bool, rounds: int) -> dict[str,
     }
 
 
-def _opened(home: Path, kind: Kind, leg: Leg, *, shuffle: bool) -> OpenLeg:
+def _open_leg(home: Path, kind: Kind, leg: Leg, *, shuffle: bool) -> OpenLeg:
     return open_leg(Plans(Lake(home).lakehouse), leg, job(home, kind, shuffle=shuffle))
 
 
 def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:
     started = time.perf_counter()
-    with closing(_opened(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1, step=step)) as reader:
+    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1, step=step)) as reader:
         batch = next(iter(reader))
         assert batch.step == step + 1
         return time.perf_counter() - started
@@ -105,7 +105,7 @@ def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool
 
 def _replay_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:
     started = time.perf_counter()
-    with closing(_opened(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1)) as reader:
+    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1)) as reader:
         last = deque(itertools.islice(reader, step + 1), maxlen=1).pop()
         assert last.step == step + 1
         return time.perf_counter() - started
@@ -113,15 +113,15 @@ def _replay_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> 
 
 @dataclass
 class _Count:
-    """What was read of data files."""
+    """Counts of reads from data files."""
 
     bytes: int = 0
     groups: set[tuple[str, int]] = field(default_factory=set)
 
 
-def _counted(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> _Count:
-    """What is read until the first batch; nothing is decoded ahead, as there is no budget for it."""
-    opened = _opened(home, kind, leg, shuffle=shuffle)
+def _count_reads(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> _Count:
+    """Count the reads until the first batch. Nothing is decoded ahead, because there is no budget for it."""
+    opened = _open_leg(home, kind, leg, shuffle=shuffle)
     with (
         _counting() as count,
         closing(opened.reader(rank=0, world_size=1, step=step, budget_bytes=0)) as reader,
@@ -166,14 +166,14 @@ class _Stream:
         return found
 
     def read_buffer(self, size: int | None = None) -> Any:
-        """What Arrow calls where there is one."""
+        """Read and count. Arrow calls this method if it exists."""
         found = self._stream.read_buffer(size)
         self._count.bytes += len(found)
         return found
 
 
 def _bytes_of(home: Path, kind: Kind) -> int:
-    """The column's bytes in all data files."""
+    """Return the column's bytes in all data files."""
     total = 0
     for path in Lake(home).files(kind.name):
         metadata = pq.read_metadata(path.removeprefix("file://"))

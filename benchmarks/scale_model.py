@@ -1,20 +1,20 @@
 """Recovery at 8 to 4,096 nodes, from measured parts: `python -m benchmarks.scale_model [--quick] [--control FILE]`.
 
-A model, not a measurement. Each part of a recovery is measured on this machine with the product's own code and put together by
-stated assumptions. What grows with nodes or ranks is extrapolated by the curve a + c n log2 n (neither negative) nearest to what
-was measured. A vote is the exception: a rank sends and receives O(log n) messages, so its work is fitted by a + c log2 n.
+A model, not a measurement. Each part of a recovery is measured on this node with the product's own code. Stated assumptions
+combine the parts. Parts that grow with nodes or ranks are extrapolated by the best curve a + c n log2 n (neither negative).
+A vote is the exception: a rank sends and receives O(log n) messages, so its work is fitted by a + c log2 n.
 
 - coordination: processor time of the leader and of the store since the loss is known, in recoveries of real supervisors
-  (`benchmarks/control_plane.py`); FILE has what that printed, without it 8 and 32 nodes are measured;
-- process groups and votes: 2 to 32 processes. Beside it stands Gloo's own start-up as published: 18, 25 and 85 s at 2,048,
+  (`benchmarks/control_plane.py`). FILE has its output. Without FILE 8 and 32 nodes are measured.
+- process groups and votes: 2 to 32 processes. They are compared with Gloo's published start-up: 18, 25 and 85 s at 2,048,
   4,096 and 8,192 ranks (pull request 408 of Gloo), as c n log2 n.
 
-A second of a process's processor time counts as a second, for a node has processors of its own. `--quick`: up to 8 processes,
+A second of a process's processor time counts as a second, as a real node has its own processors. `--quick`: up to 8 processes,
 smaller files.
 
-`a_rank_dies`: a rank is killed, all nodes are there again. `a_node_is_lost`: the others wait until it counts as lost, and then
-for a last call; the state's conversion to fewer ranks is not in it. `resume_point`: until all nodes have the verified resume
-point. `first_step`: until the first step, with process groups as measured here; `first_step_gloo`: as Gloo published them.
+`a_rank_dies`: a rank is killed, and all nodes remain. `a_node_is_lost`: the others wait until it counts as lost, and then
+for a last call. The state's conversion to fewer ranks is not included. `resume_point`: until all nodes have the verified resume
+point. `first_step`: until the first step, with process groups as measured here. `first_step_gloo`: with Gloo's published times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 from benchmarks.control_lab.scenario import ONE
 from benchmarks.control_plane import figures_of, lakehouse, measure
 from benchmarks.figures import Figure, report
-from benchmarks.programs.scale_processes import Together, joined
+from benchmarks.programs.scale_processes import Together, join_ranks
 from benchmarks.recovery import campaign
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
@@ -47,14 +47,14 @@ _NODES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _BARS_S = {256: 45, 4096: 60}
 _CONTROL_NODES = (8, 32)
 _GLOO_S = {2048: 18.0, 4096: 25.0, 8192: 85.0}
-"""Seconds in which Gloo starts so many ranks, as its pull request 408 says."""
+"""Seconds in which Gloo starts so many ranks, by its pull request 408."""
 _REPEATS = 3
 Curve = Callable[[float], float]
 
 RANKS_PER_NODE = 8
 PARAMETERS = 1.5e9
 BYTES_PER_PARAMETER = 14
-"""bf16 weights, and in fp32 a copy of them and Adam's two moments."""
+"""Bytes per parameter: bf16 weights, and an fp32 copy of them with Adam's two moments."""
 GROUPS = 2
 """Process groups of all ranks: one of the script and one of DLAC (dlac_pipeline/train/communicator.py)."""
 VOTES = 10
@@ -70,7 +70,7 @@ ASSUMED = {
     "told_and_answered": (1.0, "s, until every node has heard what to verify and the leader what was found"),
     "network_round_trip": (1e3 * ROUND_TRIP_S, "ms"),
 }
-SAID = (
+ASSUMPTIONS = (
     "a node has processors of its own, as fast as one here; the store's server is one thread",
     "all nodes verify the checkpoint, each its part, as the product does, at the rate measured here with two cores and the files "
     "in memory: the shared file system is as fast for all of them at once",
@@ -87,38 +87,38 @@ SAID = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The parts; seconds, and bytes per second."""
+    """The parts in seconds, and rates in bytes per second."""
 
     fixed: Mapping[str, float]
-    """Phases of recoveries of two ranks: their medians."""
+    """Median phases of recoveries of two ranks."""
     verify_rate: float
     file_s: float
-    """Of a file, whatever is in it."""
+    """Seconds per file, for any content."""
     load_rate: float
     coordinate: Curve
-    """Of the nodes: to agree on the next round, its resume point and the start of ranks, without time-outs."""
+    """Seconds by nodes: to agree on the next round, its resume point and the start of ranks, without timeouts."""
     group: Curve
-    """Of the ranks: to make a process group."""
+    """Seconds by ranks: to make a process group."""
     gloo: Curve
-    """The same, as Gloo published it."""
+    """Seconds by ranks to make a process group, as Gloo published them."""
     vote: Curve
-    """Of the ranks: a vote up and the decision down."""
+    """Seconds by ranks: a vote up and the decision down."""
 
 
 def main() -> None:
-    """Measure the parts, put them together, and report."""
+    """Measure the parts, combine them, and report."""
     options = ArgumentParser()
     options.add_argument("--quick", action="store_true")
     options.add_argument("--control", type=Path, help="what benchmarks.control_plane printed")
     chosen = options.parse_args()
     quick = chosen.quick
-    control = _control_plane() if chosen.control is None else _printed(chosen.control)
+    control = _control_plane() if chosen.control is None else _read_points(chosen.control)
     counts = (2, 4, 8) if quick else (2, 4, 8, 16, 32)
-    joins = {count: [joined(count, lazily=True) for _ in range(_REPEATS)] for count in counts}
-    eager = {count: _medians([joined(count, lazily=False)["group"] for _ in range(_REPEATS)]) for count in counts}
+    joins = {count: [join_ranks(count, lazily=True) for _ in range(_REPEATS)] for count in counts}
+    eager = {count: _medians([join_ranks(count, lazily=False)["group"] for _ in range(_REPEATS)]) for count in counts}
     groups = {count: _medians([each["group"] for each in runs]) for count, runs in joins.items()}
     votes = {count: _medians([each["vote"] for each in runs]) for count, runs in joins.items()}
-    print(json.dumps({"assumed": SAID, "loadavg": os.getloadavg()}), flush=True)
+    print(json.dumps({"assumed": ASSUMPTIONS, "loadavg": os.getloadavg()}), flush=True)
     with tempfile.TemporaryDirectory(prefix="dlac-scale-") as folder:
         verify_rate, file_s, load_rate = _rates(Path(folder), 2**26 if quick else 2**29)
         (home := Path(folder) / "recoveries").mkdir()
@@ -137,7 +137,7 @@ def main() -> None:
     figures = {f"assumed_{name}": Figure(value=value, unit=unit) for name, (value, unit) in ASSUMED.items()}
     figures |= _measured_figures(parts)
     for name, measured in (("group", groups), ("group_by_default", eager), ("vote", votes)):
-        figures |= _grown(name, measured)
+        figures |= _growth(name, measured)
     for nodes, each in control.items():
         figures |= {f"measured_{name}_{nodes}_nodes": Figure(value=value, unit="s") for name, value in each.items()}
     for ranks, seconds in _GLOO_S.items():
@@ -147,11 +147,11 @@ def main() -> None:
         value=max(each["connect"].wall_s for each in joins[counts[-1]]),
         unit=f"s, {counts[-1]} processes at once, worst",
     )
-    report("scale_model", figures | _modelled(parts))
+    report("scale_model", figures | _model_figures(parts))
 
 
-def _modelled(parts: Measured) -> dict[str, Figure]:
-    """Both recoveries at every size, and at those with a bar what they consist of."""
+def _model_figures(parts: Measured) -> dict[str, Figure]:
+    """Return both recoveries at every size, and their parts at sizes with a bar."""
     launch = LaunchSpec(script="")
     timeouts_s = launch.node_timeout_s + launch.last_call_s
     found = {}
@@ -197,7 +197,7 @@ def _measured_figures(parts: Measured) -> dict[str, Figure]:
     }
 
 
-def _grown(name: str, measured: dict[int, Together]) -> dict[str, Figure]:
+def _growth(name: str, measured: dict[int, Together]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     for count, each in measured.items():
         found |= {
@@ -215,20 +215,20 @@ def _control_plane() -> dict[int, dict[str, float]]:
     return _points({name: {"value": figure.value} for name, figure in figures_of(found).items()})
 
 
-def _printed(file: Path) -> dict[int, dict[str, float]]:
+def _read_points(file: Path) -> dict[int, dict[str, float]]:
     """Read recoveries of real supervisors that another program measured."""
     return _points(json.loads(file.read_text().splitlines()[-1])["figures"])
 
 
 def _points(figures: Mapping[str, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Return what a recovery from the loss of one node took, by the number of nodes."""
+    """Return the duration of a recovery from the loss of one node, by the number of nodes."""
     sizes = sorted(int(name.split("_")[1]) for name in figures if name.startswith(f"{ONE}_") and name.endswith("_wall"))
     names = ("beyond_timeouts", "leader_cpu_since_noticed", "store_cpu_since_noticed")
     return {nodes: {name: figures[f"{ONE}_{nodes}_{name}"]["value"] for name in names} for nodes in sizes}
 
 
 def _coordinating(measured: Mapping[int, Mapping[str, float]]) -> Curve:
-    """Time of the smallest fleet, in which little waits for a processor, and what leader and store work more for more nodes."""
+    """Return the time with the fewest nodes, plus the work that leader and store add for more nodes."""
     busy = {
         nodes: each["leader_cpu_since_noticed"] + each["store_cpu_since_noticed"] for nodes, each in measured.items()
     }
@@ -238,14 +238,14 @@ def _coordinating(measured: Mapping[int, Mapping[str, float]]) -> Curve:
 
 
 def _voting(measured: dict[int, Together]) -> Curve:
-    """Time of a message per level up and down the tree, and processor time of the busiest rank, which has O(log n) messages."""
+    """Return the time of a message per level up and down the tree, plus the busiest rank's processor time."""
     hop_s = measured[2].wall_s / 2 + ROUND_TRIP_S / 2
     work = _curve({count: each.cpu_s for count, each in measured.items()}, grows=log2)
     return lambda ranks: 2 * log2(ranks) * hop_s + work(ranks)
 
 
 def _grows(measured: dict[int, Together]) -> Curve:
-    """Processor time of the busiest process, and that of the store on top."""
+    """Return the processor time of the busiest process plus that of the store."""
     process = _curve({count: each.cpu_s for count, each in measured.items()})
     server = _curve({count: each.server_cpu_s for count, each in measured.items()})
     return lambda count: process(count) + server(count)
@@ -283,7 +283,7 @@ def _medians(runs: list[Together]) -> Together:
 
 
 def _rates(folder: Path, size: int) -> tuple[float, float, float]:
-    """Bytes per second that a node verifies, seconds per file on top, and bytes per second that a rank loads."""
+    """Return the bytes per second that a node verifies, its seconds per file, and the bytes per second that a rank loads."""
     large = [folder / f"large-{number}" for number in range(4)]
     for path in large:
         torch.save({"state": torch.rand(size // len(large) // 4)}, path)
@@ -302,7 +302,7 @@ def _verified_s(paths: list[Path]) -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The median of a few times, in seconds."""
+    """Return the median of several runs, in seconds."""
     times = []
     for _ in range(_REPEATS):
         began = time.monotonic()

@@ -1,13 +1,14 @@
-"""How well the order mixes: `python -m benchmarks.shuffle [--quick]`.
+"""Quality of the order's mixing: `python -m benchmarks.shuffle [--quick]`.
 
-On a table sorted by source (10 sources of unequal size), in passes of the default settings (16 key groups, blocks of 4 slices,
-batches of 512), beside a full random permutation and MosaicML Streaming's py1e (its documented algorithm: shards are
-shuffled, split at the canonical nodes' boundaries, and each sample is shifted by up to half the block size; here with one node,
-as many canonical nodes as it takes by default, and its default block size of 4,000,000 / canonical nodes, at least 2^18).
+A table sorted by source (10 sources of unequal size) is read in passes with default settings (16 key groups, blocks of 4
+slices, batches of 512). The comparisons are a full random permutation and MosaicML Streaming's py1e (its documented
+algorithm: shards are shuffled, split at the canonical nodes' boundaries, and each sample is shifted by up to half the block
+size). Here it has one node, its default number of canonical nodes, and its default block size of 4,000,000 / canonical nodes, at
+least 2^18.
 
-- source mixing: root mean square deviation of a batch's share of each source from the table's share; beside it the same with
-  each source in units of what drawing with replacement gives, in which the smallest sources weigh as much as the largest
-- neighbours in a batch: table distance of rows that follow each other within a batch, as a share of the table (median; a
+- source mixing: root mean square deviation of a batch's share of each source from the table's share. The second figure has
+  each source in units of drawing with replacement, in which the smallest sources have the same weight as the largest
+- neighbours in a batch: table distance of consecutive rows within a batch, as a share of the table (median; a
   random permutation has 0.29), and how many lie within one row group of each other
 - passes: share of the pairs of rows that are in one batch in one pass and again in the next
 
@@ -38,7 +39,7 @@ _SHUFFLE_BLOCK = max(4_000_000 // _CANONICAL_NODES, 1 << 18)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A table, as the rows of its units in table order, and how a pass over it is cut."""
+    """A table, as the rows of its units in table order, and the cut of a pass over it."""
 
     name: str
     rows: Ints
@@ -49,7 +50,7 @@ class Case:
 
 
 def cases(*, quick: bool) -> list[Case]:
-    """The default settings first; then what may be hard on them."""
+    """Return the default settings, and then harder cases."""
     random = np.random.default_rng(5)
     units = 500 if quick else 2_000
     even = np.full(units, 1_000)
@@ -79,14 +80,14 @@ def main() -> None:
     report("shuffle", figures)
 
 
-# Orders: row numbers in the order in which they are read, int64 [rows]
+# Orders: row numbers in reading order, int64 [rows]
 
 
 def dlac(case: Case, pass_index: int) -> Ints:
-    """The global batches of a pass, one after the other; rows that fill no batch are left out."""
+    """Return the consecutive global batches of a pass, without rows that fill no batch."""
     units = _units(case.rows)
     settings = CutSettings(seed=_ORDER.seed, key_groups=case.key_groups, block_slices=case.block_slices, shuffle=True)
-    # As many passes before as there were: they shift who gets the odd row.
+    # The passes before it determine which groups get the odd rows.
     cut = PassCut(units, settings, pass_index, np.zeros(case.key_groups, dtype=np.int64))
     first = np.cumsum(case.rows) - case.rows
     per_group = case.batch_size // case.key_groups
@@ -111,15 +112,15 @@ def permutation(case: Case, pass_index: int) -> Ints:
 
 
 def py1e(case: Case, pass_index: int) -> Ints:
-    """Streaming's py1e: units are its shards."""
+    """Return Streaming's py1e order. Units are its shards."""
     random = np.random.default_rng(9176 + pass_index)
     total = int(case.rows.sum())
     first = np.cumsum(case.rows) - case.rows
     spans = [(int(start), int(start + size)) for start, size in zip(first, case.rows, strict=True)]
     random.shuffle(spans)
     nodes = _split(spans, total, _CANONICAL_NODES)
-    # Every canonical node's samples are shifted within its own line; a batch takes from all nodes in turn.
-    lines = [_shifted(node, random) for node in nodes]
+    # Every canonical node's samples are shifted within its own line. A batch takes from all nodes in turn.
+    lines = [_shift(node, random) for node in nodes]
     length = min(len(line) for line in lines)
     return np.stack([line[:length] for line in lines], axis=1).reshape(-1)
 
@@ -139,12 +140,12 @@ def _split(spans: list[tuple[int, int]], total: int, nodes: int) -> list[list[tu
     return parts
 
 
-def _shifted(spans: list[tuple[int, int]], random: np.random.Generator) -> Ints:
+def _shift(spans: list[tuple[int, int]], random: np.random.Generator) -> Ints:
     sizes = np.array([end - begin for begin, end in spans])
     rows = np.concatenate([random.permutation(np.arange(begin, end)) for begin, end in spans])
     starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
     ends = starts + np.repeat(sizes, sizes)
-    # Each shard's samples are moved by as much as lets it spread over half a block to either side, not beyond the line.
+    # Each shard's samples are moved so that it spreads over half a block to either side, within the line.
     half = np.maximum(0, _SHUFFLE_BLOCK - np.repeat(sizes, sizes)) / 2
     low = np.maximum(0, starts - half) - starts
     high = np.minimum(len(rows), ends + half) - ends
@@ -202,14 +203,14 @@ def _batches(order: Ints, batch_size: int) -> Ints:
 
 
 def _sources(case: Case) -> Ints:
-    """Where the sources end in the table: each is half as large again as the one before it, int64 [10]."""
+    """Return the ends of the sources in the table: each is half as large again as the one before it, int64 [10]."""
     shares = 1.5 ** np.arange(10)
     ends: Ints = np.round(np.cumsum(shares) / shares.sum() * int(case.rows.sum())).astype(np.int64)
     return ends
 
 
 def _deviation(batches: Ints, case: Case) -> tuple[float, float]:
-    """Root mean square deviation of the shares, and of the shares in units of drawing with replacement."""
+    """Return the root mean square deviation of the shares, and that in units of drawing with replacement."""
     ends = _sources(case)
     share = np.diff(ends, prepend=0) / ends[-1]
     source = np.searchsorted(ends, batches, side="right")
@@ -225,7 +226,7 @@ def _steps(batches: Ints) -> Ints:
 
 
 def _overlap(one: Ints, two: Ints) -> float:
-    """Of the pairs of rows in a batch of one pass, how many are in one batch of the other, drawn."""
+    """Return the share of the pairs of rows in a batch of one pass that share a batch of the other, by a sample."""
     size = int(max(one.max(), two.max())) + 1
     batch_of = np.full(size, -1, dtype=np.int64)
     batch_of[two.reshape(-1)] = np.repeat(np.arange(len(two)), two.shape[1])

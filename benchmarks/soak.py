@@ -1,8 +1,8 @@
 """Faults of mixed kinds on runs that a real Dagster trains, until all are healed: `python -m benchmarks.soak [--quick]`.
 
-2 hours and 200 faults by default, `--minutes` and `--faults` say otherwise; the same `--seed` chooses the same faults.
+The default is 2 hours and 200 faults, which `--minutes` and `--faults` change. The same `--seed` chooses the same faults.
 `--out FILE` keeps the campaign as JSON, rewritten after every fault, and `--docs FILE` only makes docs/soak.md of such a
-file. It ends with status 1 as soon as a fault is not healed in time, and in the end if a run is not exact or something is left.
+file. It ends with status 1 once a fault is not healed in time, or at the end if a run is not exact or something is left over.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Any
 from benchmarks.figures import Figure, report
 from benchmarks.soak_faults.account import launches_of, left_of, runs_of, trainers_of, wait_for_dagster
 from benchmarks.soak_faults.choosing import KINDS, Choice, choose
+from benchmarks.soak_faults.facts import add_facts
 from benchmarks.soak_faults.healing import Fault, Wound, heal, strike
 from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
 from benchmarks.soak_faults.page import day_of, faults_of, page_of, seconds_by_kind
-from benchmarks.soak_faults.told import tell
 
 _PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
 _STEPS, _QUICK_STEPS = 1_200, 600
-"""Of one run."""
+"""Steps of one run."""
 _FINISHED_WITHIN_S = 900.0
 _NEEDS_MOUNT = ("store full",)
 
 
 def main() -> int:
-    """Run a campaign, or write its page; returns the exit status."""
+    """Run a campaign, or write its page, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=120.0, help="over which the faults are spread")
     parser.add_argument("--faults", type=int, default=200)
@@ -54,7 +54,7 @@ def main() -> int:
         _PAGE.write_text(page_of(campaign))
         _PAGE.with_suffix(".json").write_text(faults_of(campaign))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # behind what cleans up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after all clean-up
     minutes, faults = (0.0, len(KINDS)) if asked.quick else (asked.minutes, asked.faults)
     with ExitStack() as stack:
         home = asked.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlac-soak-"))) / "home"
@@ -85,12 +85,12 @@ class Campaign:
             "left": {},
             "launch_folders": {},
             "failed": "",
-            "remarks": [],  # what whoever ran it has to say, written in by hand
+            "remarks": [],  # remarks of an operator, added by hand
             "minutes_taken": 0.0,
         }
 
     def run(self) -> None:
-        """All faults, and the account; what goes wrong is told in the end."""
+        """Run all faults and the account. Failures are reported at the end."""
         try:
             reference = self._lab.train_reference()
             self._began = time.time()
@@ -98,23 +98,23 @@ class Campaign:
             self._lab.finish(_FINISHED_WITHIN_S)
             left = {"Dagster runs": wait_for_dagster(self._lab), "trainers": trainers_of(self._lab)}
             self._lab.stop_daemon()
-            tell(self._lab.lakehouse, self._faults)
+            add_facts(self._lab.lakehouse, self._faults)
             self._told["runs"] = [one.to_json() for one in runs_of(self._lab, reference)]
             self._told["left"] = {**left, **left_of(self._lab)}
             self._told["launch_folders"] = launches_of(self._lab)
-        except Exception as err:  # two hours are not to be lost for it
+        except Exception as err:  # a failure must not lose two hours
             traceback.print_exc()
             self._told["failed"] = f"{type(err).__name__}: {err}"
         self._keep()
 
     def reported(self) -> int:
-        """Print the figures; returns the exit status."""
+        """Print the figures, and return the exit status."""
         healed = [fault.recovery_s for fault in self._faults if fault.recovery_s is not None]
         runs = self._told["runs"]
         wrong = [run["run"] for run in runs if not all(run[name] for name in _MUST_HOLD)]
         left = {name: found for name, found in self._told["left"].items() if found}
-        for said in filter(None, [self._told["failed"], wrong and f"not exact: {wrong}", left and f"left: {left}"]):
-            print(said, flush=True)
+        for message in filter(None, [self._told["failed"], wrong and f"not exact: {wrong}", left and f"left: {left}"]):
+            print(message, flush=True)
         figures = {
             "faults": Figure(value=len(self._faults), unit="faults", bar=f">= {len(self._choices)}"),
             "healed": Figure(value=len(healed), unit="faults", bar=f">= {len(self._choices)}"),
@@ -144,14 +144,14 @@ class Campaign:
         for wound in wounds:
             heal(self._lab, wound)
         if wounds:
-            tell(self._lab.lakehouse, [wound.fault for wound in wounds])
+            add_facts(self._lab.lakehouse, [wound.fault for wound in wounds])
             self._keep()
         for wound in wounds:
             print(json.dumps(wound.fault.to_json()), flush=True)
         wounds.clear()
 
     def _wait_for(self, choice: Choice) -> None:
-        """Let the moment come at which a fault is due; while healing takes longer, it is due at once."""
+        """Wait for the moment at which a fault is due. If healing takes longer, it is due at once."""
         while time.time() < self._began + choice.moment * self._minutes * 60:
             self._lab.tend()
 

@@ -1,7 +1,7 @@
 """Faults on a run of three nodes with a network each, until all are healed: `python -m benchmarks.soak_nodes [--quick]`.
 
 Each node is a network namespace on one switch, with a real supervisor and one rank. The catalog is a PostgreSQL server on the
-switch, and the rendezvous is served beside it. The seed draws the faults in order, all kinds equally often:
+switch, and so is the rendezvous. The seed draws the faults in order, all kinds equally often:
 
 - node lost, leader lost: the node is unplugged and all its processes are killed. Two nodes train until a newcomer is drawn.
 - newcomer: another node joins after a checkpoint.
@@ -35,17 +35,17 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import wait_until
-from tests.crews import job
-from tests.hosts import Host
+from tests.launched_nodes import job
+from tests.network_namespaces import NetworkNode
 from tests.node_network import BATCH, Network, open_network
 
 _NODE, _LEADER, _NEWCOMER, _CUT, _RANK = "node lost", "leader lost", "newcomer", "network cut", "rank killed"
 _NODES, _LEAST = 3, 2
 _RUN = "soak-nodes"
 _PASSES_PER_FAULT = 4
-"""More than a fault needs: the run is stopped after the last one."""
+"""More steps than the faults need: the run is stopped after the last one."""
 _LOSS_DIFFERS = 1e-5
-"""Sums of other numbers of ranks are rounded differently."""
+"""Sums over other numbers of ranks are rounded differently."""
 _ENDS_WITHIN_S = 120.0
 
 
@@ -58,11 +58,11 @@ class Fault:
     step: int
     """Step of the head at the strike."""
     healed_s: float
-    """Seconds from the strike to the first checkpoint of the nodes that remain."""
+    """Seconds from the strike to the first checkpoint of the remaining nodes."""
 
 
 def choose(faults: int, chance: random.Random) -> list[str]:
-    """Return kinds of faults in an order in which two nodes are left at least, and three at most."""
+    """Return kinds of faults in an order with at least two and at most three nodes."""
     drawn: list[str] = []
     nodes = _NODES
     for _ in range(faults):
@@ -114,11 +114,11 @@ class Campaign:
         self._network.launches[self._leader()].process.send_signal(signal.SIGTERM)
         self._network.check_finished(within_s=_ENDS_WITHIN_S)
 
-    def _join(self) -> Host:
+    def _join(self) -> NetworkNode:
         self._named += 1
         return self._network.join(f"dlac-{self._named}", self._spec)
 
-    def _leader(self) -> Host:
+    def _leader(self) -> NetworkNode:
         """Return the node whose ranks train the last attempt, and that no other node leads."""
         last = {node: launch.of("attempt")[-1] for node, launch in self._network.launches.items()}
         return max(
@@ -180,7 +180,7 @@ def _seconds_of(healed: Sequence[Fault]) -> dict[str, Figure]:
 
 
 def _account_of(network: Network, spec: JobSpec) -> dict[str, Figure]:
-    """Return what holds of the run at its end, beside a run of one rank without faults."""
+    """Return the final checks of the run, compared with a run of one rank without faults."""
     arena = network.arena
     undisturbed = {"nodes": "", "world_size": 1, "pause_s": 0, "every_steps": 100}
     alone = job(arena, "alone", batch_size=BATCH, passes=spec.passes_of(spec.sources[0]), **undisturbed)

@@ -1,11 +1,11 @@
 """The reader's state and the plan of a large table: `python -m benchmarks.state [--quick]`.
 
-10 TB in row groups of 16 MB are 655,360 work units of 8,192 rows; 128 ranks, 1,024 key groups, a global batch of 8,192. The
-units are made up, what happens to them is the code of a real run: written to and read from the lakehouse, cut, ordered,
-opened at a late step. The state is what a manifest holds: [pass, block, position, offset] of each source and key group, as
-JSON. On the other side stands a pickled state of torchdata's StatefulDataLoader for the same table: a map of 128 ranks, of 4
-workers each, whose datasets keep what such a dataset has to keep to resume a shuffled read: the order of its row groups and
-where it is among them. Its smallest form, a seed instead of the order, is stated beside it.
+10 TB in row groups of 16 MB are 655,360 work units of 8,192 rows. There are 128 ranks, 1,024 key groups and a global batch of
+8,192. The units are synthetic, and are processed by the code of a real run: written to and read from the lakehouse, cut, ordered,
+opened at a late step. The state is that of a manifest: [pass, block, position, offset] of each source and key group, as
+JSON. The other side is a pickled state of torchdata's StatefulDataLoader for the same table: a map of 128 ranks, with 4
+workers each, whose datasets keep the minimum to resume a shuffled read: the order of its row groups and
+its position in them. The smallest form, a seed instead of the order, is reported too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GROUP_ROWS, _GROUP_BYTES, _FILE_GROUPS = 8_192, 16 * 2**20, 32
 
 
 def main() -> None:
-    """Measure state, planning and opening, each in a process of its own, and report."""
+    """Measure state, planning and opening, each in a separate process, and report."""
     units = 65_536 if "--quick" in sys.argv[1:] else 655_360
     if "--part" in sys.argv[1:]:
         _part(sys.argv[-2], int(sys.argv[-1]))
@@ -64,8 +64,8 @@ def _part(name: str, units: int) -> None:
 def _in_own_process(part: str, units: int) -> dict[str, Figure]:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.state", "--part", part, str(units)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    *said, last = done.stdout.splitlines()
-    print(json.dumps({"part": part, "units": units, "loadavg": os.getloadavg(), "said": said}), flush=True)
+    *lines, last = done.stdout.splitlines()
+    print(json.dumps({"part": part, "units": units, "loadavg": os.getloadavg(), "said": lines}), flush=True)
     return {name: Figure(**figure) for name, figure in json.loads(last).items()}
 
 
@@ -79,7 +79,7 @@ def _say(**figures: tuple[float, str, str | None]) -> None:
 
 
 def _state(units: int) -> None:
-    """Bytes of the state in the middle of the second pass; packed, with a token offset in each of 4 sources."""
+    """Measure the state's bytes in the middle of the second pass, packed, with a token offset in each of 4 sources."""
     table = _units(units)
     order = _leg(_source("p", passes=4)).order({"p": table})
     steps = 3 * int(table.rows.sum()) // _BATCH // 2
@@ -105,7 +105,7 @@ def _bytes(state: Any) -> int:
 
 
 class _RowGroups(IterableDataset[int]):
-    """One rank's row groups, shared out among its workers; its state is the shuffled order and where it is in it."""
+    """One rank's row groups, divided among its workers. Its state is the shuffled order and its position."""
 
     def __init__(self, groups: int, *, seeded: bool) -> None:
         self._groups = groups
@@ -124,7 +124,7 @@ class _RowGroups(IterableDataset[int]):
 
 
 def _torchdata_bytes(units: int, *, seeded: bool) -> int:
-    """The pickled states of all ranks: one is asked of the real loader, the others are as large."""
+    """Return the pickled states of all ranks. One is made by the real loader, and the others have the same size."""
     loader = StatefulDataLoader(_RowGroups(units, seeded=seeded), batch_size=2, num_workers=_WORKERS)
     iterator = iter(loader)
     next(iterator)
@@ -137,7 +137,7 @@ def _torchdata_bytes(units: int, *, seeded: bool) -> int:
 
 
 def _plan(units: int) -> None:
-    """Write the plan, read it again, write the slices of a pass."""
+    """Write the plan, read it again, and write the slices of a pass."""
     with tempfile.TemporaryDirectory(prefix="dlac-state-") as home:
         lakehouse = connect(LakehouseConfig().at_home(Path(home)))
         before, started = _rss(), time.perf_counter()
@@ -165,9 +165,9 @@ def _plan(units: int) -> None:
 
 
 def _open(units: int) -> None:
-    """Load a written plan, and open the order at 99 % of the third pass: what a rank does before it reads."""
+    """Load a written plan, and open the order at 99 % of the third pass, like a rank before it reads."""
     with tempfile.TemporaryDirectory(prefix="dlac-state-") as home:
-        row = _written_by_another(Path(home), units)
+        row = _write_elsewhere(Path(home), units)
         lakehouse = connect(LakehouseConfig().at_home(Path(home)))
         before, started = _rss(), time.perf_counter()
         plan = unit_table(read_units(lakehouse, row))
@@ -191,8 +191,8 @@ def _open(units: int) -> None:
         )
 
 
-def _written_by_another(home: Path, units: int) -> PlanRow:
-    """The plan, written by a process that is gone: its memory is not counted here."""
+def _write_elsewhere(home: Path, units: int) -> PlanRow:
+    """Return the plan, written by a process that has ended, so that its memory does not count."""
     command = [sys.executable, "-m", "benchmarks.state", "--part", f"write:{home}", str(units)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: PlanRow = pickle.loads(bytes.fromhex(done.stdout.splitlines()[-1]))

@@ -1,8 +1,8 @@
-"""What checkpoints behind training cost a whole training: `python -m benchmarks.training [--quick]`.
+"""Cost of background checkpoints in a whole training: `python -m benchmarks.training [--quick]`.
 
-One rank trains one model on the device of this machine, in blocks of about 30 s. Every other block begins with an asynchronous
-checkpoint, which is committed within it. A block with one stands beside the two without that surround it, and those beside each
-other. On the CPU writing and digesting share the cores with training. The first checkpoint, which takes fresh memory, is reported
+One rank trains one model on the device of this node, in blocks of about 30 s. Every other block begins with an asynchronous
+checkpoint, which is committed within it. A block with one is compared with the two without that surround it, and those with each
+other. On the CPU writing and digesting share the cores with training. The first checkpoint, which allocates memory, is reported
 separately.
 """
 
@@ -32,7 +32,7 @@ _FULL = {"width": "768", "layers": "10", "vocabulary": "18432", "tokens": "32"}
 _QUICK = {"width": "384", "layers": "4", "vocabulary": "4096", "tokens": "32"}
 _BATCH = 8
 _TRIED = 4
-"""Steps of a block before it is known how long they take."""
+"""Steps of a block before their duration is known."""
 Measured = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 def measure_training(
     params: dict[str, str], *, block_s: float, pairs: int, environment: dict[str, str]
 ) -> dict[str, Figure]:
-    """Train in blocks with and without a checkpoint, on the device of this machine."""
+    """Train in blocks with and without a checkpoint, on the device of this node."""
     with tempfile.TemporaryDirectory(prefix="dlac-training-") as home:
         tried = _train(Path(home), params, _TRIED, 1, environment)["stamps_s"][_TRIED - 1 :: _TRIED]
     block = max(_TRIED, round(_TRIED * block_s / min(after - before for before, after in pairwise(tried))))
@@ -84,7 +84,7 @@ def _figures(taken: list[float], without: list[float], checkpoints: list[dict[st
 
 
 def _train(home: Path, params: dict[str, str], block: int, pairs: int, environment: dict[str, str]) -> Measured:
-    """Times of the steps' ends, and the checkpoints at the beginnings of blocks."""
+    """Return the times of the steps' ends, and the checkpoints at the beginnings of blocks."""
     steps = block * (2 * pairs + 2)
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")

@@ -1,4 +1,4 @@
-"""Inputs that must be refused, by kind: 400 and more that people type, paste or compute by mistake."""
+"""Bad inputs by kind: at least 400 that people type, paste or compute by mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FINISHED = "done"
-"""The only run of the lakehouse in which the inputs are tried."""
+"""The only run of the lakehouse of the inputs."""
 SECRET = "hunter2"
 _INF, _NAN = float("inf"), float("nan")
 _HUGE = 10**30
@@ -109,19 +109,19 @@ _VALUES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadInput:
-    """One input: arguments of `dlac`, or of `open_dataset`; `files` are made in an empty working folder."""
+    """One input: arguments of `dlac` or of `open_dataset`, and `files` to make in an empty working folder."""
 
     kind: str
     name: str
     arguments: list[str] = field(default_factory=list)
     dataset: dict[str, Any] | None = None
     spec: dict[str, Any] | None = None
-    """Written as spec.yaml."""
+    """The content of spec.yaml."""
     files: dict[str, bytes] = field(default_factory=dict)
 
 
 def bad_inputs(script: str) -> list[BadInput]:
-    """Return every bad input; `script` is a training script that exists."""
+    """Return every bad input. `script` is an existing training script."""
     return [*_of_specs(script), *_of_spec_files(), *_of_commands(), *_of_datasets()]
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium that is driven as a person would drive it: open a page, wait for what it shows, click, take a picture."""
+"""A headless Chromium that is used as by a person: open a page, wait for its text, click, take a picture."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ class Page:
         self._asked = 0
 
     def open(self, path: str) -> None:
-        """Go to a path of the website."""
+        """Open a path of the website."""
         self._ask("Page.navigate", url=f"{self._address}{path}")
 
     def wait_for(self, *expected: str, within_s: float = 120.0) -> None:
-        """Wait until the page shows all of it; fails with what it shows instead."""
+        """Wait until the page shows all of the texts. Fail with its actual text."""
         deadline = time.monotonic() + within_s
         while missing := [words for words in expected if words not in self.text()]:
             assert time.monotonic() < deadline, f"the page does not show {missing!r}, but: {self.text()[:3000]}"
             time.sleep(0.3)
 
     def text(self) -> str:
-        """What a person can read."""
+        """Return the visible text."""
         return str(self._value("document.body ? document.body.innerText : ''"))
 
     def click(self, label: str, *, nth: int = 0) -> None:
-        """Click what has this label, the n-th of several."""
+        """Click the n-th element with this label."""
         clicked = self._value(_CLICK % (json.dumps(label), nth, nth, nth))
         assert clicked, f"nothing is labelled {label!r} in: {self.text()[:3000]}"
 
     def loaded_pictures(self) -> int:
-        """Pictures embedded in the page that were decoded and have a size."""
+        """Return the number of embedded pictures that were decoded and have a size."""
         found = "[...document.images].filter(one => one.src.startsWith('data:image/png') && one.naturalWidth > 100)"
         return int(self._value(f"{found}.length"))
 
     def picture(self, path: Path, *, width: int = 1500, height: int = 1000) -> None:
-        """A screenshot."""
+        """Take a screenshot."""
         self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        time.sleep(1.5)  # what moves comes to rest
+        time.sleep(1.5)  # until animations end
         path.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot", format="png")["data"]))
 
     def _value(self, expression: str) -> Any:
@@ -92,7 +92,7 @@ class Page:
 
 @contextmanager
 def browsing(address: str, profile: Path) -> Iterator[Page]:
-    """A browser of its own on a website."""
+    """Open a new browser on a website."""
     command = ["chromium", *_FLAGS, f"--user-data-dir={profile}", "--window-size=1500,1000", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:

@@ -1,4 +1,4 @@
-"""Requests for a cluster, and a scheduler without one: its answers are given, and what is asked of it is kept."""
+"""Requests for a cluster, and a scheduler without a cluster: its answers are given, and its calls are recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOST = JobState(name="RUNNING", first_node_lost=True)
 Answer = JobState | Exception | None | Callable[[], JobState | None]
 
 
-def asked(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
+def cluster_request(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
     """Return a request for a job on a scheduler."""
     return Request(
         spec=parse_spec(
@@ -37,7 +37,7 @@ def asked(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
 
 
 class Scripted:
-    """A scheduler whose answers come one after the other; the last one stays. An answer may be an error, or be computed."""
+    """A scheduler with a list of answers, the last of which stays. An answer may be an error, or a function."""
 
     name = "Slurm"
 
@@ -46,11 +46,11 @@ class Scripted:
         self.log = log
         self.calls: list[str] = []
         self.near: list[str] = []
-        """Nodes that the job should have."""
+        """Preferred nodes of the job."""
         self.refuses: dict[str, list[Exception]] = {}
-        """Errors of the next calls by a name."""
+        """Errors of the next calls, by name."""
 
-    def _called(self, name: str) -> None:
+    def _record_call(self, name: str) -> None:
         self.calls.append(name)
         if self.refuses.get(name):
             raise self.refuses[name].pop(0)
@@ -60,28 +60,28 @@ class Scripted:
         return ""
 
     def submit(self, request: Request, near: Sequence[str]) -> str:
-        """Take the job."""
+        """Accept the job."""
         self.near = [*near]
-        self._called("submit")
+        self._record_call("submit")
         return "7"
 
     def state(self, job: str) -> JobState | None:
-        """Give the next answer."""
-        self._called("state")
+        """Return the next answer."""
+        self._record_call("state")
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
             raise answer
         return answer() if callable(answer) else answer
 
     def read(self, job: str) -> list[tuple[str, str]]:
-        """Give what was added to the log."""
+        """Return new lines of the log."""
         piece, self.log = self.log, ""
         return [("", piece)]
 
     def requeue(self, job: str) -> None:
-        """Note it."""
-        self._called("requeue")
+        """Record the call."""
+        self._record_call("requeue")
 
     def cancel(self, job: str) -> None:
-        """Note it."""
-        self._called("cancel")
+        """Record the call."""
+        self._record_call("cancel")

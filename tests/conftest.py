@@ -1,4 +1,4 @@
-"""What the tests share: a lakehouse in a folder, source tables, job specs, training here, launches, and journals."""
+"""Fixtures and helpers of all tests: a lakehouse in a folder, source tables, job specs, training, launches and journals."""
 
 from __future__ import annotations
 
@@ -32,21 +32,17 @@ from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.empty_lakehouse import make_empty_lakehouse
 from tests.launches import Launch, wait_until
 
-__all__ = ["Launch", "wait_until"]  # test modules have them from here
+__all__ = ["Launch", "wait_until"]  # test modules import them from here
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
 if TYPE_CHECKING:
-    from tests.object_store import Network, ObjectStore  # which needs this module
+    from tests.object_store import Network, ObjectStore  # imports this module
 
-settings.register_profile(
-    "noisy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
-settings.register_profile("new examples", settings.get_profile("noisy machines"), derandomize=False)
-settings.load_profile(
-    "noisy machines"
-)  # the same examples each time; `--hypothesis-profile "new examples"` draws others
+settings.register_profile("noisy nodes", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("new examples", settings.get_profile("noisy nodes"), derandomize=False)
+settings.load_profile("noisy nodes")  # the same examples each time; `--hypothesis-profile "new examples"` draws others
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
 R = TypeVar("R", bound=LedgerRow)
@@ -56,7 +52,7 @@ Steps = dict[int, list[int]]
 
 @dataclass
 class Arena:
-    """A lakehouse in a folder, and what is done with it."""
+    """A lakehouse in a folder, and the runs in it."""
 
     home: Path
     monkeypatch: pytest.MonkeyPatch
@@ -72,7 +68,7 @@ class Arena:
         (self.home / "journal").mkdir(exist_ok=True)
 
     def table(self, name: str = "src.t", *, appends: tuple[int, ...] = (500,) * 4, row_group_rows: int = 50) -> Table:
-        """A table of (row_id, x, even, name) with one data file per append."""
+        """Make a table of (row_id, x, even, name) with one data file per append."""
         rows = source_rows(0, sum(appends))
         self.lakehouse.catalog.create_table(
             name, rows.schema, properties={"write.parquet.row-group-limit": str(row_group_rows)}
@@ -84,7 +80,7 @@ class Arena:
         return self.lakehouse.load(name)
 
     def spec(self, run: str, program: str = "train_tiny.py", **changes: Any) -> JobSpec:
-        """A job spec; `changes` are fields of any of its sections, or params."""
+        """Return a job spec. `changes` are fields of any of its sections, or params."""
         sections: dict[str, dict[str, Any]] = {
             "source": {"table": "src.t", "columns": ["row_id", "x"]},
             "order": {"batch_size": 32, "key_groups": 8, "seed": 3, "passes": 2},
@@ -102,11 +98,11 @@ class Arena:
         return parse_spec(raw, origin="the test").resolved(self.home)
 
     def program(self, name: str) -> Path:
-        """One of the training scripts of the tests."""
+        """Return one of the tests' training scripts."""
         return PROGRAMS / name
 
     def train(self, spec: JobSpec, *, until: int | None = None) -> Steps:
-        """Train in this process, alone; `until` is the step in whose middle the process "dies"."""
+        """Train in this process with one rank. `until` is the step in which the process "dies"."""
         path = self.home / f"{spec.run}.yaml"
         path.write_text(yaml.safe_dump(spec.model_dump()))
         self.monkeypatch.setenv("DLAC_HOME", str(self.home))
@@ -122,13 +118,13 @@ class Arena:
         return seen
 
     def launch(self, spec: JobSpec, *, under: Sequence[str] = (), **request: Any) -> Launch:
-        """Start a supervisor process of its own on this spec; `under`: a command that runs another one in its place."""
+        """Start a supervisor process for this spec. `under` is a command that runs another one."""
         log = self.home / f"supervisor-{len(self.launches)}.jsonl"
         self.launches.append(Launch({"spec": spec.model_dump(mode="json"), **request}, log, under))
         return self.launches[-1]
 
     def close(self) -> None:
-        """End what is left of the launches."""
+        """End the remaining launches."""
         for launch in self.launches:
             launch.destroy()
 
@@ -137,15 +133,15 @@ class Arena:
     @overload
     def rows(self, run: str, *kinds: type[R]) -> list[R]: ...
     def rows(self, run: str, *kinds: type[LedgerRow]) -> Sequence[LedgerRow]:
-        """The run's ledger rows."""
+        """Return the run's ledger rows."""
         return Ledger(self.lakehouse).rows(run, kinds=kinds)
 
     def head(self, run: str) -> str | None:
-        """The run's head."""
+        """Return the run's head."""
         return Ledger(self.lakehouse).state(run).fence.head
 
     def lineage(self, run: str, head: str | None = None) -> list[CheckpointRow]:
-        """The surviving checkpoints, oldest first; or those of another head."""
+        """Return the surviving checkpoints, oldest first, or those of another head."""
         checkpoints = {row.checkpoint_id: row for row in self.rows(run, CheckpointRow)}
         chain, head = [], head or self.head(run)
         while head is not None:
@@ -154,18 +150,18 @@ class Arena:
         return chain[::-1]
 
     def losses(self, run: str, head: str | None = None) -> list[float]:
-        """The loss of every step on the surviving lineage, or that of another head."""
+        """Return the loss of every step on the surviving lineage, or that of another head."""
         return [loss for row in self.lineage(run, head) for loss in row.losses]
 
     def entries(self, run: str) -> list[dict[str, Any]]:
-        """What the training function itself wrote: attempt, step, rank, rows, loss; lines that were cut short left out."""
+        """Return the journal of the training function: attempt, step, rank, rows and loss, without incomplete lines."""
         paths = (self.home / "journal").glob(f"{run}-*-*.jsonl")
         lines = [line for path in paths for line in path.read_text().splitlines(keepends=True)]
         found = [json.loads(line) for line in lines if line.endswith("\n")]
         return [entry for entry in found if entry["run"] == run]
 
     def recorded(self, run: str, head: str | None = None) -> Steps:
-        """Row ids that the ledger's advances name, by the step of each surviving checkpoint; worked out in SQL alone."""
+        """Return the row ids in the ledger's advances, by the step of each surviving checkpoint. Only SQL is used."""
         lineage = {row.checkpoint_id for row in self.lineage(run, head)}
         advances = [row for row in self.rows(run, AdvanceRow) if row.checkpoint_id in lineage]
         names = ("step", "plan_id", "cut_id", "key_group", "block", "position_start", "position_end")
@@ -187,7 +183,7 @@ class Arena:
         return steps
 
     def journal(self, run: str, head: str | None = None) -> Steps:
-        """What the training function itself wrote for every step on the surviving lineage, or that of another head."""
+        """Return the training function's journal of every step on the surviving lineage, or that of another head."""
         written: dict[tuple[int, int], dict[int, list[int]]] = {}
         for entry in self.entries(run):
             written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
@@ -203,7 +199,7 @@ class Arena:
 
 
 def source_rows(start: int, count: int) -> pa.Table:
-    """Rows start .. start+count-1 of the source: x is a function of row_id."""
+    """Return rows start .. start+count-1 of the source. x is a function of row_id."""
     ids = np.arange(start, start + count)
     x = np.sin(ids[:, None] * np.array([1.0, 2.0, 3.0, 4.0])).astype(np.float32)
     return pa.table(
@@ -241,7 +237,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _check_soak_marks(item: pytest.Item) -> None:
-    """Soak marks on some of a test's parameters leave the others to `make test`: none on the whole test takes these along."""
+    """Check that a test has no soak mark of its own if some of its parameters have one: it would mark all of them."""
     values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
     some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
     if some and len(list(item.iter_markers("soak"))) > 1:
@@ -252,22 +248,22 @@ def _check_soak_marks(item: pytest.Item) -> None:
 
 @pytest.fixture
 def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
-    """An empty lakehouse of this test's own."""
-    made = Arena(tmp_path / "home", monkeypatch)
-    yield made
-    made.close()
+    """An empty lakehouse for this test."""
+    arena = Arena(tmp_path / "home", monkeypatch)
+    yield arena
+    arena.close()
 
 
 @pytest.fixture(scope="session")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    """A lakehouse shared by the runs of many tests, with a finished run named "reference" that nothing disturbed."""
+    """A lakehouse shared by the runs of many tests, with an undisturbed, finished run named "reference"."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        made = Arena(tmp_path_factory.mktemp("campaign"), monkeypatch)
-        made.table()
-        launch = made.launch(made.spec("reference"))
+        arena = Arena(tmp_path_factory.mktemp("campaign"), monkeypatch)
+        arena.table()
+        launch = arena.launch(arena.spec("reference"))
         assert launch.wait() == 0, launch.stderr
-        yield made
-        made.close()
+        yield arena
+        arena.close()
 
 
 @pytest.fixture
@@ -281,12 +277,12 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def network(store: ObjectStore) -> Iterator[Network]:
-    """What lies between training and the server."""
+    """The network between training and the server."""
     from tests.object_store import Network
 
-    made = Network(store.port)
-    yield made
-    made.close()
+    link = Network(store.port)
+    yield link
+    link.close()
 
 
 @pytest.fixture

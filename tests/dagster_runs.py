@@ -1,4 +1,4 @@
-"""What tests of Dagster share: run configurations, waiting for a step, events, and the ticks of sensors."""
+"""Helpers of Dagster tests: run configurations, waiting for a step, events, and the ticks of sensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import Arena, wait_until
 
 
 def job_config(spec: JobSpec) -> dict[str, Any]:
-    """The run configuration of a training run."""
+    """Return the run configuration of a training run."""
     return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
 
 
@@ -28,7 +28,7 @@ def dagster_run(
     job: str = "train_job",
     **tags: str,
 ) -> dg.DagsterRun:
-    """A run of a job in a state; in names of tags "__" stands for "/"."""
+    """Add a run of a job in a state. In names of tags "__" means "/"."""
     return instance.create_run_for_job(
         defs.resolve_job_def(job),
         run_config=job_config(spec),
@@ -41,22 +41,22 @@ def wait_for_step(live: LiveRun, dagster: LocalDagster, run_id: str, step: int) 
     """Wait until the ranks have finished a step."""
     with dagster.instance() as instance:
 
-        def reached() -> bool:
+        def has_reached() -> bool:
             run = instance.get_run_by_id(run_id)
             assert run is None or not run.is_finished, f"{run.status} before step {step}"
             return live.step() >= step
 
-        wait_until(reached, what=f"step {step}")
+        wait_until(has_reached, what=f"step {step}")
 
 
 def events_of(dagster: LocalDagster, run_id: str, kind: dg.DagsterEventType) -> list[Any]:
-    """The events of one kind of a Dagster run."""
+    """Return the events of one kind of a Dagster run."""
     with dagster.instance() as instance:
         return [entry.dagster_event for entry in instance.all_logs(run_id, of_type=kind)]
 
 
 def sensor_ticks(dagster: LocalDagster, after: float, *, sensor: str = "recovery_sensor") -> int:
-    """Evaluations of a sensor that began after a moment and have ended."""
+    """Return the number of a sensor's evaluations that began after a moment and have ended."""
     with dagster.instance() as instance:
         (state,) = (one for one in instance.all_instigator_state() if one.instigator_name == sensor)
         ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id, after=after)
@@ -64,13 +64,13 @@ def sensor_ticks(dagster: LocalDagster, after: float, *, sensor: str = "recovery
 
 
 def runs_that_recover(dagster: LocalDagster, run_id: str) -> list[dg.DagsterRun]:
-    """The recoveries that were requested for a Dagster run."""
+    """Return the recoveries that were requested for a Dagster run."""
     with dagster.instance() as instance:
         return list(instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": run_id})))
 
 
-def trained_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple[str, list[psutil.Process]]:
-    """A Dagster run that has trained to a step; its id, and its processes, from the run's own down to the ranks."""
+def train_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple[str, list[psutil.Process]]:
+    """Launch a Dagster run, wait for a step, and return its id and its processes, from the run's own to the ranks."""
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
     wait_for_step(live, dagster, run_id, step)
@@ -79,13 +79,13 @@ def trained_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple
     return run_id, [worker, *worker.children(recursive=True)]
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    """Whether none of them runs; one that nobody has asked about does not."""
+def have_ended(processes: list[psutil.Process]) -> bool:
+    """Return whether none of the processes runs. A zombie does not run."""
     return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
 
 
 def check_healed(campaign: Arena, dagster: LocalDagster, spec: JobSpec, run_id: str) -> dg.DagsterRun:
-    """Wait for the one recovery; the run is finished, and nothing was lost or repeated."""
+    """Wait for the one recovery, and check that the run is finished and no row was lost or repeated."""
     recovery = dagster.wait(dagster.recovery_of(run_id))
     assert recovery.status == dg.DagsterRunStatus.SUCCESS
     assert len(runs_that_recover(dagster, run_id)) == 1

@@ -1,4 +1,4 @@
-"""Ranks of tests/programs/engine_state.py: they train, save and load a tiny model under an engine, without a run around it."""
+"""Ranks of tests/programs/engine_state.py: they train, save and load a tiny model with an engine, without a run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tests.ports import own_port
 
 PROGRAM = Path(__file__).parent / "programs" / "engine_state.py"
 STEPS = 3
-"""Before the checkpoint."""
+"""Steps before the checkpoint."""
 
 
 @dataclass
-class Ended:
-    """How the ranks ended, and what rank 0 wrote."""
+class RankResults:
+    """The exit statuses of the ranks, and the state that rank 0 wrote."""
 
     codes: list[int]
-    said: list[str]
+    stderr: list[str]
     """Standard error, by rank."""
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def run_ranks(count: int, dump: Path, **request: Any) -> Ended:
+def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
     """Run the program with `count` ranks to its end."""
     common = {
         "REQUEST": json.dumps({"dump": str(dump), **request}, default=str),
@@ -52,29 +52,29 @@ def run_ranks(count: int, dump: Path, **request: Any) -> Ended:
         for rank in range(count)
     ]
     try:
-        said = [rank.communicate(timeout=240)[1] for rank in ranks]
+        stderr = [rank.communicate(timeout=240)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    ended = Ended(codes=[rank.returncode for rank in ranks], said=said)
-    if not any(ended.codes):
-        ended.state = torch.load(dump, weights_only=False)
-    return ended
+    results = RankResults(codes=[rank.returncode for rank in ranks], stderr=stderr)
+    if not any(results.codes):
+        results.state = torch.load(dump, weights_only=False)
+    return results
 
 
 @dataclass
 class Saved:
-    """A checkpoint of an engine, and the state that it was taken of."""
+    """A checkpoint of an engine, and the saved state."""
 
     folder: Path
     world_size: int
     request: dict[str, Any]
     state: dict[str, Any]
-    said: list[str]
+    stderr: list[str]
     """Standard error of the ranks that saved it."""
 
-    def load(self, world_size: int, *, steps: int = 0) -> Ended:
-        """Load it into so many ranks, which then train `steps` steps."""
+    def load(self, world_size: int, *, steps: int = 0) -> RankResults:
+        """Load it with `world_size` ranks, which then train `steps` steps."""
         dump = self.folder.parent / f"loaded-{world_size}.pt"
         return run_ranks(
             world_size,
@@ -89,15 +89,15 @@ class Saved:
 
 
 def save(home: Path, world_size: int, *, writer: str = "direct", **request: Any) -> Saved:
-    """Train `STEPS` steps, save, and train on."""
+    """Train `STEPS` steps, save, and continue training."""
     folder = home / "attempt-0001" / "step-000000003-abcd"
-    ended = run_ranks(world_size, home / "saved.pt", do="save", folder=folder, steps=STEPS, writer=writer, **request)
-    assert not any(ended.codes), ended.said
-    return Saved(folder, world_size, request, ended.state, ended.said)
+    results = run_ranks(world_size, home / "saved.pt", do="save", folder=folder, steps=STEPS, writer=writer, **request)
+    assert not any(results.codes), results.stderr
+    return Saved(folder, world_size, request, results.state, results.stderr)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Everything but the losses, bit for bit."""
+    """Check that everything but the losses is equal, bit for bit."""
     assert found.keys() == expected.keys()
     assert found["tensors"].keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():

@@ -1,6 +1,6 @@
-"""Programs that tests start without waiting for their imports: each is forked from a process that has imported the libraries.
+"""Programs that tests start without their imports: each is forked from a process that has imported the libraries.
 
-`Forked` is used as `subprocess.Popen` is, for a command of Python. The program is a process of its own: with its own arguments,
+`Forked` is used like `subprocess.Popen`, for a Python command. The program is a separate process: with its own arguments,
 environment, streams and session, and with the test as its parent. A test about imports, or about the interpreter's options,
 starts a new Python.
 """
@@ -45,10 +45,13 @@ class Forked(subprocess.Popen[Any]):
     """A program of Python, forked. Arguments that name options of the interpreter other than -c and -m are not supported."""
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
-        """Take the place of Popen's own method: `rest` are its other arguments, of which these are used."""
+        """Replace Popen's own method. `rest` are its other arguments, some of which are used."""
         cwd, env = rest[4:6]
-        reads, _, _, writes, _, says = rest[9:15]
-        streams = [own if own != -1 else shared for own, shared in zip((reads, writes, says), range(3), strict=True)]
+        stdin_end, _, _, stdout_end, _, stderr_end = rest[9:15]
+        streams = [
+            own if own != -1 else shared
+            for own, shared in zip((stdin_end, stdout_end, stderr_end), range(3), strict=True)
+        ]
         self.pid = _fork([*map(os.fspath, args)], env=env, cwd=cwd, new_session=rest[20], streams=streams)
         self._child_created = True
         self._close_pipe_fds(*rest[9:15])  # type: ignore[attr-defined]  # Popen's own, without a type
@@ -57,7 +60,7 @@ class Forked(subprocess.Popen[Any]):
 def _fork(
     arguments: list[str], *, env: Mapping[str, str] | None, cwd: str | None, new_session: bool, streams: list[int]
 ) -> int:
-    """Have a program forked, and return its process id. Its parent is this process."""
+    """Fork a program, and return its process id. Its parent is this process."""
     request = {
         "arguments": arguments[1:] if arguments[0] == sys.executable else arguments,
         "environment": dict(os.environ if env is None else env),
@@ -75,7 +78,7 @@ def _fork(
 
 
 def _adopt_orphans(yes: bool) -> None:
-    """Become the parent of children's children that are left alone, or stop to."""
+    """Become the parent of orphaned grandchildren, or stop it."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
 
 
@@ -94,31 +97,31 @@ def _server() -> socket.socket:
 
 
 def _serve(requests: socket.socket) -> dict[str, Any]:
-    """Fork once for each request. Return in each program, with its request; the server itself never returns."""
+    """Fork once for each request. Return in each program, with its request. The server itself never returns."""
     while True:
         content, streams, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         if not content:
             os._exit(0)
-        reads, writes = os.pipe()
+        stdin_end, stdout_end = os.pipe()
         between = os.fork()
         if between == 0:
             program = os.fork()
             if program == 0:
-                os.close(reads)
-                os.close(writes)
+                os.close(stdin_end)
+                os.close(stdout_end)
                 requests.close()
                 return {**json.loads(content), "streams": streams}
-            os.write(writes, str(program).encode())
+            os.write(stdout_end, str(program).encode())
             os._exit(0)
         os.waitpid(between, 0)  # from now on the program is a child of the test
-        os.close(writes)
-        requests.send(os.read(reads, 100))
-        for stream in (reads, *streams):
+        os.close(stdout_end)
+        requests.send(os.read(stdin_end, 100))
+        for stream in (stdin_end, *streams):
             os.close(stream)
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Take the program's session, folder, environment and streams."""
+    """Set the program's session, folder, environment and streams."""
     if request["new_session"]:
         os.setsid()
     os.chdir(request["folder"])
@@ -154,7 +157,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Import, and serve the requests that come through a socket."""
+    """Import the libraries, and serve the requests of a socket."""
     for name in _IMPORTS:
         importlib.import_module(name)
     gc.collect()
@@ -167,7 +170,7 @@ def main() -> None:
 def _status_of(program: Callable[[], None]) -> int:
     """Run a program to its end, and return its exit status.
 
-    The interpreter does not end itself: it would report what the imports of other programs have left behind.
+    The interpreter does not end itself: it would report left-over objects of other programs' imports.
     """
     status: object = 0
     try:

@@ -12,10 +12,10 @@ from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 
 
 def optional_fields(kinds: Mapping[str, IcebergType], *, first_id: int = 1) -> list[NestedField]:
-    """Optional columns of these types, by name."""
+    """Return optional columns of these types, by name."""
     return [NestedField(at, name, kind, required=False) for at, (name, kind) in enumerate(kinds.items(), first_id)]
 
 
 def arrow_fields(schema: Schema) -> list[pa.Field]:
-    """The columns of a schema as Arrow has them."""
+    """Return the columns of a schema in Arrow."""
     return [pa.field(each.name, arrow_type(each.field_type)) for each in schema.fields]

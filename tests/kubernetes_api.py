@@ -1,6 +1,6 @@
-"""A small API server of Kubernetes: it takes a JobSet or a TrainJob, and runs each pod's command as a process of this host.
+"""A small Kubernetes API server: it accepts a JobSet or a TrainJob, and runs each pod's command as a local process.
 
-No cluster stands behind it: it schedules nothing, evicts nothing and checks no schema. It is what the official client talks to.
+It has no cluster: it schedules nothing, evicts nothing and checks no schema. The official client connects to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pod:
         (container,) = template["spec"]["containers"]
         environment = {one["name"]: one["value"].replace("$$", "$") for one in container["env"] if "value" in one}
         environment["DLAC_NODE_NAME"] = f"node-{index}"  # the one that names a field of the pod
-        # paths and names of the pod, as they are on this host
+        # paths and names of the pod, as they are on this node
         environment |= {"DLAC_REQUEST_FILE": str(secret / "request"), "DLAC_FIRST_NODE": "localhost"}
         environment |= {"DLAC_RENDEZVOUS_KEY_FILE": str(secret / "rendezvous-key")}
         self.lines: list[str] = []
@@ -63,7 +63,7 @@ class Pod:
 
     @property
     def code(self) -> int | None:
-        """The exit status; None: it runs."""
+        """The exit status, or None while it runs."""
         return None if self._reader.is_alive() else self._process.returncode
 
     def end(self, number: signal.Signals) -> None:
@@ -76,15 +76,15 @@ class Pod:
         self.end(signal.SIGKILL)
         self._reader.join()
 
-    def shown(self, job: str) -> Document:
-        """The pod as Kubernetes shows it."""
+    def described(self, job: str) -> Document:
+        """Return the pod as Kubernetes shows it."""
         labels = {"jobset.sigs.k8s.io/jobset-name": job, "batch.kubernetes.io/job-completion-index": str(self.index)}
         phase = "Running" if self.code is None else "Failed" if self.code else "Succeeded"
         return {"metadata": {"name": self.name, "uid": self.uid, "labels": labels}, "status": {"phase": phase}}
 
 
 class Cluster:
-    """The objects that were created, and their pods."""
+    """The created objects, and their pods."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,10 +92,10 @@ class Cluster:
         self.pods: dict[str, list[Pod]] = {}
         self.checked: list[str] = []
         self.refused = ""
-        """Kind of object that is refused."""
+        """A kind of object that is refused."""
 
     def create(self, plural: str, document: Document, *, strict: bool) -> Document | None:
-        """Create an object; its job starts when the secret that its pods mount exists."""
+        """Create an object. Its job starts when the secret of its pods exists."""
         name = document["metadata"]["name"]
         if document["kind"] == self.refused:
             return None
@@ -117,12 +117,12 @@ class Cluster:
         return document
 
     def patch(self, plural: str, name: str, change: Document) -> Document:
-        """Change what an object says of itself."""
+        """Change an object's fields."""
         self.objects[plural, name]["metadata"] |= change["metadata"]
         return self.objects[plural, name]
 
     def get(self, plural: str, name: str) -> Document | None:
-        """An object with its status; a deleted one until its pods have ended."""
+        """Return an object with its status. A deleted one is returned until its pods have ended."""
         if (plural, name) not in self.objects:
             return None
         found, codes = self.objects[plural, name], [pod.code for pod in self.pods.get(name, [])]
@@ -135,7 +135,7 @@ class Cluster:
         return {**found, "status": {kind[1]: [{"active": int(not ended)}], "conditions": [condition] if ended else []}}
 
     def delete(self, plural: str, name: str) -> Document | None:
-        """Have the pods of a job end."""
+        """End the pods of a job."""
         if (plural, name) not in self.objects:
             return None
         self.objects[plural, name]["metadata"]["deletionTimestamp"] = "2026-11-23T00:00:00Z"
@@ -178,7 +178,7 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
             if name is None:
                 (selector,) = query["labelSelector"]
                 job = selector.partition("=")[2]
-                self._send(200, {"kind": "PodList", "items": [pod.shown(job) for pod in cluster.pods.get(job, [])]})
+                self._send(200, {"kind": "PodList", "items": [pod.described(job) for pod in cluster.pods.get(job, [])]})
             else:
                 (pod,) = [pod for pods in cluster.pods.values() for pod in pods if pod.name == name]
                 self._send(200, "".join(pod.lines))
@@ -199,14 +199,14 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
 
 
 def use_configuration(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the client read this kubeconfig; it reads the variable KUBECONFIG once, when it is imported."""
+    """Make the client read this kubeconfig. It reads the variable KUBECONFIG once, at its import."""
     monkeypatch.setattr("kubernetes.config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
 
 
 @contextmanager
 def kubernetes_api(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A running API server, and a kubeconfig that names it."""
+    """Yield a running API server, and set a kubeconfig for it."""
     cluster = Cluster(folder)
     with ThreadingHTTPServer(("127.0.0.1", 0), _handler(cluster)) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

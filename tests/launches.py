@@ -1,4 +1,4 @@
-"""Supervisor processes that tests launch, and waiting for what they report."""
+"""Supervisor processes that tests launch, and waits for their events."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.forked import Forked
 
 
 class Launch:
-    """A supervisor process and what it says."""
+    """A supervisor process and its events."""
 
     def __init__(self, request: dict[str, Any], log: Path, under: Sequence[str] = ()) -> None:
-        """`under`: a command that runs another one in its place."""
+        """`under` is a command that runs another one."""
         self._log = log
         start = subprocess.Popen if under else Forked
         with log.open("wb") as stdout, log.with_suffix(".err").open("wb") as stderr:
@@ -41,20 +41,20 @@ class Launch:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What it has said so far."""
+        """The events so far."""
         return [json.loads(line) for line in self._log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     @property
     def stderr(self) -> str:
-        """What it wrote to standard error."""
+        """The text on standard error."""
         return self._log.with_suffix(".err").read_text()
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Its events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
     def wait_for(self, kind: str, count: int = 1) -> dict[str, Any]:
-        """Wait until it has said `count` events of a kind; returns the last of them."""
+        """Wait for `count` events of a kind, and return the last one."""
         wait_until(lambda: len(self.of(kind)) >= count or self.process.poll() is not None, what=f"{kind} event")
         assert len(self.of(kind)) >= count, (
             f"ended with {self.process.poll()}: {self.events[-3:]} {self.stderr[-2000:]}"
@@ -62,20 +62,24 @@ class Launch:
         return self.of(kind)[count - 1]
 
     def wait(self) -> int:
-        """Wait for its end; returns the exit status."""
+        """Wait for its end, and return the exit status."""
         return self.process.wait(timeout=600)
 
     def ranks(self) -> list[psutil.Process]:
-        """The rank processes that it, or its fork server, has now, by rank."""
+        """Return the current ranks of it or of its fork server, by rank."""
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children()
-            titles = {one: " ".join(one.cmdline()) for one in children}
-            servers = [one for one, title in titles.items() if re.search("fork.server", title)]  # named so once it runs
-            forked = [one for server in servers for one in server.children()]
+            titles = {process: " ".join(process.cmdline()) for process in children}
+            servers = [
+                process for process, title in titles.items() if re.search("fork.server", title)
+            ]  # its title once it runs
+            forked = [process for server in servers for process in server.children()]
             spawned = [
-                one for one, title in titles.items() if re.search(r"dlac_pipeline\.ranks\.rank|^dlac \S+ rank ", title)
+                process
+                for process, title in titles.items()
+                if re.search(r"dlac_pipeline\.ranks\.rank|^dlac \S+ rank ", title)
             ]
-            return sorted([*forked, *spawned], key=lambda one: one.pid)
+            return sorted([*forked, *spawned], key=lambda process: process.pid)
         return []
 
     def signal_all(self, number: signal.Signals) -> None:
@@ -85,14 +89,14 @@ class Launch:
                 os.kill(pid, number)
 
     def destroy(self) -> None:
-        """SIGKILL everything; a rank dies with its supervisor."""
+        """Send SIGKILL to all processes. A rank dies with its supervisor."""
         self.signal_all(signal.SIGKILL)
         self.process.wait()
         self.stdin.close()
 
 
 def wait_until(holds: Callable[[], bool], *, what: str, within_s: float = 300.0) -> None:
-    """Poll until something holds; fail after `within_s`."""
+    """Poll until a condition holds. Fail after `within_s`."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, f"waited {within_s:.0f} s in vain for: {what}"

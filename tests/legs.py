@@ -14,7 +14,7 @@ from dlac_pipeline.plan.units import UnitTable
 
 
 def units_of(rows: Sequence[int], dead: dict[int, list[int]] | None = None) -> UnitTable:
-    """Units of one file with these rows and dead offsets."""
+    """Return units of one file with these rows and dead offsets."""
     counts = np.array(rows, dtype=np.int64)
     return UnitTable(
         file_paths=["f"],
@@ -28,7 +28,7 @@ def units_of(rows: Sequence[int], dead: dict[int, list[int]] | None = None) -> U
 
 
 def source_of(plan_id: str = "p", *, key_groups: int = 4, passes: int = 1, **changes: Any) -> LegSource:
-    """A source of which nothing was read."""
+    """Return a source without any read row."""
     fields: dict[str, Any] = {
         "name": f"src.{plan_id}",
         "table": f"src.{plan_id}",
@@ -45,7 +45,7 @@ def source_of(plan_id: str = "p", *, key_groups: int = 4, passes: int = 1, **cha
 
 
 def leg_of(*sources: LegSource, **changes: Any) -> Leg:
-    """A leg of these sources, or of one that nothing is known of."""
+    """Return a leg of these sources, or of one default source."""
     key_groups = changes.get("key_groups", 4)
     fields: dict[str, Any] = {
         "index": 0,
@@ -61,6 +61,6 @@ def leg_of(*sources: LegSource, **changes: Any) -> Leg:
 
 
 def order_of(units: UnitTable, passes: int = 1, **changes: Any) -> LegOrder:
-    """The order of a leg over one plan."""
+    """Return the order of a leg over one plan."""
     key_groups = changes.get("key_groups", 4)
     return leg_of(source_of(key_groups=key_groups, passes=passes), **changes).order({"p": units})

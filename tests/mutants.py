@@ -1,8 +1,8 @@
-"""Mutation test of the heart of the product: `python -m tests.mutants [--jobs N] [--only WORD]`, or `make mutants`.
+"""Mutation test of the most important code: `python -m tests.mutants [--jobs N] [--only WORD]`, or `make mutants`.
 
-`tests/mutants.toml` lists mutants: one line of code, what it becomes, and the tests that must fail then. Each is applied to a
-copy of the tree, never to the checkout. The named tests are first run without any mutant. The program fails if these fail, if a
-line is not found exactly once, if a mutant is no program any more, or if one survives. Its last line is a JSON object, as that
+`tests/mutants.toml` lists mutants: a line of code, its replacement, and the tests that must fail then. Each is applied to a
+copy of the tree, never to the checkout. The named tests first run without any mutant. The program fails if these fail, if a
+line is not found exactly once, if a mutant is not valid Python, or if one survives. Its last line is a JSON object like that
 of the benchmarks.
 """
 
@@ -27,7 +27,7 @@ _TREE = Path(__file__).parents[1]
 _LIST = Path(__file__).with_name("mutants.toml")
 _LIMIT_S = 1200
 _FAILED, _PASSED = 1, 0
-"""Exit codes of pytest; any other says that no test gave a verdict."""
+"""Exit codes of pytest with a verdict. Any other means that no test gave one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def read_mutants(only: str = "") -> list[Mutant]:
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy what git knows, or would add, of this tree; returns the copy."""
+    """Copy the tracked and untracked files of this tree, except ignored ones, and return the copy."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=_TREE,
@@ -79,7 +79,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Run tests in a copy of the tree, on its own code; returns pytest's exit code and its last lines."""
+    """Run tests in a copy of the tree, on its own code. Return pytest's exit code and its last lines."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     where = f"import dlac_pipeline, sys; sys.exit(not dlac_pipeline.__file__.startswith({str(tree)!r}))"
     subprocess.run([sys.executable, "-c", where], cwd=tree, env=env, check=True)
@@ -100,17 +100,17 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def check_mutant(mutant: Mutant, trees: SimpleQueue[Path]) -> str:
-    """Run a mutant's tests on one of the copies; returns `caught`, `survived`, or why there is no verdict."""
+    """Run a mutant's tests on one of the copies. Return `caught`, `survived`, or the reason for no verdict."""
     tree = trees.get()
     path = tree / mutant.file
     original = path.read_text()
     try:
         path.write_text(mutant.changed(original))
-        code, said = run_tests(tree, mutant.tests)
+        code, output = run_tests(tree, mutant.tests)
     finally:
         path.write_text(original)
         trees.put(tree)
-    verdict = {_FAILED: "caught", _PASSED: "survived"}.get(code, f"no verdict, pytest ended with {code}:\n{said}")
+    verdict = {_FAILED: "caught", _PASSED: "survived"}.get(code, f"no verdict, pytest ended with {code}:\n{output}")
     print(f"{verdict.splitlines()[0]:<10} {mutant.name:<42} {mutant.file}", flush=True)
     return verdict
 
@@ -122,16 +122,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="test the mutants whose name contains this")
     asked = parser.parse_args()
     mutants = read_mutants(asked.only)
-    for mutant in mutants:  # a list that is out of date is reported before anything runs
+    for mutant in mutants:  # an outdated list is reported before any test runs
         mutant.changed((_TREE / mutant.file).read_text())
     with tempfile.TemporaryDirectory(prefix="dlac-mutants-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(asked.jobs):
             trees.put(copy_tree(Path(folder).resolve() / f"{number}"))
         clean = copy_tree(Path(folder).resolve() / "clean")
-        code, said = run_tests(clean, sorted({test for mutant in mutants for test in mutant.tests}))
+        code, output = run_tests(clean, sorted({test for mutant in mutants for test in mutant.tests}))
         if code != _PASSED:
-            sys.exit(f"expected the tests to pass without a mutant, found exit code {code}:\n{said}")
+            sys.exit(f"expected the tests to pass without a mutant, found exit code {code}:\n{output}")
         with ThreadPoolExecutor(asked.jobs) as pool:
             verdicts = list(pool.map(lambda mutant: check_mutant(mutant, trees), mutants))
     for mutant, verdict in zip(mutants, verdicts, strict=True):

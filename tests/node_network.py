@@ -1,4 +1,4 @@
-"""Nodes on a network of their own, with a lakehouse: what tests and the soak of several nodes share.
+"""Nodes on their own network with a lakehouse, for tests and for the soak campaign of several nodes.
 
 The catalog is a PostgreSQL server on the network, with the rendezvous beside it. The checkpoint store is a shared folder.
 """
@@ -20,8 +20,8 @@ import pytest
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from tests.conftest import Arena
-from tests.crews import job, leader_of
-from tests.hosts import SWITCH_HOST, Host, host, switched
+from tests.launched_nodes import job, leader_of
+from tests.network_namespaces import SWITCH, NetworkNode, network_node, open_switch
 from tests.postgres_server import postgres
 
 if TYPE_CHECKING:
@@ -29,45 +29,45 @@ if TYPE_CHECKING:
     from tests.conftest import Launch
 
 BATCH = 24
-"""Three ranks can share it, as can two and one."""
+"""Batch size that three, two and one ranks divide."""
 
 
 @dataclass
 class Network:
-    """A lakehouse on a network, and machines there that train a run."""
+    """A lakehouse on a network, and nodes that train a run."""
 
     arena: Arena
     address: str
     catalog: LakehouseConfig
-    """As the machines reach it."""
+    """The lakehouse as the nodes reach it."""
     rendezvous: str
     stack: ExitStack
-    launches: dict[Host, Launch] = field(default_factory=dict)
+    launches: dict[NetworkNode, Launch] = field(default_factory=dict)
 
     def job(self, run: str, nodes: str, **changes: Any) -> JobSpec:
-        """A job for so many machines."""
+        """Return a job for a range of nodes."""
         meets = {"nodes": nodes, "rendezvous": self.rendezvous, "batch_size": BATCH, "gather_timeout_s": 120}
         spec = job(self.arena, run, **meets, **changes)
         return spec.model_copy(update={"lakehouse": self.catalog})
 
-    def join(self, name: str, spec: JobSpec) -> Host:
-        """A new machine that takes part."""
-        made = self.stack.enter_context(host(name))
+    def join(self, name: str, spec: JobSpec) -> NetworkNode:
+        """Start a new node that takes part."""
+        made = self.stack.enter_context(network_node(name))
         self.launches[made] = self.arena.launch(spec, under=made.command)
         return made
 
-    def lose(self, lost: Host) -> None:
-        """It is gone from one moment to the next, with its network."""
+    def lose(self, lost: NetworkNode) -> None:
+        """Kill a node, with its network, at once."""
         lost.unplug()
         self.launches.pop(lost).destroy()
 
-    def leader(self) -> Host:
-        """Who leads."""
+    def leader(self) -> NetworkNode:
+        """Return the leading node."""
         leader = leader_of(list(self.launches.values()))
         return next(each for each, launch in self.launches.items() if launch is leader)
 
     def check_finished(self, *, within_s: float = 150.0) -> None:
-        """All that are still there end well."""
+        """Check that all remaining nodes succeed."""
         deadline = time.monotonic() + within_s
         for each, launch in self.launches.items():
             code = launch.process.wait(timeout=max(1.0, deadline - time.monotonic()))
@@ -75,13 +75,13 @@ class Network:
 
 
 @contextmanager
-def serving(address: str) -> Iterator[None]:
-    """`dlac rendezvous`, beside the catalog."""
+def serve_rendezvous(address: str) -> Iterator[None]:
+    """Run `dlac rendezvous`, next to the catalog."""
     command = [
         "ip",
         "netns",
         "exec",
-        SWITCH_HOST,
+        SWITCH,
         sys.executable,
         "-m",
         "dlac_pipeline.cli.main",
@@ -104,13 +104,13 @@ def open_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Netw
     home = folder / "home"
     home.mkdir()
     with ExitStack() as stack:
-        address = stack.enter_context(switched())
-        under = ["ip", "netns", "exec", SWITCH_HOST]
+        address = stack.enter_context(open_switch())
+        under = ["ip", "netns", "exec", SWITCH]
         uri = stack.enter_context(postgres(listens=address, under=under))
-        here = LakehouseConfig(uri=uri).at_home(home)
-        there = here.model_copy(update={"uri": f"postgresql+psycopg2://dagster@{address}/postgres"})
+        config_here = LakehouseConfig(uri=uri).at_home(home)
+        config_there = config_here.model_copy(update={"uri": f"postgresql+psycopg2://dagster@{address}/postgres"})
         meets = f"{address}:{free_port()}"
-        stack.enter_context(serving(meets))
-        arena = Arena(home, monkeypatch, here)
+        stack.enter_context(serve_rendezvous(meets))
+        arena = Arena(home, monkeypatch, config_here)
         stack.callback(arena.close)
-        yield Network(arena, address, there, meets, stack)
+        yield Network(arena, address, config_there, meets, stack)

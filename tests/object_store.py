@@ -1,4 +1,4 @@
-"""A server process that speaks S3 over HTTP, and a network in front of it that can be cut."""
+"""An S3 server process, and a network in front of it that can be cut."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.ports import own_port
 
 @dataclass
 class ObjectStore:
-    """The server, and the requests that it answered."""
+    """The server, and a log of its requests."""
 
     port: int
     log: Path
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def files(self) -> pafs.S3FileSystem:
-        """Its buckets."""
+        """Its file system."""
         return pafs.S3FileSystem(
             access_key="key",
             secret_key="secret",
@@ -42,12 +42,12 @@ class ObjectStore:
         )
 
     def requests(self, method: str, part: str) -> int:
-        """Requests of a method whose path has `part` in it."""
+        """Return the number of requests of a method whose path contains `part`."""
         lines = self.log.read_text().splitlines()
         return sum(f"{method} /" in line and part in line for line in lines)
 
     def properties(self, url: str | None = None) -> dict[str, str]:
-        """How pyiceberg reaches it, or `url`, which leads there."""
+        """Return pyiceberg's properties for it, or for `url`, which leads to it."""
         named = {
             "endpoint": url or self.url,
             "access-key-id": "key",
@@ -57,13 +57,13 @@ class ObjectStore:
         return {f"s3.{name}": value for name, value in named.items()}
 
     def lakehouse(self, home: Path) -> LakehouseConfig:
-        """A lakehouse whose warehouse it holds."""
+        """Return a lakehouse with its warehouse in the store."""
         return LakehouseConfig(warehouse="s3://lake/warehouse", properties=self.properties()).at_home(home)
 
 
 @contextmanager
 def object_store(folder: Path) -> Iterator[ObjectStore]:
-    """A running server with an empty bucket."""
+    """Yield a running server with an empty bucket."""
     port = own_port()
     made = ObjectStore(port, folder / "requests.log")
     with made.log.open("wb") as log:
@@ -79,9 +79,9 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
 
 
 class Network:
-    """Forwards connections to a port; while it is cut, it ends the ones that there are and refuses new ones.
+    """Forwards connections to a port. While it is cut, it ends existing connections and refuses new ones.
 
-    While it is stalled, all connections stay, and nothing moves on them.
+    While it is stalled, all connections stay open without data.
     """
 
     def __init__(self, port: int) -> None:
@@ -95,22 +95,22 @@ class Network:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Nothing comes through."""
+        """End connections, and refuse new ones."""
         self._cut.set()
         for end in self._open:
             _end(end)
 
     def stall(self) -> None:
-        """Connections are accepted and kept, and nothing comes through."""
+        """Accept and keep connections, and forward nothing."""
         self._moves.clear()
 
     def mend(self) -> None:
-        """Connections come through again."""
+        """Forward again."""
         self._cut.clear()
         self._moves.set()
 
     def close(self) -> None:
-        """End everything."""
+        """End all connections."""
         self.cut()
         self._listener.close()
 
@@ -129,7 +129,7 @@ class Network:
                 self._open += [near, far]
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=_forward, args=(source, target, self._moves), daemon=True).start()
-                if self._cut.is_set():  # since it was looked at
+                if self._cut.is_set():  # since the last check
                     _end(near)
                     _end(far)
 

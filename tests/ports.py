@@ -1,4 +1,4 @@
-"""Ports for servers that are started later, at an address that is known before."""
+"""Ports for servers that start later, at an address that is known before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _HELD: list[socket.socket] = []
 
 
 def own_port() -> int:
-    """A port of this machine that nobody else is given as long as this process lives; whoever connects to it is refused.
+    """Reserve a port of this node for the life of this process. Until a server listens, connections are refused.
 
-    It is bound here and not listened on. A server that asks for this very port gets it all the same, also when it is started
-    again, as long as it sets SO_REUSEADDR, which servers do.
+    The port is bound here without listening. A server with SO_REUSEADDR, which is usual, can still listen on this port, also
+    when it is started again.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests, on a socket in a folder of its own."""
+"""A real PostgreSQL server for tests, on a socket in its own folder."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ needs_postgres = [
     pytest.mark.skipif(find_spec("psycopg2") is None, reason="needs psycopg2: pip install dlac-pipeline[postgres]"),
     pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH"),
 ]
-"""Marks of tests that start one."""
+"""Marks of tests that start a server."""
 
 
 @contextmanager
 def postgres(*, listens: str = "", under: Sequence[str] = (), connections: int = 100) -> Iterator[str]:
-    """A PostgreSQL server on a socket in a folder of its own; gives an address in SQLAlchemy's form.
+    """Start a PostgreSQL server on a socket in its own folder, and yield its address in SQLAlchemy's form.
 
-    `listens`: an IP address on whose network everybody is let in as well; `under`: a command that runs another one in its place;
-    `connections`: how many clients there may be at once.
+    `listens` is an IP address whose network is admitted too. `under` is a command that runs another one.
+    `connections` is the maximum number of clients.
     """
-    user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())  # it refuses to run as root
+    user = (
+        pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+    )  # PostgreSQL refuses to run as root
     folder = Path(tempfile.mkdtemp(prefix="dlac-postgres-"))
     try:
         os.chown(folder, user.pw_uid, user.pw_gid)
@@ -57,6 +59,6 @@ def postgres(*, listens: str = "", under: Sequence[str] = (), connections: int =
                 )
                 yield f"postgresql+psycopg2://dagster@/postgres?host={folder}"
             finally:
-                server.send_signal(signal.SIGINT)  # not SIGTERM, which waits for clients to leave
+                server.send_signal(signal.SIGINT)  # SIGTERM would wait for its clients
     finally:
         shutil.rmtree(folder, ignore_errors=True)

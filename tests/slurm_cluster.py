@@ -1,6 +1,6 @@
-"""A real Slurm for tests: slurmctld and three slurmd of this host, for this user alone, in a folder of their own.
+"""A real Slurm for tests: slurmctld and three slurmd on this node, for this user alone, in their own folder.
 
-Needs no privileges: authentication is off, processes are tracked by their group, and nothing is accounted.
+It needs no privileges: authentication is off, processes are tracked by their group, and there is no accounting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.conftest import wait_until
 from tests.ports import own_port
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-"""Debian has the daemons where not every user looks."""
+"""Debian installs the daemons outside of some users' search path."""
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 needs_slurm = pytest.mark.skipif(
     any(shutil.which(program, path=_PATH) is None for program in _PROGRAMS),
@@ -63,7 +63,7 @@ PreemptMode=REQUEUE
 PartitionName=low Nodes=n[1-3] Default=YES PriorityTier=1 GraceTime=60 State=UP
 PartitionName=high Nodes=n[1-3] PriorityTier=10 PreemptMode=OFF State=UP
 """
-"""`cred_expire` is also how long a job waits in the queue that is queued again."""
+"""`cred_expire` is also how long a requeued job waits in the queue."""
 
 
 class SlurmCluster:
@@ -94,7 +94,7 @@ class SlurmCluster:
         )
 
     def stop(self, name: str) -> None:
-        """Stop a daemon; its jobs live on."""
+        """Stop a daemon. Its jobs continue."""
         self._daemons[name].terminate()
         self._daemons.pop(name).wait()
 
@@ -113,7 +113,7 @@ class SlurmCluster:
         daemon.wait()
 
     def ask(self, *command: str) -> str:
-        """Return what a command of Slurm writes; empty if it fails."""
+        """Return the output of a Slurm command, or an empty text if it fails."""
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     def job(self, number: str) -> str:
@@ -150,14 +150,14 @@ def _session_of(process: psutil.Process) -> int | None:
 
 @contextmanager
 def slurm_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """A running Slurm, which this process's commands ask."""
-    made = SlurmCluster(folder)
+    """Yield a running Slurm that this process's commands use."""
+    cluster = SlurmCluster(folder)
     monkeypatch.setenv("PATH", _PATH)
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     try:
         for name in ("slurmctld", *NODES):
-            made.start(name)
-        made.wait_until_idle()
-        yield made
+            cluster.start(name)
+        cluster.wait_until_idle()
+        yield cluster
     finally:
-        made.close()
+        cluster.close()

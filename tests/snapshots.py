@@ -1,4 +1,4 @@
-"""Snapshots of a catalog's tables as engines commit them and pyiceberg does not: rewrites, and deletes by delete files."""
+"""Snapshots of a catalog's tables that engines commit and pyiceberg cannot: rewrites, and deletes by delete files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _POSITIONS = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteFile:
-    """A delete file to be: its rows, and the ids of the columns by which they delete, if not by position."""
+    """A delete file to write: its rows, and the ids of the columns by which they delete, if not by position."""
 
     rows: pa.Table
     equality_ids: list[int] | None = None
@@ -46,7 +46,7 @@ class _DeleteManifest(ManifestWriterV2):
 
 
 def position_rows(deletes: Mapping[str, Iterable[int]]) -> pa.Table:
-    """The rows of a positional delete file (data file -> positions), in the order that the specification asks for."""
+    """Return the rows of a positional delete file (data file -> positions), in the order of the specification."""
     pairs = [(path, position) for path in sorted(deletes) for position in sorted(deletes[path])]
     paths = pa.array([path for path, _ in pairs], pa.string())
     return pa.Table.from_arrays([paths, pa.array([position for _, position in pairs], pa.int64())], schema=_POSITIONS)
@@ -60,7 +60,7 @@ def commit_snapshot(
     added: Iterable[pa.Table] = (),
     deletes: DeleteFile | None = None,
 ) -> None:
-    """Commit a snapshot that says it is an `operation`: without some data files (paths), with new ones and a delete file."""
+    """Commit a snapshot with an `operation`, without some data files (paths), with new ones and a delete file."""
     with table.transaction() as transaction:
         producer = transaction.update_snapshot().overwrite()
         for file in _data_files(table):
@@ -69,28 +69,28 @@ def commit_snapshot(
         for rows in added:
             for file in _dataframe_to_data_files(table.metadata, rows, table.io):
                 producer.append_data_file(file)
-        _say(producer, operation)
+        _set_operation(producer, operation)
         if deletes is not None:
             _with_deletes(producer, table, deletes)
         producer.commit()
 
 
 def _data_files(table: Table) -> list[DataFile]:
-    """The live data files as pyiceberg knows them; its scan refuses tables with equality deletes."""
+    """Return the live data files as in pyiceberg, whose scan refuses tables with equality deletes."""
     snapshot = table.current_snapshot()
     assert snapshot is not None
     manifests = [one for one in snapshot.manifests(table.io) if one.content == ManifestContent.DATA]
     return [entry.data_file for one in manifests for entry in one.fetch_manifest_entry(table.io, discard_deleted=True)]
 
 
-def _say(producer: Any, operation: Operation) -> None:
-    """Make a snapshot under way say that it was another operation: pyiceberg has no `replace` of its own."""
+def _set_operation(producer: Any, operation: Operation) -> None:
+    """Set the operation of an uncommitted snapshot. pyiceberg has no `replace` of its own."""
     summarize = producer._summary
     producer._summary = lambda *args, **options: Summary(operation, **summarize(*args, **options).additional_properties)
 
 
 def _with_deletes(producer: Any, table: Table, deletes: DeleteFile) -> None:
-    """Give a snapshot under way a delete file: pyiceberg writes none of its own."""
+    """Add a delete file to an uncommitted snapshot. pyiceberg writes none of its own."""
     manifests: Callable[[], Sequence[ManifestFile]] = producer._manifests
     snapshot, location = producer.snapshot_id, table.location()
     path = f"{location}/data/deletes-{snapshot}.parquet"

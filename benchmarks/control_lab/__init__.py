@@ -1,1 +1,1 @@
-"""What benchmarks/control_plane.py measures: a fleet of real supervisors with stub ranks on one node."""
+"""Parts of benchmarks/control_plane.py: real supervisors of many nodes with stub ranks, on one node."""

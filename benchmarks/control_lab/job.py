@@ -1,4 +1,4 @@
-"""The job that a fleet recovers, and the real training that commits its checkpoint before, in a process apart."""
+"""The job that the nodes recover, and the real training that commits its checkpoint before, in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEY_GROUPS = 8
 
 
 def make_source_apart(home: Path, catalog: str) -> None:
-    """Make a lakehouse with the table that is trained on, in a process apart: this one is to have no threads of libraries."""
+    """Make a lakehouse with the training table in a separate process, because this one may have no threads of libraries."""
     subprocess.run([*_APART, "source", str(home), catalog], check=True)
 
 
@@ -38,7 +38,7 @@ def _make_source(home: Path, catalog: str) -> None:
 
 
 def job(home: Path, catalog: str, *, run: str, counts: list[int], launch: dict[str, Any]) -> JobSpec:
-    """Return a job whose batch can be divided among so many ranks each time."""
+    """Return a job whose batch each of these numbers of ranks divides."""
     raw = {
         "run": run,
         "source": {"table": "src.rows", "columns": ["x"]},
@@ -51,16 +51,16 @@ def job(home: Path, catalog: str, *, run: str, counts: list[int], launch: dict[s
 
 
 def commit_checkpoint(spec: JobSpec) -> list[str]:
-    """Train in a process apart until a checkpoint is committed; return the modules that a supervisor had imported by then."""
+    """Train in a separate process until a checkpoint is committed, and return a supervisor's modules."""
     done = subprocess.run([*_APART, "train", spec.model_dump_json()], check=True, stdout=subprocess.PIPE)
     modules: list[str] = json.loads(done.stdout.splitlines()[-1])
     return modules
 
 
 def import_all(modules: list[str]) -> None:
-    """Import what supervisors import, so that forked ones have it."""
+    """Import the modules of supervisors, so that forked ones have them."""
     for name in modules:
-        with suppress(ImportError):  # a module that only its own package can make
+        with suppress(ImportError):  # some modules can only be imported by their package
             importlib.import_module(name)
 
 

@@ -1,7 +1,7 @@
-"""One node of a fleet: a process, forked from one that has imported all libraries, in which a real supervisor runs.
+"""One of many nodes: a process with a real supervisor, forked from one that has imported all libraries.
 
-The operations of its store are counted in the client, by a `TCPStore` that counts its calls. Bytes and messages are the kernel's
-counts of the connections to the store (TCP_INFO). Processor time is getrusage's, of the supervisor and of its processes that
+A `TCPStore` in the client counts its store operations. Bytes and messages are the kernel's counts of the connections to the
+store (TCP_INFO). Processor time is that of getrusage, for the supervisor and its ended processes.
 have ended.
 """
 
@@ -34,7 +34,7 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _PIPE_BUF = 4096
-"""Bytes that one write puts into a pipe in one piece, also beside other writers."""
+"""Bytes that one write puts into a pipe at once, even with other writers."""
 _TOLD = (
     "attempt",
     "step",
@@ -51,7 +51,7 @@ _TOLD = (
 _BYTES = struct.Struct("@QQ")
 _SEGMENTS = struct.Struct("@II")
 _BYTES_AT, _SEGMENTS_AT, _INFO_BYTES = 120, 152, 192
-"""Where tcp_info has the bytes that were sent and received, and the segments with data that were received and sent."""
+"""Offsets in tcp_info of the bytes sent and received, and of the data segments received and sent."""
 
 
 class CountedStore(TCPStore):
@@ -60,28 +60,28 @@ class CountedStore(TCPStore):
     operations = 0
 
     def set(self, *args: Any, **kwargs: Any) -> Any:
-        """Count and do it, as below."""
-        return self._counted(super().set, *args, **kwargs)
+        """Count the call, and do it, as the methods below."""
+        return self._count_call(super().set, *args, **kwargs)
 
     def get(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().get, *args, **kwargs)
+        return self._count_call(super().get, *args, **kwargs)
 
     def add(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().add, *args, **kwargs)
+        return self._count_call(super().add, *args, **kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().check, *args, **kwargs)
+        return self._count_call(super().check, *args, **kwargs)
 
     def compare_set(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().compare_set, *args, **kwargs)
+        return self._count_call(super().compare_set, *args, **kwargs)
 
     def multi_get(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().multi_get, *args, **kwargs)
+        return self._count_call(super().multi_get, *args, **kwargs)
 
     def multi_set(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().multi_set, *args, **kwargs)  # type: ignore[misc]  # torch's declarations lack it
+        return self._count_call(super().multi_set, *args, **kwargs)  # type: ignore[misc]  # torch's declarations lack it
 
-    def _counted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _count_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         CountedStore.operations += 1
         return call(*args, **kwargs)
 
@@ -98,19 +98,19 @@ class AllAtFirst(LastCall):
 
 
 def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int, log: Path) -> None:
-    """Supervise until the end, in a forked child; never returns.
+    """Supervise until the end, in a forked child. Never return.
 
-    `asked`: a pipe, each byte from which asks for the counts; `reports`: the pipe that takes events and counts as JSON lines.
+    `asked` is a pipe, each byte of which requests the counts. `reports` is the pipe for events and counts as JSON lines.
     """
     status = 1
     try:
         end_with_parent(signal.SIGKILL)
         _redirect(log)
-        vars(endpoint)["TCPStore"] = CountedStore  # the client's side; the server is another process
+        vars(endpoint)["TCPStore"] = CountedStore  # the client's side: the server is another process
         vars(heartbeat)["LastCall"] = AllAtFirst
         port = int(spec.launch.rendezvous.rpartition(":")[2])
 
-        def tell(message: dict[str, Any]) -> None:
+        def report(message: dict[str, Any]) -> None:
             line = json.dumps({"node": number, "at": time.time(), **message, **_counts(port)}).encode() + b"\n"
             assert len(line) <= _PIPE_BUF, "else lines of two nodes mix"
             os.write(reports, line)
@@ -119,11 +119,11 @@ def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int
             AllAtFirst.has_trained = AllAtFirst.has_trained or event["event"] == "attempt"
             if event["event"] != "verifying":
                 told_of = {name: _short(event[name]) for name in _TOLD if name in event}
-                tell({"event": event["event"], **told_of})
+                report({"event": event["event"], **told_of})
 
-        threading.Thread(target=_answer, args=(asked, tell), name="meter", daemon=True).start()
+        threading.Thread(target=_answer, args=(asked, report), name="meter", daemon=True).start()
         outcome = Supervisor(Request(spec=spec, takeover=True), on_event=on_event, starter=StubStarter(record)).run()
-        tell({"event": "ended", "outcome": outcome.ending})
+        report({"event": "ended", "outcome": outcome.ending})
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -136,9 +136,9 @@ def _short(value: Any) -> Any:
     return value[:400] if isinstance(value, str) else value
 
 
-def _answer(asked: int, tell: Callable[[dict[str, Any]], None]) -> None:
+def _answer(asked: int, report: Callable[[dict[str, Any]], None]) -> None:
     while os.read(asked, 1):
-        tell({"event": "counts"})
+        report({"event": "counts"})
 
 
 def _redirect(log: Path) -> None:
@@ -148,7 +148,7 @@ def _redirect(log: Path) -> None:
 
 
 def _counts(port: int) -> dict[str, float]:
-    """Return what this node has used so far."""
+    """Return this node's resource use so far."""
     own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     sent_bytes = received_bytes = messages = 0
     for descriptor in map(int, os.listdir("/proc/self/fd")):

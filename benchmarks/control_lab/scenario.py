@@ -1,4 +1,4 @@
-"""One recovery of a fleet: start all nodes, kill some, wait until every other node has the verified resume point."""
+"""One recovery: start all nodes, kill some, wait until every other node has the verified resume point."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.control_lab.fleet import Fleet, Message, running
+from benchmarks.control_lab.simulated_nodes import Message, SimulatedNodes, run_nodes
 from dlac_pipeline.spec.job_spec import JobSpec
 
 COUNTED = ("cpu_s", "children_cpu_s", "operations", "sent_bytes", "received_bytes", "messages")
@@ -18,70 +18,70 @@ KILLED = {LEADER: 1, ONE: 1, EIGHT: 8, RACK: 32}
 _START_S = 300.0
 _RECOVER_S = 300.0
 _SETTLE_S = 6.0
-"""Until nodes are as quiet as in the middle of a training."""
+"""Seconds until nodes are as quiet as in the middle of a training."""
 _IDLE_S = 6.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """What one recovery took; seconds since the kill, and what nodes used from the kill until they had the resume point."""
+    """Figures of one recovery: seconds since the kill, and the nodes' resource use from the kill until the resume point."""
 
     nodes: int
     scenario: str
     start_s: float
-    """Until all nodes had the first attempt's resume point, since all of them could meet."""
+    """Time from when all nodes could meet until all had the first attempt's resume point."""
     idle: Mapping[str, float]
-    """What a node that does not lead uses per second while all train, the median."""
+    """Median resource use per second of a follower while all train."""
     noticed_s: float
-    """Until the leader knew which nodes were lost."""
+    """Time until the leader knew the lost nodes."""
     formed_s: float
-    """Until the leader had the plan of the next round."""
+    """Time until the leader had the plan of the next round."""
     claim_s: float
     verify_s: float
     announced_s: float
-    """Until the leader had claimed the run and verified the checkpoint."""
+    """Time until the leader had claimed the run and verified the checkpoint."""
     point_s: float
-    """Until the last node had written down the resume point."""
+    """Time until the last node had recorded the resume point."""
     wall_s: float
-    """Until the last node had the resume point and its ranks were processes."""
+    """Time until the last node had the resume point and its ranks were processes."""
     leader: Mapping[str, float]
-    """What the node used that led the recovery."""
+    """Resource use of the node that led the recovery."""
     others: Mapping[str, float]
-    """What one of the other nodes used, the median."""
+    """Median resource use of the other nodes."""
     most: Mapping[str, float]
-    """The same of the one that used most."""
+    """Maximum resource use of the other nodes."""
     leader_busy_s: float
-    """Processor time of that node since it knew of the loss: what came before is in the time-out."""
+    """Processor time of the leader since it knew the loss. The time before belongs to the timeout."""
     server_cpu_s: float
     """Processor time of the store's process from the kill until the end."""
     server_busy_s: float
-    """The same since the loss was known."""
+    """Processor time of the store's process since the loss was known."""
     attempts: int
-    """Attempts that it took: 1, unless one failed on the way."""
+    """Number of attempts: 1, unless one failed."""
     memory_mb: float
     """Memory of all supervisors that they do not share."""
 
 
 def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery:
-    """Start a fleet, kill as the scenario says, and measure."""
-    with running(spec, home, nodes=nodes) as fleet:
-        started = _resumed(fleet, after=0, within_s=_START_S)
-        start_s = max(each["at"] for each in started.values()) - fleet.opened_at
+    """Start the nodes, kill as the scenario requires, and measure."""
+    with run_nodes(spec, home, nodes=nodes) as simulated:
+        started = _await_resumed(simulated, after=0, within_s=_START_S)
+        start_s = max(each["at"] for each in started.values()) - simulated.opened_at
         attempt = max(each["attempt"] for each in started.values())
-        fleet.listen(_SETTLE_S)
-        idle = _idle(fleet, leader=_leader(started))
-        before, server_before = fleet.counts(), _processor_s(fleet.server_pid)
-        at = fleet.kill(_doomed(fleet, scenario, _leader(started)))
+        simulated.listen(_SETTLE_S)
+        idle = _idle(simulated, leader=_leader(started))
+        before, server_before = simulated.counts(), _processor_s(simulated.server_pid)
+        at = simulated.kill(_victims(simulated, scenario, _leader(started)))
         failures: list[Message] = []
-        resumed = _resumed(fleet, after=attempt, within_s=_RECOVER_S, failures=failures)
-        server_cpu_s = _processor_s(fleet.server_pid)
-        memory_mb = fleet.memory_bytes / 2**20
+        resumed = _await_resumed(simulated, after=attempt, within_s=_RECOVER_S, failures=failures)
+        server_cpu_s = _processor_s(simulated.server_pid)
+        memory_mb = simulated.memory_bytes / 2**20
         leader = _leader(resumed)
-        used = {number: _less(resumed[number], before[number]) for number in fleet.alive}
-        points = {number: _point_of(home, number) for number in fleet.alive}
+        used = {number: _less(resumed[number], before[number]) for number in simulated.alive}
+        points = {number: _point_of(home, number) for number in simulated.alive}
     noticed = next(each for each in failures if each["node"] == leader)
     others = [each for number, each in used.items() if number != leader]
-    said = json.loads(points[leader].read_bytes())
+    point = json.loads(points[leader].read_bytes())
     return Recovery(
         nodes=nodes,
         scenario=scenario,
@@ -89,8 +89,8 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         idle=idle,
         noticed_s=failures[0]["at"] - at,
         formed_s=(points[leader].parent / "spec.json").stat().st_mtime - at,
-        claim_s=said["claim_s"],
-        verify_s=said["verify_s"],
+        claim_s=point["claim_s"],
+        verify_s=point["verify_s"],
         announced_s=points[leader].stat().st_mtime - at,
         point_s=max(path.stat().st_mtime for path in points.values()) - at,
         wall_s=max(each["at"] for each in resumed.values()) - at,
@@ -100,33 +100,35 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         leader_busy_s=resumed[leader]["cpu_s"] - noticed["cpu_s"],
         server_cpu_s=server_cpu_s - server_before,
         server_busy_s=server_cpu_s - failures[0]["server_cpu_s"],
-        attempts=said["attempt"] - attempt,
+        attempts=point["attempt"] - attempt,
         memory_mb=memory_mb,
     )
 
 
-def _resumed(fleet: Fleet, *, after: int, within_s: float, failures: list[Message] | None = None) -> dict[int, Message]:
-    """Return the events with which all living nodes began one attempt, later than `after`; collect `failures` on the way."""
+def _await_resumed(
+    simulated: SimulatedNodes, *, after: int, within_s: float, failures: list[Message] | None = None
+) -> dict[int, Message]:
+    """Return the first events of all living nodes' attempt that is later than `after`, and collect `failures`."""
     found: dict[int, Message] = {}
 
     def done(message: Message) -> bool:
         if message["event"] == "failure" and failures is not None:
-            failures.append({**message, "server_cpu_s": _processor_s(fleet.server_pid)})
+            failures.append({**message, "server_cpu_s": _processor_s(simulated.server_pid)})
         if message["event"] == "attempt" and message["attempt"] > after:
             found[message["node"]] = message
-        return set(found) >= set(fleet.alive) and len({found[each]["attempt"] for each in fleet.alive}) == 1
+        return set(found) >= set(simulated.alive) and len({found[each]["attempt"] for each in simulated.alive}) == 1
 
-    fleet.until(done, within_s=within_s, what=f"an attempt of {len(fleet.alive)} nodes after attempt {after}")
-    return {number: found[number] for number in fleet.alive}
+    simulated.until(done, within_s=within_s, what=f"an attempt of {len(simulated.alive)} nodes after attempt {after}")
+    return {number: found[number] for number in simulated.alive}
 
 
-def _idle(fleet: Fleet, *, leader: int) -> dict[str, float]:
-    """Return what a node that is led uses per second, the median."""
-    before = fleet.counts()
-    fleet.listen(_IDLE_S)
-    after = fleet.counts()
+def _idle(simulated: SimulatedNodes, *, leader: int) -> dict[str, float]:
+    """Return the median resource use per second of a follower."""
+    before = simulated.counts()
+    simulated.listen(_IDLE_S)
+    after = simulated.counts()
     rates = []
-    for number in fleet.alive:
+    for number in simulated.alive:
         seconds = after[number]["at"] - before[number]["at"]
         used = _less(after[number], before[number])
         if number != leader:
@@ -139,10 +141,10 @@ def _leader(resumed: Mapping[int, Message]) -> int:
     return found
 
 
-def _doomed(fleet: Fleet, scenario: str, leader: int) -> Sequence[int]:
+def _victims(simulated: SimulatedNodes, scenario: str, leader: int) -> Sequence[int]:
     if scenario == LEADER:
         return [leader]
-    return [number for number in fleet.alive if number != leader][: KILLED[scenario]]
+    return [number for number in simulated.alive if number != leader][: KILLED[scenario]]
 
 
 def _less(after: Message, before: Message) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""A stub of a rank, without PyTorch: `python -I -S stub_rank.py RESUME PID PROGRESS RECORD`.
+"""A stub of a rank without PyTorch: `python -I -S stub_rank.py RESUME PID PROGRESS RECORD`.
 
-It writes its process id, waits for the resume point as a rank does, writes one record of progress (a finished step), and then
+It writes its process id, waits for the resume point like a rank, writes one progress record (a finished step), and then
 waits until its supervisor ends it. It reads no row, loads no state, joins no process group and commits nothing.
 """
 
@@ -13,7 +13,7 @@ _PARENT_S = 2.0
 
 
 def main() -> None:
-    """Wait for the resume point, say that a step is done, and wait for the end."""
+    """Wait for the resume point, record a finished step, and wait for the end."""
     resume, pid, progress, record = sys.argv[1:]
     supervisor = os.getppid()
     _write(pid, str(os.getpid()).encode())

@@ -1,6 +1,6 @@
-"""The one seam between a real supervisor and its stub ranks: a starter that starts `stub_rank.py` in place of the script.
+"""The only replaced part of a real supervisor: a starter that starts `stub_rank.py` instead of the script.
 
-All else of a launch is the product's: its folder, the process group of each rank, the signals.
+The rest of a launch is the product's: its folder, the process group of each rank, the signals.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _STUB = Path(__file__).with_name("stub_rank.py")
 
 
 class StubStarter(RankStarter):
-    """Starts each rank as a bare Python that imports nothing; there is no fork server."""
+    """Starts each rank as a bare Python without imports. It has no fork server."""
 
     def __init__(self, record: bytes) -> None:
-        """`record`: the progress that each rank writes once it has the resume point."""
+        """`record` is the progress that each rank writes once it has the resume point."""
         super().__init__()
         self._record = record.hex()
 
     def begin(self, spec: JobSpec) -> None:
-        """Import nothing ahead."""
+        """Preload nothing."""
 
     def start(self, spec: JobSpec, folder: Path, share: Share) -> RankGroup:
         """Start stubs."""

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks.gpu`: each measures one thing on the device of this machine, the CPU where there is no accelerator."""
+"""The parts of `benchmarks.gpu`: each measures one thing on the device of this node, or on the CPU without an accelerator."""

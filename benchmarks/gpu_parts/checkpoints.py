@@ -1,11 +1,11 @@
-"""Asynchronous checkpoints of a model on the device: what training waits, and what they cost its throughput."""
+"""Asynchronous checkpoints of a model on the device: the wait of training, and their cost in throughput."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from benchmarks.figures import Figure
-from benchmarks.gpu_parts.machine import Machine
+from benchmarks.gpu_parts.node import MeasuredNode
 from benchmarks.gpu_parts.sizes import Sizes
 from benchmarks.training import measure_training
 
@@ -15,11 +15,11 @@ _SHOWN = (
 )
 
 
-def measure_checkpoints(machine: Machine, sizes: Sizes) -> dict[str, Figure]:
-    """Measure blocks with and without a checkpoint; the bar holds for an accelerator and blocks of full length only."""
-    environment = {} if machine.accelerated else {"OMP_NUM_THREADS": "2"}
+def measure_checkpoints(node: MeasuredNode, sizes: Sizes) -> dict[str, Figure]:
+    """Measure blocks with and without a checkpoint. The bar holds for an accelerator and blocks of full length only."""
+    environment = {} if node.accelerated else {"OMP_NUM_THREADS": "2"}
     found = measure_training(sizes.training, block_s=sizes.block_s, pairs=sizes.block_pairs, environment=environment)
-    judged = machine.accelerated and sizes.block_s >= 15.0
+    judged = node.accelerated and sizes.block_s >= 15.0
     figures = {f"checkpoint_{name}": found[name] if judged else replace(found[name], bar=None) for name in _SHOWN}
     throughput = 100 / found["with_over_without"].value
     return figures | {"checkpoint_throughput": Figure(value=throughput, unit="% of that without")}

@@ -1,4 +1,4 @@
-"""The demo's training with a rank killed in the middle, beside one that nothing disturbed: losses compared bit by bit."""
+"""The demo's training with a rank killed in the middle, and undisturbed: losses compared bit by bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure
-from benchmarks.gpu_parts.machine import EXAMPLE, PROGRAMS, Machine
+from benchmarks.gpu_parts.node import EXAMPLE, PROGRAMS, MeasuredNode
 from benchmarks.gpu_parts.sizes import Sizes
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
@@ -27,17 +27,15 @@ _KILL_AT = 0.5
 _LOOK_S = 0.01
 
 
-def measure_identity(home: Path, machine: Machine, sizes: Sizes, *, kernels: str) -> dict[str, Figure]:
+def measure_identity(home: Path, node: MeasuredNode, sizes: Sizes, *, kernels: str) -> dict[str, Figure]:
     """Train twice, with kernels that are "deterministic", or with PyTorch's "default" ones."""
     lakehouse = connect(LakehouseConfig().at_home(home))
     ingest_stdlib_corpus(lakehouse, appends=1, root=Path(sysconfig.get_path("stdlib")) / sizes.corpus)
     tokenize_corpus(lakehouse, tokenizer_path=home / "tokenizer.json", rows_per_row_group=64, appends=1)
     reference, faulty = (f"{kernels}-{which}" for which in ("reference", "faulty"))
-    Supervisor(Request(spec=_spec(home, machine, sizes, reference, kernels))).run()
+    Supervisor(Request(spec=_spec(home, node, sizes, reference, kernels))).run()
     expected = _losses(lakehouse, reference)
-    recovered = _train_and_kill(
-        _spec(home, machine, sizes, faulty, kernels), at_step=int(_KILL_AT * len(expected.losses))
-    )
+    recovered = _train_and_kill(_spec(home, node, sizes, faulty, kernels), at_step=int(_KILL_AT * len(expected.losses)))
     audits = [audit_run(lakehouse, run) for run in (reference, faulty)]
     differing = differing_steps(expected, _losses(lakehouse, faulty))
     bar = "<= 0" if kernels == "deterministic" else None
@@ -54,7 +52,7 @@ def measure_identity(home: Path, machine: Machine, sizes: Sizes, *, kernels: str
     }
 
 
-def _spec(home: Path, machine: Machine, sizes: Sizes, run: str, kernels: str) -> JobSpec:
+def _spec(home: Path, node: MeasuredNode, sizes: Sizes, run: str, kernels: str) -> JobSpec:
     raw = read_spec(EXAMPLE / "job.toml").model_dump()
     raw["run"] = run
     raw["order"] |= {"batch_size": sizes.demo_batch}
@@ -64,25 +62,25 @@ def _spec(home: Path, machine: Machine, sizes: Sizes, run: str, kernels: str) ->
         environment |= {"DETERMINISTIC": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     raw["launch"] |= {
         "script": str(PROGRAMS / "gpu_demo.py"),
-        "world_size": machine.ranks,
-        "env": {**environment, **machine.environment},
+        "world_size": node.ranks,
+        "env": {**environment, **node.environment},
     }
     return parse_spec(raw, origin="the benchmark").resolved(home)
 
 
 def _train_and_kill(spec: JobSpec, *, at_step: int) -> list[dict[str, Any]]:
-    """Train to the end, with SIGKILL for the last rank at a step; returns the events of the recoveries."""
+    """Train to the end, with SIGKILL for the last rank at a step, and return the events of the recoveries."""
     recovered: list[dict[str, Any]] = []
     failed: list[BaseException] = []
     live = LiveRun(spec.checkpoint.local, spec.run)
 
-    def note(event: dict[str, Any]) -> None:
+    def record(event: dict[str, Any]) -> None:
         if event["event"] == "recovered":
             recovered.append(event)
 
     def train() -> None:
         try:
-            Supervisor(Request(spec=spec), on_event=note).run()
+            Supervisor(Request(spec=spec), on_event=record).run()
         except BaseException as err:
             failed.append(err)
 

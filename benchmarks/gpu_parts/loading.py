@@ -1,4 +1,4 @@
-"""Batches of the reader for a model: what a copy stream saves, and what the model waits for."""
+"""Batches of the reader for a model: the saving by a copy stream, and the wait of the model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.figures import Figure
-from benchmarks.gpu_parts.machine import PROGRAMS, run_program
+from benchmarks.gpu_parts.node import PROGRAMS, run_program
 from benchmarks.gpu_parts.sizes import ModelSize, Sizes
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 _ROWS_BYTES = 64 * 2**20
-"""Of the table's tokens at the most: with several passes the reader decodes all the same."""
+"""Maximum tokens of the table. The reader decodes them again in each of several passes."""
 
 
 def measure_loading(home: Path, sizes: Sizes) -> dict[str, Figure]:
-    """Measure all sides, and put them beside each other."""
+    """Measure all sides, and return their figures."""
     _make_table(home, sizes.model)
     asked = {"home": str(home), "model": asdict(sizes.model), "segment_s": sizes.segment_s, "pairs": sizes.pairs}
     found = run_program([sys.executable, str(PROGRAMS / "gpu_loading.py"), json.dumps(asked)])
@@ -33,7 +33,7 @@ def measure_loading(home: Path, sizes: Sizes) -> dict[str, Figure]:
 
 
 def loading_figures(found: dict[str, Any]) -> dict[str, Figure]:
-    """Return the figures of what `gpu_loading.py` found."""
+    """Return the figures of the results of `gpu_loading.py`."""
     seconds = {side: [one["seconds"] for one in segments] for side, segments in found["segments"].items()}
     waited = [one["waited_s"] / one["seconds"] for one in found["segments"]["copied"]]
     same = _ratios(seconds["plain again"], seconds["plain"])

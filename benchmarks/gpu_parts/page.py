@@ -38,19 +38,19 @@ _CHECKPOINTS = (
 
 def page_of(found: Found) -> str:
     """Return the page."""
-    machine, figures = found["machine"], found["figures"]
+    node, figures = found["machine"], found["figures"]
     lines = [
         "# On an accelerator",
         "",
         "Written by `python -m benchmarks.gpu --docs gpu.json`. `make gpu` measures the machine on which it is called, in at",
         "most 40 minutes, and writes this page.",
         "",
-        f"**This one: {_device(machine)}**, {machine['system']}, PyTorch {machine['torch']}, on {found['day']}, in "
+        f"**This one: {_device(node)}**, {node['system']}, PyTorch {node['torch']}, on {found['day']}, in "
         f"{found['minutes']:.0f} minutes, load average {figures['load_average_1min']['value']:.1f}"
         f"{', with `--quick`: the figures show that the program runs, and little else' if found['quick'] else ''}.",
         "",
         *(f"- **{part} failed:** {why}" for part, why in found["failed"].items()),
-        *(f"- Not run: {what}." for what in missing(machine)),
+        *(f"- Not run: {what}." for what in missing(node)),
         "",
         "## The demo, killed",
         "",
@@ -72,35 +72,35 @@ def page_of(found: Found) -> str:
         "",
         "## Nondeterministic kernels",
         "",
-        *_kernels(found["kernels"], machine["device"]),
+        *_kernels(found["kernels"], node["device"]),
         "",
     ]
     return "\n".join(lines)
 
 
-def missing(machine: Found) -> list[str]:
-    """Return what this machine could not show."""
-    if not machine["count"]:
+def missing(node: Found) -> list[str]:
+    """Return what this node could not measure."""
+    if not node["count"]:
         return [
             "anything on an accelerator, as this machine has none: NCCL, page-locked memory, the copy stream, staging from a "
             "device, and an accelerator's own kernels. All figures are those of the CPU, where both ways of a batch are one"
         ]
-    if machine["count"] == 1:
-        return [f"{machine['backend']} between several accelerators, as this machine has one"]
+    if node["count"] == 1:
+        return [f"{node['backend']} between several accelerators, as this machine has one"]
     return []
 
 
-def _device(machine: Found) -> str:
-    if not machine["count"]:
-        return f"no accelerator, `{machine['device']}`"
-    return f"{machine['count']} x {machine['name']}, `{machine['device']}`"
+def _device(node: Found) -> str:
+    if not node["count"]:
+        return f"no accelerator, `{node['device']}`"
+    return f"{node['count']} x {node['name']}, `{node['device']}`"
 
 
 def _demo(found: Found) -> list[str]:
-    machine, figures = found["machine"], found["figures"]
-    ranks = min(2, machine["count"] or 2)
+    node, figures = found["machine"], found["figures"]
+    ranks = min(2, node["count"] or 2)
     lines = [
-        f"`examples/gpt/train.py` under DeepSpeed, {ranks} {'ranks' if ranks > 1 else 'rank'}, backend {machine['backend']}; "
+        f"`examples/gpt/train.py` under DeepSpeed, {ranks} {'ranks' if ranks > 1 else 'rank'}, backend {node['backend']}; "
         "a rank is killed after half of the steps.",
         "",
     ]

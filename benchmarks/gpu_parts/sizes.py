@@ -1,4 +1,4 @@
-"""How large and how long each part is: for an accelerator, for the CPU, and for a quick look."""
+"""Sizes and durations of each part: for an accelerator, for the CPU, and for a quick check."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Of all parts."""
+    """Sizes of all parts."""
 
     corpus: str
-    """Folder of the standard library whose sources the demo trains on; empty: all of it."""
+    """Folder of the standard library with the demo's training data, or empty for all of it."""
     demo_batch: int
     demo_every_steps: int
     model: ModelSize
     segment_s: float
-    """Seconds of the steps that are measured at a time."""
+    """Seconds of one measured segment of steps."""
     pairs: int
     training: dict[str, str]
     """Params of the training with and without checkpoints."""
@@ -74,7 +74,7 @@ QUICK = Sizes(
 
 
 def sizes_for(*, accelerated: bool, quick: bool) -> Sizes:
-    """Return the sizes for a machine."""
+    """Return the sizes for a node."""
     if quick:
         return QUICK
     return ACCELERATOR if accelerated else CPU

@@ -1,4 +1,4 @@
-"""The benchmark's end of a loader's process: starts `host` in the loader's environment and speaks with it."""
+"""The benchmark's side of a loader's process: starts `host` in the loader's environment and sends it commands."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _IMPORT_LIMIT_S = 120.0
 
 
 class LoaderFailed(Exception):
-    """The loader could not do what it was asked for; the message is its own."""
+    """The loader could not run a command. The message is the loader's own."""
 
 
-class Host:
+class LoaderProcess:
     """A loader's process."""
 
     def __init__(self, name: str, python: Path, scratch: Path) -> None:
@@ -47,16 +47,16 @@ class Host:
             raise LoaderFailed(f"cannot be imported: {self.about['failed']}")
 
     def convert(self, job: Job, limit_s: float) -> dict[str, float]:
-        """Have the rows converted; bytes and seconds."""
+        """Convert the rows, and return bytes and seconds."""
         measured: dict[str, float] = self._ask("convert", [job], limit_s)[0]["result"]
         return measured
 
     def consume(self, jobs: list[Job], limit_s: float) -> list[dict[str, Any]]:
-        """Run the ranks of one launch; what each measured, empty for one that was told to die."""
+        """Run the ranks of one launch, and return each one's measurements, or an empty dict for one that had to die."""
         return [rank["result"] for rank in self._ask("consume", jobs, limit_s)]
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all processes that it started."""
         with contextlib.suppress(BrokenPipeError, ProcessLookupError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -103,5 +103,5 @@ class Host:
 def _environment(scratch: Path) -> dict[str, str]:
     caches = {name: str(scratch / "cache") for name in ("HF_HOME", "DATA_OPTIMIZER_CACHE_FOLDER", "LITDATA_CACHE_DIR")}
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-    one_thread = {"OMP_NUM_THREADS": "1"}  # torch's own: a loader has its workers
+    one_thread = {"OMP_NUM_THREADS": "1"}  # torch's own threads: a loader has its workers
     return {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(scratch), **caches, **quiet, **one_thread}

@@ -1,4 +1,4 @@
-"""The training loop: drives one loader as told by a job, logs each batch, saves states; out comes what it measured."""
+"""The training loop: drives one loader by a job, logs each batch, saves states, and returns its measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peer_loaders.protocol import Job, Loader, Record, record_bytes
 
 
 def consume(module: ModuleType, job: Job) -> dict[str, Any]:
-    """Run the loop to its end, its stop or its death; the measured times (s), bytes of state and rows (or tokens)."""
+    """Run the loop to its end, its stop or its death, and return times (s), bytes of state and rows (or tokens)."""
     begun = time.perf_counter()
     place = _Place.read(Path(job.load)) if job.load else _Place(0, 0, None)
     loader: Loader = module.open_loader(job, place.state)
@@ -36,25 +36,25 @@ def consume(module: ModuleType, job: Job) -> dict[str, Any]:
                 break
         if step == job.stop_at:
             break
-    measured = _measured(begun, first, seen, step)
+    measured = _measurements(begun, first, seen, step)
     loader.close()
     return measured
 
 
-def _measured(begun: float, first: float, seen: int, step: int) -> dict[str, Any]:
+def _measurements(begun: float, first: float, seen: int, step: int) -> dict[str, Any]:
     now = time.perf_counter()
     return {"first_batch_s": first - begun, "seen": seen, "seconds": now - first if first else 0.0, "steps": step}
 
 
 class _Place:
-    """Where a training loop stood: what any checkpoint holds beside the loader's own state."""
+    """The position of a training loop, which a checkpoint holds next to the loader's state."""
 
     def __init__(self, pass_number: int, step: int, state: bytes | None) -> None:
         self.pass_number, self.step, self.state = pass_number, step, state
 
     def write(self, path: Path, step: int) -> None:
         assert self.state is not None
-        for target in (path, path.with_name(f"{path.name}.step{step}")):  # the last, and the one of this step
+        for target in (path, path.with_name(f"{path.name}.step{step}")):  # the last state, and that of this step
             partial = target.with_name(target.name + ".partial")
             head = json.dumps({"pass": self.pass_number, "step": self.step}).encode() + b"\n"
             partial.write_bytes(head + self.state)

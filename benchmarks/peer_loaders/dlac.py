@@ -1,4 +1,4 @@
-"""DLAC's own dataset, iterated as it is: its background threads stand for the workers of the others."""
+"""DLAC's own dataset, iterated without a DataLoader: its background threads correspond to the workers of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTES = ["open_dataset() on the Iceberg table, default order settings; `workers`
 
 
 class DlacLoader:
-    """The dataset of one rank; passes follow each other in one iteration."""
+    """The dataset of one rank. Passes follow each other in one iteration."""
 
     def __init__(self, dataset: DlacDataset, job: Job) -> None:
         self._dataset = dataset
@@ -26,7 +26,7 @@ class DlacLoader:
         self._batches = iter(dataset)
 
     def batches(self, pass_number: int) -> Iterator[dict[str, Any]]:
-        """The batches up to the end of a pass; of several passes each is a whole number of batches here."""
+        """Yield the batches up to the end of a pass. With several passes each is a whole number of batches here."""
         last = (pass_number + 1) * (self._job.rows // self._job.batch_size) if self._job.passes > 1 else 0
         for batch in self._batches:
             yield batch
@@ -34,7 +34,7 @@ class DlacLoader:
                 return
 
     def ids(self, batch: dict[str, Any]) -> Ids:
-        """Row ids of the valid samples, or the tokens of the packed sequences with padding made negative."""
+        """Return row ids of the valid samples, or tokens of the packed sequences with negative padding."""
         if self._job.packed:
             tokens: Ids = np.where(batch["document"].numpy() > 0, batch["tokens"].numpy(), -1).reshape(-1)
             return tokens
@@ -42,7 +42,7 @@ class DlacLoader:
         return ids
 
     def state(self) -> bytes:
-        """Behind the batch that was handed out last."""
+        """Return the state after the last batch."""
         return json.dumps(self._dataset.state_dict()).encode()
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class DlacLoader:
 
 
 def open_loader(job: Job, state: bytes | None) -> DlacLoader:
-    """A loader over the job's table."""
+    """Return a loader over the job's table."""
     dataset = open_dataset(
         home=job.home,
         table=job.table,

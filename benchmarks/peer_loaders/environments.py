@@ -1,6 +1,6 @@
-"""The optional environments of the loaders: made on demand with pip, beside the project's own.
+"""The optional environments of the loaders: made on demand with pip, next to the project's own.
 
-MosaicML Streaming has one of its own: it asks for numpy < 2.2 and transformers < 5, which the others cannot live with.
+MosaicML Streaming has its own environment: it needs numpy < 2.2 and transformers < 5, which the others do not allow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LIMIT_S = 1200.0
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A folder with an interpreter, and what is installed into it; no requirements: the project's own."""
+    """A folder with an interpreter and installed packages, or the project's own environment without requirements."""
 
     folder: str
     requirements: str = ""
@@ -31,10 +31,10 @@ MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requi
 
 
 def python_of(environment: Environment) -> Path:
-    """The environment's interpreter; the environment is made where it is absent or out of date (minutes).
+    """Return the environment's interpreter. A missing or outdated environment is made first (minutes).
 
     Raises:
-        LoaderFailed: it cannot be installed; the message is pip's last line.
+        LoaderFailed: it cannot be installed. The message is pip's last line.
     """
     if not environment.requirements:
         return Path(sys.executable)

@@ -1,6 +1,6 @@
 """Grain: a copy of the rows in ArrayRecord, random access, batched and sharded by ElasticIterator.
 
-Where ElasticIterator refuses (filter, packing), the dataset's own iterator with its own state is used instead.
+If ElasticIterator is unsupported (filter, packing), the dataset's own iterator with its own state is used instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _decoded(record: bytes) -> dict[str, Any]:
 
 
 def open_loader(job: Job, state: bytes | None) -> _Loader:
-    """A loader over the copy."""
+    """Return a loader over the copy."""
     return _Loader(job, state)
 
 
@@ -53,18 +53,18 @@ class _Loader:
         self._iterator: Any = None
 
     def batches(self, pass_number: int) -> Iterator[Any]:
-        """A pass, each shuffled by a seed of its own."""
+        """Yield a pass, each shuffled with another seed."""
         source = grain.sources.ArrayRecordDataSource(f"{self._job.own_format}/rows.arrayrecord")
         dataset = grain.MapDataset.source(source)
         if self._job.shuffle:
             dataset = dataset.shuffle(seed=self._job.seed + pass_number)
-        self._iterator = self._opened(dataset.map(_decoded))
+        self._iterator = self._open(dataset.map(_decoded))
         if self._state is not None:
             self._iterator.set_state(json.loads(self._state))
             self._state = None
         yield from self._iterator
 
-    def _opened(self, dataset: Any) -> Any:
+    def _open(self, dataset: Any) -> Any:
         job = self._job
         reading = grain.ReadOptions(num_threads=job.workers, prefetch_buffer_size=4 * job.rank_batch)
         if not job.filtered and not job.packed:
@@ -72,7 +72,7 @@ class _Loader:
             elastic = grain.experimental.ElasticIterator
             return iter(elastic(dataset, job.batch_size, shard, read_options=reading))
         if job.filtered:
-            dataset = dataset.filter(_kept)
+            dataset = dataset.filter(_is_kept)
         rows = dataset[job.rank :: job.world_size].to_iter_dataset(reading)
         if job.packed:
             pack = grain.experimental.ConcatThenSplitIterDataset
@@ -80,14 +80,14 @@ class _Loader:
         return iter(rows.batch(job.rank_batch))
 
     def ids(self, batch: Any) -> Ids:
-        """Token ids when packing, else row ids."""
+        """Return token ids when packing, else row ids."""
         if not self._job.packed:
             return np.asarray(batch["row_id"]).reshape(-1).astype(np.int64)
         tokens = np.where(batch["tokens_segment_ids"] > 0, batch["tokens"], -1)
         return tokens.reshape(-1).astype(np.int64)
 
     def state(self) -> bytes:
-        """The iterator's own."""
+        """Return the iterator's own state."""
         return json.dumps(self._iterator.get_state()).encode()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class _Loader:
         self._iterator.close()
 
 
-def _kept(row: dict[str, Any]) -> bool:
+def _is_kept(row: dict[str, Any]) -> bool:
     return bool(row["kind"] < KINDS // 2)
 
 

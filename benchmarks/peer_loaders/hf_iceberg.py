@@ -11,7 +11,7 @@ from benchmarks.peer_loaders.protocol import KINDS, Job
 from benchmarks.peer_loaders.rows import COLUMNS
 from benchmarks.peer_loaders.stateful import StatefulLoader
 
-for _lazy in ("pyiceberg.catalog.sql", "pyiceberg.io.pyarrow"):  # imported here, once, and not in a timed launch
+for _lazy in ("pyiceberg.catalog.sql", "pyiceberg.io.pyarrow"):  # imported here, and not in a timed launch
     importlib.import_module(_lazy)
 
 PACKAGES = ["datasets", "pyiceberg", "torchdata"]
@@ -24,7 +24,7 @@ NOTES = [
 
 
 def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
-    """A loader over the table as it is now."""
+    """Return a loader over the current table."""
     catalog = load_catalog(**job.catalog)
     dataset = hf_parquet.datasets.load_dataset(
         "iceberg",
@@ -36,4 +36,4 @@ def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
         columns=COLUMNS,
         filters=f"kind < {KINDS // 2}" if job.filtered else None,
     )
-    return hf_parquet.opened(dataset, job, state)
+    return hf_parquet.loader_over(dataset, job, state)

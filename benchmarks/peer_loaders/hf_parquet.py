@@ -26,17 +26,17 @@ NOTES = [
 
 
 def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
-    """A loader over the data files that the snapshot lists, in its order."""
+    """Return a loader over the data files of the snapshot, in its order."""
     filters = [("kind", "<", KINDS // 2)] if job.filtered else None
     files = [file.removeprefix("file://") for file in job.files]
     dataset = datasets.load_dataset(
         "parquet", data_files=files, split="train", streaming=True, columns=COLUMNS, filters=filters
     )
-    return opened(dataset, job, state)
+    return loader_over(dataset, job, state)
 
 
-def opened(dataset: Any, job: Job, state: bytes | None) -> StatefulLoader:
-    """What comes behind `load_dataset`, whatever the rows lie in."""
+def loader_over(dataset: Any, job: Job, state: bytes | None) -> StatefulLoader:
+    """Return a loader over the result of `load_dataset`, for any storage format."""
     if job.shuffle:
         dataset = dataset.shuffle(seed=job.seed, buffer_size=min(1000, job.rows // 32))
     if job.packed:

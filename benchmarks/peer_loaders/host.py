@@ -1,4 +1,4 @@
-"""One loader's process: `python -m benchmarks.peer_loaders.host NAME`, one JSON command per line in, one answer out.
+"""One loader's process: `python -m benchmarks.peer_loaders.host NAME`. It reads JSON commands, and writes one answer for each.
 
 It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import.
 
@@ -6,8 +6,8 @@ It imports the loader's packages once and forks one process per rank and launch,
     {"do": "convert", "job": ..., "limit_s": s}  -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
     {"do": "consume", "jobs": [...], "limit_s": s} -> {"ranks": [{"exit": 0 or -signal, "result": ..., "error": text}]}
 
-Ranks of a launch run at the same time, with the environment variables that torchrun sets. No process of a launch is left
-when it is answered: each rank leads a process group, which is killed.
+Ranks of a launch run at the same time, with the environment variables that torchrun sets. All processes of a launch have ended
+before its answer: each rank leads a process group, which is killed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from typing import Any
 from benchmarks.peer_loaders.consume import consume
 from benchmarks.peer_loaders.protocol import Job
 
-_GRACE_S = 5.0  # for the other ranks, when one has failed
+_GRACE_S = 5.0  # for the other ranks after a failure
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Answer commands until the standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of a library is no answer
     try:
         module = importlib.import_module(f"benchmarks.peer_loaders.{sys.argv[1]}")
     except Exception as err:
-        print(json.dumps({"failed": _said(err)}), file=answers)
+        print(json.dumps({"failed": _error_line(err)}), file=answers)
         return
     print(json.dumps(_described(module)), file=answers)
     for line in sys.stdin:
@@ -73,7 +73,7 @@ def _convert(module: ModuleType, job: Job) -> dict[str, Any]:
 def _launch(
     module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], jobs: list[Job], limit_s: float
 ) -> list[dict[str, Any]]:
-    """Fork the ranks, wait for them, leave none behind."""
+    """Fork the ranks, wait for them, and end all processes."""
     port = _free_port()
     pids = [_fork(module, act, job, port) for job in jobs]
     exits: dict[int, int] = {}
@@ -119,13 +119,13 @@ def _fork(module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], 
         code = 0
     except BaseException as err:
         traceback.print_exc()
-        Path(f"{job.log}.json").write_text(json.dumps({"error": _said(err)}))
+        Path(f"{job.log}.json").write_text(json.dumps({"error": _error_line(err)}))
     finally:
-        os._exit(code)  # no clean-up of the host's own objects in a fork
+        os._exit(code)  # no clean-up of the parent's objects in a fork
 
 
-def _said(err: BaseException) -> str:
-    """The error in one line: torch hands on a worker's error with its whole traceback."""
+def _error_line(err: BaseException) -> str:
+    """Return the error in one line. torch passes on a worker's error with its whole traceback."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [""]
     return lines[-1] if "Traceback" in str(err) else f"{type(err).__name__}: {lines[0]}"
 

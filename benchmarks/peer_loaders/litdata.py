@@ -58,7 +58,7 @@ def _tokens(block_size: int | None = None) -> Any:
 
 
 def open_loader(job: Job, state: bytes | None) -> _Loader:
-    """A loader over the copy."""
+    """Return a loader over the copy."""
     return _Loader(job, state)
 
 
@@ -79,17 +79,17 @@ class _Loader:
             self._loader.load_state_dict(pickle.loads(state))
 
     def batches(self, pass_number: int) -> Iterator[Any]:
-        """The next pass: the loader counts them itself."""
+        """Return the next pass. The loader counts passes itself."""
         yield from self._loader
 
     def ids(self, batch: Any) -> Ids:
-        """Token ids when packing, else row ids."""
+        """Return token ids when packing, else row ids."""
         return np.asarray(batch if self._packed else batch["row_id"]).reshape(-1).astype(np.int64)
 
     def state(self) -> bytes:
-        """One state for all ranks."""
+        """Return one state for all ranks."""
         return pickle.dumps(self._loader.state_dict())
 
     def close(self) -> None:
-        """The workers go with the loader."""
+        """Do nothing: the workers end with the loader."""
         del self._loader

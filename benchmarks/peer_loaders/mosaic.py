@@ -1,7 +1,7 @@
 """MosaicML Streaming: a copy of the rows in MDS, read by StreamingDataset below StreamingDataLoader.
 
-`streaming` imports its vision datasets, and with them torchvision, whose wheels do not load beside a CPU build of torch:
-an empty module stands in for them. Nothing else of the package is touched.
+`streaming` imports its vision datasets, and with them torchvision, whose wheels do not load with a CPU build of torch.
+An empty module replaces them. The rest of the package is unchanged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def convert(job: Job) -> int:
 
 
 def open_loader(job: Job, state: bytes | None) -> _Loader:
-    """A loader over the MDS copy."""
+    """Return a loader over the MDS copy."""
     return _Loader(job, state)
 
 
@@ -70,19 +70,19 @@ class _Loader:
             self._loader.load_state_dict(json.loads(state))
 
     def batches(self, pass_number: int) -> Iterator[Any]:
-        """The next pass: the dataset counts them itself."""
+        """Return the next pass. The dataset counts passes itself."""
         yield from self._loader
 
     def ids(self, batch: Any) -> Ids:
-        """Row ids."""
+        """Return row ids."""
         return np.asarray(batch["row_id"]).reshape(-1).astype(np.int64)
 
     def state(self) -> bytes:
-        """One state for all ranks."""
+        """Return one state for all ranks."""
         return json.dumps(self._loader.state_dict()).encode()
 
     def close(self) -> None:
-        """Leave together, as ranks that train together do, and give back the shared memory."""
+        """Exit together, like ranks that train together, and release the shared memory."""
         del self._loader
         del self._dataset
         if torch.distributed.is_initialized():
@@ -96,7 +96,7 @@ def _clean_shared_memory() -> None:
 
 @atexit.register
 def _remove_leaked() -> None:
-    """Shared memory that killed ranks left: the package's own cleaning stops at the first number that is free."""
+    """Remove shared memory of killed ranks. The package's own cleaning stops at the first free number."""
     for path in _SHARED.glob("[0-9]*_*"):
         with contextlib.suppress(OSError):
             if re.fullmatch(r"\d{6}_[a-z_]+", path.name) and path.stat().st_ctime >= _BEGUN:

@@ -1,4 +1,4 @@
-"""What a loader is told and what it gives: `Job` in, a log of the rows that were consumed out."""
+"""The interface of a loader: a `Job` as its input, and a log of the consumed rows as its output."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One rank of one launch. Paths are absolute; `batch_size` is global: a rank gets `batch_size // world_size`."""
+    """One rank of one launch. Paths are absolute. `batch_size` is global: a rank gets `batch_size // world_size`."""
 
     home: str  # folder of the lakehouse
     catalog: dict[str, str]  # pyiceberg properties of its catalog, and its name
     table: str
-    files: list[str]  # data files of the table's current snapshot, in the order in which it lists them
+    files: list[str]  # data files of the table's current snapshot, in its order
     own_format: str  # folder for the loader's own copy
     rows: int
     sequence: int  # tokens in a row, or in a packed sequence
@@ -34,20 +34,20 @@ class Job:
     packed: bool  # rows are documents of varying length: pack them to sequences
     passes: int
     log: str
-    load: str  # state to resume from; empty: from the beginning
+    load: str  # state to resume from, or empty for the beginning
     save: str
     save_at: list[int]  # steps at which the state is saved, counted from the run's first
-    stop_at: int  # step behind which the consumer leaves; 0: at the end
-    die_at: int  # step behind which the consumer kills itself with SIGKILL; 0: never
+    stop_at: int  # step after which the consumer exits, or 0 for the end
+    die_at: int  # step after which the consumer kills itself with SIGKILL, or 0 for never
 
     @property
     def rank_batch(self) -> int:
-        """Samples that this rank gets in one step."""
+        """Samples of this rank in one step."""
         return self.batch_size // self.world_size
 
     @property
     def prefetch(self) -> int | None:
-        """Batches that each worker reads ahead, as torch's DataLoader takes it."""
+        """Batches that each worker reads ahead, as an argument of torch's DataLoader."""
         return 4 if self.workers else None
 
 
@@ -55,19 +55,19 @@ KINDS = 4
 
 
 class Loader(Protocol):
-    """A loader that was opened at some position."""
+    """A loader, open at some position."""
 
     def batches(self, pass_number: int) -> Iterator[Any]:
-        """The batches of a pass, from the position at which the loader was opened, else from its beginning."""
+        """Yield the batches of a pass, from the open position, or from the beginning of a later pass."""
 
     def ids(self, batch: Any) -> Ids:
-        """Ids of the batch: row ids, or token ids when packing; negative ones are padding."""
+        """Return ids of the batch: row ids, or token ids when packing. Negative ones are padding."""
 
     def state(self) -> bytes:
-        """The state behind the batch that was handed out last."""
+        """Return the state after the last batch."""
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop background work."""
 
 
 class Record(NamedTuple):
@@ -79,13 +79,13 @@ class Record(NamedTuple):
 
 
 def record_bytes(record: Record) -> bytes:
-    """A record, as it is appended to a log."""
+    """Return a record as bytes of a log."""
     head = np.array([record.pass_number, record.step, len(record.ids)], dtype=np.int64)
     return head.tobytes() + np.ascontiguousarray(record.ids, dtype=np.int64).tobytes()
 
 
 def read_log(path: Path) -> list[Record]:
-    """All whole records of a log; a torn last one is left out."""
+    """Return all whole records of a log, without a torn last one."""
     if not path.exists():
         return []
     values = np.frombuffer(path.read_bytes()[: path.stat().st_size // 8 * 8], dtype=np.int64)

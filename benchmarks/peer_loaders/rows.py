@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 COLUMNS = ["row_id", "kind", "tokens"]
-pa.chunked_array([[0]]).to_numpy()  # imports pandas where it is installed: here, once, and not in a timed launch
+pa.chunked_array([[0]]).to_numpy()  # imports an installed pandas here, and not in a timed launch
 
 
 def arrays(table: pa.Table) -> tuple[Any, Any, list[Any]]:
-    """Row ids, kinds and each row's tokens."""
+    """Return row ids, kinds and each row's tokens."""
     table = table.combine_chunks()
     tokens = table["tokens"].chunk(0) if table.num_rows else pa.array([], pa.list_(pa.int32()))
     bounds = tokens.offsets.to_numpy()
@@ -23,6 +23,6 @@ def arrays(table: pa.Table) -> tuple[Any, Any, list[Any]]:
 
 
 def rows_of(file: str) -> Iterator[tuple[int, int, Any]]:
-    """Every row of a file: row id, kind, tokens."""
+    """Yield every row of a file: row id, kind, tokens."""
     row_ids, kinds, tokens = arrays(pq.read_table(file.removeprefix("file://"), columns=COLUMNS))
     yield from zip(row_ids.tolist(), kinds.tolist(), tokens, strict=True)

@@ -1,4 +1,4 @@
-"""What is asked of a loader: the scenarios, run over its process; rows repeated and rows missing come out."""
+"""The scenarios of a loader, run in its process. They give the rows repeated and the rows missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peer_loaders import tables
-from benchmarks.peer_loaders.client import Host, LoaderFailed
+from benchmarks.peer_loaders.client import LoaderFailed, LoaderProcess
 from benchmarks.peer_loaders.protocol import KINDS, Ids, Job, Record, read_log
 from benchmarks.peer_loaders.tables import Lake
 
@@ -19,13 +19,13 @@ LIMIT_S = 90.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A run in several launches: `worlds[i]` ranks, saved and left at `saves[i]` of the expected steps."""
+    """A run in several launches with `worlds[i]` ranks, saved and ended at `saves[i]` of the expected steps."""
 
     name: str
-    says: str
+    description: str
     worlds: tuple[int, ...] = (2, 2)
     saves: tuple[float, ...] = (0.4,)
-    change: str = ""  # to the table, behind the first launch
+    change: str = ""  # to the table, after the first launch
     kill: bool = False
     shuffle: bool = False
     filtered: bool = False
@@ -36,26 +36,30 @@ class Scenario:
 
 SCENARIOS = [
     Scenario(
-        name="tail", says="one pass, 4 ranks, rows not a multiple of the batch", worlds=(4,), saves=(), uneven=True
+        name="tail",
+        description="one pass, 4 ranks, rows not a multiple of the batch",
+        worlds=(4,),
+        saves=(),
+        uneven=True,
     ),
-    Scenario(name="kill", says="SIGKILL with prefetch in flight, state saved every 7 steps", kill=True),
-    Scenario(name="resize_2_4", says="2 ranks, then 4", worlds=(2, 4)),
-    Scenario(name="resize_4_2_1", says="4 ranks, then 2, then 1", worlds=(4, 2, 1), saves=(0.3, 0.6)),
-    Scenario(name="resize_shuffle", says="2 ranks, then 4, shuffled", worlds=(2, 4), shuffle=True),
-    Scenario(name="append", says="rows appended between save and resume", change="append"),
-    Scenario(name="delete", says="rows deleted between save and resume", change="delete"),
-    Scenario(name="compact", says="files compacted between save and resume", change="compact"),
-    Scenario(name="twice", says="resumed twice", worlds=(2, 2, 2), saves=(0.3, 0.6)),
-    Scenario(name="second_pass", says="resumed in the second pass", saves=(1.4,), passes=2),
-    Scenario(name="shuffle", says="shuffle on", shuffle=True),
-    Scenario(name="filter", says="row filter on", filtered=True, worlds=(1, 1)),
-    Scenario(name="packing", says="documents packed to sequences", packed=True, worlds=(1, 1)),
+    Scenario(name="kill", description="SIGKILL with prefetch in flight, state saved every 7 steps", kill=True),
+    Scenario(name="resize_2_4", description="2 ranks, then 4", worlds=(2, 4)),
+    Scenario(name="resize_4_2_1", description="4 ranks, then 2, then 1", worlds=(4, 2, 1), saves=(0.3, 0.6)),
+    Scenario(name="resize_shuffle", description="2 ranks, then 4, shuffled", worlds=(2, 4), shuffle=True),
+    Scenario(name="append", description="rows appended between save and resume", change="append"),
+    Scenario(name="delete", description="rows deleted between save and resume", change="delete"),
+    Scenario(name="compact", description="files compacted between save and resume", change="compact"),
+    Scenario(name="twice", description="resumed twice", worlds=(2, 2, 2), saves=(0.3, 0.6)),
+    Scenario(name="second_pass", description="resumed in the second pass", saves=(1.4,), passes=2),
+    Scenario(name="shuffle", description="shuffle on", shuffle=True),
+    Scenario(name="filter", description="row filter on", filtered=True, worlds=(1, 1)),
+    Scenario(name="packing", description="documents packed to sequences", packed=True, worlds=(1, 1)),
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much data the scenarios take."""
+    """Amount of data of the scenarios."""
 
     files: int
     groups: int  # row groups in a file
@@ -70,39 +74,39 @@ class Size:
 
 @dataclass(kw_only=True, slots=True)
 class Count:
-    """What became of the rows."""
+    """Counts of repeated and missing rows."""
 
     repeated: int
     missing: int
     appended_read: int | None = None
-    with_workers: str = ""  # why it fails with workers: the count is that without
-    uninterrupted: tuple[int, int] | None = None  # the same without resume, change or kill; only where there is a loss
+    with_workers: str = ""  # why it fails with workers, if the count is that without
+    uninterrupted: tuple[int, int] | None = None  # the count without resume, change or kill, only if rows are missing
 
     @property
     def exact(self) -> bool:
-        """Whether every row came once."""
+        """Whether every row was read once."""
         return not self.repeated and not self.missing
 
 
 @dataclass(slots=True)
 class Bench:
-    """One loader's scenarios, each on a table of its own where it changes the table."""
+    """One loader's scenarios, each with its own table if it changes the table."""
 
-    host: Host
+    host: LoaderProcess
     lake: Lake
     size: Size
     scratch: Path
     workers: int = 2
     copies: dict[str, str] = field(default_factory=dict)  # table -> folder of the loader's own copy
     converted: list[dict[str, float]] = field(default_factory=list)
-    relaunched: list[str] = field(default_factory=list)  # launches that failed and were started once more
+    relaunched: list[str] = field(default_factory=list)  # launches that failed and were started again
     _whole: dict[Scenario, Count] = field(default_factory=dict)
 
     def run(self, scenario: Scenario) -> Count:
-        """Every launch of a scenario, and the count of its surviving lineage.
+        """Run all launches of a scenario, and count the rows of its surviving lineage.
 
         Raises:
-            LoaderFailed: the loader does not get through it.
+            LoaderFailed: the loader does not finish it.
         """
         table = self.table(scenario)
         records: list[Record] = []
@@ -111,12 +115,12 @@ class Bench:
                 self._change(scenario.change, table)
                 self.copies.pop(table, None)
             records += self._launch(scenario, table, launch, world)
-        return self._counted(scenario, records)
+        return self._count_rows(scenario, records)
 
     def uninterrupted(self, scenario: Scenario) -> Count:
-        """The same in one launch, on a table that stays as it is."""
+        """Run the scenario in one launch, on an unchanged table."""
         whole = dataclasses.replace(
-            scenario, name="whole", says="", worlds=scenario.worlds[:1], saves=(), change="", kill=False
+            scenario, name="whole", description="", worlds=scenario.worlds[:1], saves=(), change="", kill=False
         )
         if whole not in self._whole:
             self._whole[whole] = self.run(whole)
@@ -129,7 +133,7 @@ class Bench:
             Path(job.log).unlink(missing_ok=True)
         try:
             self.host.consume(jobs, LIMIT_S)
-        except LoaderFailed as err:  # once more, as whatever supervises a training does
+        except LoaderFailed as err:  # once more, as any supervisor of a training does
             self.relaunched.append(f"{scenario.name}: {err}")
             for job in jobs:
                 Path(job.log).unlink(missing_ok=True)
@@ -140,7 +144,7 @@ class Bench:
         return [record for job in jobs for record in read_log(Path(job.log)) if record.step <= kept]
 
     def job(self, scenario: Scenario, table: str, *, launch: int, world: int, rank: int, stop: int) -> Job:
-        """What rank `rank` of `world` is told in a launch that is left behind step `stop` (0: at its end)."""
+        """Return the job of rank `rank` of `world` in a launch that ends after step `stop` (0: at its end)."""
         folder = self.scratch / f"{self.host.name}-{scenario.name}"
         folder.mkdir(exist_ok=True)
         before = scenario.worlds[launch - 1] if launch else 0
@@ -173,7 +177,7 @@ class Bench:
         return dataclasses.replace(job, own_format=self._copy(job, table))
 
     def _copy(self, job: Job, table: str) -> str:
-        """The loader's own copy of the table, made where there is none."""
+        """Return the loader's own copy of the table, and make it if it is missing."""
         folder = self.scratch / f"{self.host.name}-copy-{table}"
         if self.host.about["converts"] and table not in self.copies:
             job = dataclasses.replace(job, own_format=str(folder), log=f"{folder}.log")
@@ -182,7 +186,7 @@ class Bench:
         return str(folder)
 
     def steps(self, scenario: Scenario) -> int:
-        """Steps of one pass."""
+        """Return the steps of one pass."""
         if scenario.packed:
             return int(self._starts[-1]) // (self.size.sequence * BATCH)
         return self.size.rows // (2 if scenario.filtered else 1) // BATCH
@@ -192,7 +196,7 @@ class Bench:
         return tables.document_starts(self.size.rows, self.size.sequence)
 
     def table(self, scenario: Scenario) -> str:
-        """The table of a scenario; those that are not changed are shared."""
+        """Return the table of a scenario. Unchanged tables are shared."""
         name = "uneven" if scenario.uneven else "documents" if scenario.packed else "plain"
         if scenario.change:
             name = f"{scenario.change}_{self.host.name}_{self.workers}"
@@ -212,7 +216,7 @@ class Bench:
     def _change(self, change: str, table: str) -> None:
         rows = self.size.rows
         if change == "append":
-            for begin in (rows, rows + rows // 8):  # two files, so that ranks still divide the number of files
+            for begin in (rows, rows + rows // 8):  # two files, so that the number of ranks still divides that of files
                 self.lake.append(table, tables.sequences(begin, begin + rows // 8, self.size.sequence))
         elif change == "delete":
             self.lake.delete(table, *self._deleted)
@@ -223,7 +227,7 @@ class Bench:
     def _deleted(self) -> tuple[int, int]:
         return self.size.rows // 2 + 8, self.size.rows // 2 + 8 + 8 * BATCH
 
-    def _counted(self, scenario: Scenario, records: list[Record]) -> Count:
+    def _count_rows(self, scenario: Scenario, records: list[Record]) -> Count:
         rows = self.size.rows - (13 if scenario.uneven else 0)
         expected = np.ones(rows, bool)
         if scenario.filtered:
@@ -255,7 +259,7 @@ class Bench:
 
 
 def outcome(bench: Bench, scenario: Scenario) -> Count | str:
-    """The count, or why there is none. What fails with workers is tried without."""
+    """Return the count, or why there is none. A failure with workers is retried without."""
     reason = bench.host.about["not_offered"].get(scenario.name)
     if reason:
         return f"not offered: {reason}"

@@ -15,7 +15,7 @@ _stateful = importlib.import_module("torchdata.stateful_dataloader")
 
 
 class StatefulLoader:
-    """`batch_size=None`: the dataset itself gives whole batches."""
+    """A loader with `batch_size=None`: the dataset itself yields whole batches."""
 
     def __init__(
         self, dataset: Any, job: Job, state: bytes | None, *, batch_size: int | None, set_epoch: Callable[[int], None]
@@ -29,18 +29,18 @@ class StatefulLoader:
             self._loader.load_state_dict(pickle.loads(state))
 
     def batches(self, pass_number: int) -> Iterator[Any]:
-        """The batches of a pass."""
+        """Yield the batches of a pass."""
         self._set_epoch(pass_number)
         yield from self._loader
 
     def ids(self, batch: Any) -> Ids:
-        """Token ids when packing, else row ids."""
+        """Return token ids when packing, else row ids."""
         return np.asarray(batch["tokens" if self._packed else "row_id"]).reshape(-1).astype(np.int64)
 
     def state(self) -> bytes:
-        """All workers' states."""
+        """Return all workers' states."""
         return pickle.dumps(self._loader.state_dict())
 
     def close(self) -> None:
-        """The workers go with the loader."""
+        """Do nothing: the workers end with the loader."""
         del self._loader

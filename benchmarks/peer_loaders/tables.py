@@ -1,4 +1,4 @@
-"""The rows that every loader reads: Iceberg tables of many row groups, and what happens to them between save and resume."""
+"""The rows that every loader reads: Iceberg tables of many row groups, and their changes between save and resume."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Lake:
         return {"name": config.name, "type": "sql", "uri": config.uri, "warehouse": config.warehouse}
 
     def table(self, name: str) -> Table:
-        """The table as it is now."""
+        """Return the current table."""
         return self.lakehouse.load(f"{NAMESPACE}.{name}")
 
     def files(self, name: str) -> list[str]:
-        """Data files of the current snapshot, in the order in which a scan lists them."""
+        """Return the data files of the current snapshot, in the order of a scan."""
         return [task.file.file_path for task in self.table(name).scan().plan_files()]
 
     def create(self, name: str, batches: list[pa.Table], group_rows: int) -> None:
-        """A table with one data file per batch, in row groups of `group_rows`."""
+        """Make a table with one data file per batch, in row groups of `group_rows`."""
         properties = {"write.parquet.row-group-limit": str(group_rows)}
         table = self.lakehouse.catalog.create_table(f"{NAMESPACE}.{name}", batches[0].schema, properties=properties)
         with table.transaction() as transaction, transaction.update_snapshot().fast_append() as producer:
@@ -50,7 +50,7 @@ class Lake:
                     producer.append_data_file(file)
 
     def append(self, name: str, rows: pa.Table) -> None:
-        """One more data file."""
+        """Append one data file."""
         self.table(name).append(rows)
 
     def delete(self, name: str, begin: int, end: int) -> None:
@@ -58,7 +58,7 @@ class Lake:
         self.table(name).delete(f"row_id >= {begin} and row_id < {end}")
 
     def compact(self, name: str) -> None:
-        """Merge all data files into two, the rows in their order: a `replace` snapshot."""
+        """Merge all data files into two, with the rows in order: a `replace` snapshot."""
         table = self.table(name)
         rows = table.scan().to_arrow().sort_by("row_id")
         half = rows.num_rows // 2
@@ -69,12 +69,12 @@ class Lake:
             for part in (rows.slice(0, half), rows.slice(half)):
                 for file in _dataframe_to_data_files(table.metadata, part.combine_chunks(), table.io):
                     producer.append_data_file(file)
-            _say_replace(producer)
+            _set_replace(producer)
             producer.commit()
 
 
-def _say_replace(producer: Any) -> None:
-    """Have the snapshot under way call itself a rewrite: pyiceberg has no `replace` of its own."""
+def _set_replace(producer: Any) -> None:
+    """Set the operation of an uncommitted snapshot to `replace`, which pyiceberg does not have."""
     summarize = producer._summary
 
     def summary(*args: Any, **options: Any) -> Summary:
@@ -84,7 +84,7 @@ def _say_replace(producer: Any) -> None:
 
 
 def sequences(begin: int, end: int, length: int) -> pa.Table:
-    """Rows `begin` to `end`, each with `length` tokens, the first of which is the row id."""
+    """Return rows `begin` to `end`, each with `length` tokens, the first of which is the row id."""
     ids = np.arange(begin, end)
     tokens = np.random.default_rng(begin).integers(0, 50_000, size=(len(ids), length), dtype=np.int32)
     tokens[:, 0] = ids
@@ -92,13 +92,13 @@ def sequences(begin: int, end: int, length: int) -> pa.Table:
 
 
 def documents(begin: int, end: int, starts: Ids) -> pa.Table:
-    """Rows `begin` to `end`, whose tokens number those of all documents, so that each is told from every other."""
+    """Return rows `begin` to `end`. The tokens of all documents are numbered, so that each is unique."""
     tokens = np.arange(starts[begin], starts[end], dtype=np.int32)
     return _table(np.arange(begin, end), tokens, starts[begin : end + 1] - starts[begin])
 
 
 def document_starts(rows: int, mean: int) -> Ids:
-    """The number of each document's first token, and of the one behind the last."""
+    """Return the number of each document's first token, and the number after the last token."""
     lengths = np.random.default_rng(7).integers(mean // 8, 2 * mean, size=rows)
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""How fast loaders read and how soon they resume: one rank each, all loaders in turn, round by round."""
+"""Rates of loaders and their times to resume: one rank each, all loaders in turn, round by round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POSITIONS = (0.01, 0.5, 0.99)
 
 @dataclass(slots=True)
 class Speed:
-    """One loader's rows per second, a value per round, or why there are none."""
+    """One loader's rows per second, a value per round, or the reason for none."""
 
     rates: list[float] = field(default_factory=list)
     failed: str = ""
@@ -32,21 +32,21 @@ class Speed:
 
     @property
     def spread(self) -> float:
-        """Quartile range of each round's rate over the one before it: the same side against itself."""
+        """Quartile range of each round's rate over the one before it, as the noise (A/A)."""
         rates = np.array(self.rates)
         return _quartile_range(rates[1:] / rates[:-1]) if len(rates) > 2 else 0.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Resume:
-    """Seconds to the first batch at each position (1 %, 50 %, 99 %), medians; bytes of state at the second."""
+    """Median seconds to the first batch at each position (1 %, 50 %, 99 %), and bytes of state at the second."""
 
     seconds: list[float]
     state_bytes: int
 
 
 def speeds(benches: Mapping[str, Bench], *, shuffle: bool, rounds: int, steps: int) -> dict[str, Speed]:
-    """Every loader once per round, in turn."""
+    """Measure every loader once per round, in turn."""
     found = {name: Speed() for name in benches}
     for _ in range(rounds):
         for name, bench in benches.items():
@@ -62,13 +62,13 @@ def speeds(benches: Mapping[str, Bench], *, shuffle: bool, rounds: int, steps: i
 
 
 def ratio(ours: Speed, theirs: Speed) -> tuple[float, float]:
-    """Our rate over theirs, round by round: the median and the quartile range."""
+    """Return our rate over theirs, round by round: the median and the quartile range."""
     ratios = np.array(ours.rates) / np.array(theirs.rates)
     return float(np.median(ratios)), _quartile_range(ratios)
 
 
 def resume(bench: Bench, *, rounds: int) -> Resume | str:
-    """One pass that saves at the positions, then resumes at them in turn; or why there is none."""
+    """Run one pass that saves at the positions, then resume at them in turn. Return the reason if this fails."""
     job = _job(bench, shuffle=False)
     steps = bench.size.rows // _BATCH
     saved = [max(1, round(position * steps)) for position in _POSITIONS]
@@ -86,7 +86,7 @@ def resume(bench: Bench, *, rounds: int) -> Resume | str:
 
 
 def _job(bench: Bench, *, shuffle: bool) -> Job:
-    scenario = Scenario(name=f"timing-{shuffle}", says="", worlds=(1,), saves=(), shuffle=shuffle)
+    scenario = Scenario(name=f"timing-{shuffle}", description="", worlds=(1,), saves=(), shuffle=shuffle)
     job = bench.job(scenario, bench.table(scenario), launch=0, world=1, rank=0, stop=0)
     return dataclasses.replace(job, batch_size=_BATCH)
 

@@ -1,7 +1,7 @@
-"""torchdata's StatefulDataLoader over plain pyarrow, as a careful user writes it.
+"""torchdata's StatefulDataLoader over pyarrow, as a careful user writes it.
 
-Row groups are dealt to workers; the state names the files, so that a resume reads the files that the run began with, and
-holds the place in the worker's own row groups and the remainder of a packed sequence.
+Row groups are dealt to workers. The state has the files, so that a resume reads the files of the run's start, the position
+in the worker's own row groups, and the rest of a packed sequence.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
         self._at |= {"epoch": epoch, "unit": 0, "row": 0, "rest": np.empty(0, np.int32)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Behind the last batch."""
+        """Return the state after the last batch."""
         return dict(self._at)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Resume from a state."""
         self._at = dict(state)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self._packed() if self._job.packed else self._rows()
+        return self._sequences() if self._job.packed else self._rows()
 
     def _rows(self) -> Iterator[dict[str, torch.Tensor]]:
         wanted = self._job.rank_batch
@@ -64,7 +64,7 @@ class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
         if parts:
             yield _batch(parts)
 
-    def _packed(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
         length = self._job.sequence * self._job.rank_batch
         for _, documents in self._groups():
             self._at["rest"] = np.concatenate([self._at["rest"], *documents[self._at["row"] :]])
@@ -115,6 +115,6 @@ def _batch(parts: list[tuple[Any, Any]]) -> dict[str, torch.Tensor]:
 
 
 def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
-    """A loader over the job's files."""
+    """Return a loader over the job's files."""
     dataset = RowGroups(job)
     return StatefulLoader(dataset, job, state, batch_size=None, set_epoch=dataset.set_epoch)

@@ -1,6 +1,6 @@
-"""The rank of benchmarks/checkpoint.py: DLAC's checkpoints of a model of ~100M parameters, in turn with what others do.
+"""The rank of benchmarks/checkpoint.py: DLAC's checkpoints of a model of ~100M parameters, alternating with others.
 
-Between two checkpoints the state changes a little, as in training; nothing else runs while one of the others is measured.
+Between two checkpoints the state changes a little, as in training. Nothing else runs while one of the others is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDTH, _LAYERS, _VOCABULARY = 768, 10, 32_768
 
 
 def model() -> torch.nn.Module:
-    """About 100 million parameters."""
+    """Return a model of about 100 million parameters."""
     layer = torch.nn.TransformerEncoderLayer(_WIDTH, 12, 4 * _WIDTH, dropout=0.0, batch_first=True)
     return torch.nn.Sequential(
         torch.nn.Embedding(_VOCABULARY, _WIDTH),
@@ -35,7 +35,7 @@ def model() -> torch.nn.Module:
 
 
 def main() -> None:
-    """One checkpoint of each kind per step; what each took goes into a file."""
+    """Save one checkpoint of each kind per step, and write the times to a file."""
     with dlac.training_run() as run:
         params = run.spec.params
         scratch = Path(params["scratch"])
@@ -55,8 +55,8 @@ def main() -> None:
         run.restore(engine)
         for batch in run.batches():
             optimizer.step()
-            # On both sides a checkpoint has a folder of its own, and the one before is removed at once: what that frees is what
-            # the next one is written to, which takes half the time of fresh pages.
+            # On both sides a checkpoint has its own folder, and the one before is removed at once. The next one is written to the
+            # freed pages, which takes half the time of new pages.
             plain = partial(_plain, deepspeed_engine, parts, scratch, batch.step)
             here = {"parameters": float(sum(parameter.numel() for parameter in network.parameters()))}
             here |= plain() if batch.step % 2 else {}
@@ -65,14 +65,14 @@ def main() -> None:
             here["step_done_s"] = time.perf_counter() - started
             run.settle()
             while len(list(Path(run.spec.checkpoint.store).glob("*/attempt-*/step-*"))) > 1:
-                time.sleep(0.01)  # retention is done with the one before
+                time.sleep(0.01)  # until retention has removed the one before
             here |= {} if batch.step % 2 else plain()
             measured.append(here)
             Path(params["out"]).write_text(json.dumps(measured))
 
 
 def _plain(engine: Any, parts: dict[str, Any], scratch: Path, step: int) -> dict[str, float]:
-    """What is done without DLAC."""
+    """Save without DLAC."""
     folder = scratch / f"plain-{step}"
     started = time.perf_counter()
     if engine is None:
@@ -110,7 +110,7 @@ def _deepspeed_save(engine: Any, folder: Path) -> None:
 
 
 def _dcp(parts: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Stall and whole time of PyTorch's asynchronous distributed checkpoint."""
+    """Return stall and total time of PyTorch's asynchronous distributed checkpoint."""
     state = {name: part.state_dict() for name, part in parts.items()}
     started = time.perf_counter()
     future = async_save(state, checkpoint_id=str(folder))

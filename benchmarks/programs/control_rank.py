@@ -1,4 +1,4 @@
-"""The rank of the training that commits the checkpoint which the fleets of benchmarks/control_plane.py recover."""
+"""The rank of the training that commits the checkpoint for the recoveries of benchmarks/control_plane.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import dlac_pipeline as dlac
 
 
 def main() -> None:
-    """Train until somebody ends it."""
+    """Train until a signal ends it."""
     with dlac.training_run() as run:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

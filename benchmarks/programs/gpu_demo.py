@@ -1,6 +1,6 @@
 """The demo's training script, unchanged.
 
-With $DETERMINISTIC=1 PyTorch takes deterministic kernels only, and fails where it has none.
+With $DETERMINISTIC=1 PyTorch uses deterministic kernels only, and fails if it has none.
 """
 
 from __future__ import annotations

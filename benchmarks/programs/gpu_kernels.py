@@ -1,6 +1,6 @@
-"""The kernels of a training step that are not deterministic, by name: argument: JSON of model.
+"""The nondeterministic kernels of a training step, by name. Argument: JSON of model.
 
-PyTorch warns of those that it knows. Whether a step gives the same gradients twice is tried besides.
+PyTorch warns of those that it knows. A repeated step also shows whether its gradients are the same.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_loading import Trainer  # type: ignore[import-not-found]  # beside this file
+from gpu_loading import Trainer  # type: ignore[import-not-found]  # in this folder
 
 _NAMED = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
 def name_kernels(compute: Callable[[], None]) -> list[str]:
-    """Return the kernels that PyTorch warns of, sorted; a warning without a name as its first sentence."""
+    """Return the kernels in PyTorch's warnings, sorted. A warning without a name gives its first sentence."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -38,7 +38,7 @@ def _name_of(message: str) -> str:
 
 
 def find_kernels(size: dict[str, int]) -> dict[str, Any]:
-    """Return the names, and how many parameters have other gradients when a step is repeated."""
+    """Return the names, and the number of parameters whose gradients differ in a repeated step."""
     trainer = Trainer(size)
     generator = torch.Generator().manual_seed(0)
     shape = (size["batch"], size["length"])

@@ -1,10 +1,10 @@
-"""Steps of a GPT with batches of the reader, of sides that take turns: argument: JSON of home, model, segment_s and pairs.
+"""Steps of a GPT with batches of the reader, on alternating sides. Argument: JSON of home, model, segment_s and pairs.
 
-A side reads alone: each segment opens its reader where the last one of the side ended, and its first steps do not count.
+A side reads alone: each segment opens its reader at the end of the side's last one, and its first steps do not count.
 
-- plain: batches in pageable memory, and `.to(device)`, which the host waits for.
-- copied: `loader(device=...)`: page-locked memory and a stream of its own.
-- held: one batch that is on the device, again and again.
+- plain: batches in pageable memory, and `.to(device)`, for which the host waits.
+- copied: `loader(device=...)`: page-locked memory and a separate stream.
+- held: one batch on the device, repeatedly.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from model import Gpt, GptConfig  # type: ignore[import-not-found]  # on the pat
 
 SIDES = ("plain", "copied", "held", "plain again")
 _UNCOUNTED = 3
-"""First steps of a segment: the reader begins, and the host gets ahead of the device."""
+"""First steps of a segment: the reader starts, and the host gets ahead of the device."""
 
 
 class Trainer:
-    """A model that trains on the device of this machine."""
+    """A model that trains on the device of this node."""
 
     def __init__(self, size: dict[str, int]) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -49,7 +49,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def gradients(self, tokens: torch.Tensor) -> None:
-        """Compute the gradients of a batch; on an accelerator in bfloat16."""
+        """Compute the gradients of a batch, in bfloat16 on an accelerator."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._mixed):
             loss = self.model(tokens).mean()
         self._optimizer.zero_grad()
@@ -81,7 +81,7 @@ class Reading:
         self._states: dict[str, Any] = {}
 
     def batches(self, side: str) -> Generator[torch.Tensor, None, None]:
-        """Yield tokens on the device, from where the side ended."""
+        """Yield tokens on the device, from the end of the side's last segment."""
         dataset = open_dataset(lakehouse=self._lakehouse, state=self._states.get(side), **self._settings)
         if side == "held":
             tokens = next(iter(dataset))["tokens"].to(self._device)
@@ -93,13 +93,13 @@ class Reading:
 
 
 def count_differing(reading: Reading, steps: int) -> int:
-    """Return how many of the first batches are not the same bit by bit."""
+    """Return how many of the first batches differ in any bit."""
     pairs = zip(islice(reading.batches("plain"), steps), islice(reading.batches("copied"), steps), strict=True)
     return sum(not torch.equal(plain.cpu(), copied.cpu()) for plain, copied in pairs)
 
 
 def measure_segment(trainer: Trainer, batches: Iterator[torch.Tensor], steps: int) -> dict[str, float]:
-    """Return seconds of the steps, and those that the host waited for batches."""
+    """Return seconds of the steps, and seconds of the host's wait for batches."""
     for tokens in islice(batches, _UNCOUNTED):
         trainer.step(tokens)
     trainer.wait()

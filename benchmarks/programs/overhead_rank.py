@@ -1,4 +1,4 @@
-"""The rank of benchmarks/overhead.py: the same training step, with and without `run.step_done`, in alternation."""
+"""The rank of benchmarks/overhead.py: the same training step alternates with and without `run.step_done`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Cross entropy of the next token per sample, [B]."""
+        """Return the cross entropy of the next token per sample, [B]."""
         logits = self.head(self.layer(self.embed(tokens[:, :-1])))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         return loss.view(len(tokens), -1).mean(1)
 
 
 def main() -> None:
-    """Alternate segments; rank 0 writes what was measured."""
+    """Alternate segments. Rank 0 writes the results."""
     with dlac.training_run() as run:
         steps, pairs = int(run.spec.params["steps"]), int(run.spec.params["pairs"])
         model = Model()
@@ -89,7 +89,7 @@ def main() -> None:
 def _tracked(
     run: dlac.TrainingRun, batches: Iterator[Batch], train: Callable[[Batch], torch.Tensor], steps: int
 ) -> tuple[float, float, float]:
-    """Seconds per step without the checkpoint, mean microseconds of a `step_done` without one, seconds of the one with it."""
+    """Return seconds per step, and of `step_done` mean microseconds without a checkpoint and seconds with one."""
     inside: list[float] = []
     started = time.perf_counter()
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Peak resident memory of one reader, for benchmarks/reader.py: home, kind, shuffle, quick in; JSON out."""
+"""Peak resident memory of one reader, for benchmarks/reader.py. Input: home, kind, shuffle, quick. Output: JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 
 def main() -> None:
-    """Read a pass and a half; the peak is taken from the kernel, which forgets the one before on request."""
+    """Read a pass and a half. The kernel resets the peak on request."""
     home, name, shuffle, quick = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "1", sys.argv[4] == "1"
     kind = next(kind for kind in kinds(quick=quick) if kind.name == name)
-    connect(job(home, kind, shuffle=shuffle).lakehouse)  # what the libraries load at first use is not the reader's
+    connect(job(home, kind, shuffle=shuffle).lakehouse)  # libraries' first use does not count
     torch.zeros(1)
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     reader = open_reader(home, kind, shuffle=shuffle)
     rows = kind.groups * kind.group_rows
     batches = 3 * rows // kind.batch_size // 2

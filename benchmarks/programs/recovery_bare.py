@@ -1,6 +1,6 @@
-"""The rank of benchmarks/recovery.py without DLAC: the latest of DeepSpeed's own checkpoints is loaded, rows from the first on.
+"""The rank of benchmarks/recovery.py without DLAC: it loads DeepSpeed's latest checkpoint, and reads from the first row.
 
-`recovery_bare.py CHECKPOINTS STAMPS FILE...`: where checkpoints go, where steps are stamped, the table's Parquet files.
+`recovery_bare.py CHECKPOINTS STAMPS FILE...`: folder of checkpoints, file of step stamps, the table's Parquet files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recovery_sizes import BATCH, EVERY_STEPS, WIDTH  # type: ignore[import-not-
 
 
 def main() -> None:
-    """Train until somebody ends it."""
+    """Train until a signal ends it."""
     checkpoints, stamps, *files = sys.argv[1:]
     world_size = int(os.environ["WORLD_SIZE"])
     engine = make_engine(world_size)
@@ -25,11 +25,11 @@ def main() -> None:
         train_step(engine, features)
         if engine.global_steps % EVERY_STEPS == 0:
             engine.save_checkpoint(checkpoints, tag=f"step-{engine.global_steps}")
-        stamp(stamps, engine.global_steps)  # a step that is stamped has its checkpoint: the benchmark kills between two
+        stamp(stamps, engine.global_steps)  # a stamped step has its checkpoint, and the benchmark kills between two
 
 
 def batches(files: list[str], rows: int) -> Iterator[torch.Tensor]:
-    """Rows in the order of the files, for ever."""
+    """Yield rows in the order of the files, endlessly."""
     while True:
         for file in files:
             for batch in pq.ParquetFile(file).iter_batches(rows, columns=["x"]):

@@ -8,7 +8,7 @@ import dagster as dg
 
 
 class BareTraining(dg.Config):
-    """What to start."""
+    """The command to start."""
 
     ranks: int
     script: str
@@ -17,7 +17,7 @@ class BareTraining(dg.Config):
 
 @dg.op
 def train(config: BareTraining) -> None:
-    """Fails when torchrun does."""
+    """Fail if torchrun does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     subprocess.run([*command, config.script, *config.arguments], env=environment, check=True)

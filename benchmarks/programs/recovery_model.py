@@ -1,4 +1,4 @@
-"""What both sides of benchmarks/recovery.py train, a small model under DeepSpeed's ZeRO 1; when rank 0 had done which step."""
+"""The small model with DeepSpeed's ZeRO 1 that both sides of benchmarks/recovery.py train, and the stamps of its steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HIDDEN = 1024
 
 
 def make_engine(world_size: int) -> Any:
-    """About 1.1 million parameters."""
+    """Return an engine of about 1.1 million parameters."""
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, _HIDDEN), torch.nn.GELU(), torch.nn.Linear(_HIDDEN, _HIDDEN), torch.nn.Linear(_HIDDEN, 1)
     )
@@ -30,7 +30,7 @@ def make_engine(world_size: int) -> Any:
 
 
 def train_step(engine: Any, features: torch.Tensor) -> torch.Tensor:
-    """One optimizer step."""
+    """Train one optimizer step."""
     loss: torch.Tensor = (engine(features).squeeze(-1) - features.mean(-1)).square().mean()
     engine.backward(loss)
     engine.step()
@@ -38,7 +38,7 @@ def train_step(engine: Any, features: torch.Tensor) -> torch.Tensor:
 
 
 def stamp(path: str, step: int) -> None:
-    """Rank 0 says when it had done a step."""
+    """Record on rank 0 the time at which a step was finished."""
     if os.environ["RANK"] == "0":
         with Path(path).open("a") as stream:
             stream.write(f"{os.getpid()} {step} {time.time()}\n")

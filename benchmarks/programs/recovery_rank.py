@@ -1,4 +1,4 @@
-"""The rank of benchmarks/recovery.py under DLAC."""
+"""The rank of benchmarks/recovery.py with DLAC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import dlac_pipeline as dlac
 
 
 def main() -> None:
-    """Train until somebody ends it."""
+    """Train until a signal ends it."""
     with dlac.training_run() as run:
         engine = make_engine(run.world_size)
         run.restore(engine)

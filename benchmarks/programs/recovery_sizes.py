@@ -1,4 +1,4 @@
-"""Sizes that benchmarks/recovery.py and the ranks that it starts have in common."""
+"""Sizes that benchmarks/recovery.py shares with its ranks."""
 
 WIDTH = 64
 """Numbers in a row."""

@@ -1,7 +1,7 @@
-"""What benchmarks/scale_model.py measures with many processes: ranks that join, and votes.
+"""Measurements of benchmarks/scale_model.py with many processes: ranks that join, and votes.
 
-Every process stands for a rank with a processor of its own: what counts is the processor time that it takes, not how
-long it waits for its turn on two cores. The store through which all talk is a process apart, whose one thread all of them share.
+Every process simulates a rank with its own processor. Its processor time counts, and not its wait for one of two cores. A
+separate process with one thread serves the store of all of them.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from dlac_pipeline.elastic.ranks.environment import GROUP_SETTINGS
 _FORK = multiprocessing.get_context("fork")  # torch is imported once
 _VOTES = 20
 Work = Callable[[int, int, int, Barrier], list["Part"]]
-"""Of one process: its number, how many there are, the store's port, and where all wait for each other."""
+"""Arguments of one process: its number, the number of processes, the store's port, and a barrier of all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One thing that a process did with all others."""
+    """One operation that a process did with all others."""
 
     began: float
     ended: float
     cpu_s: float
-    """Of this process."""
+    """Processor time of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """The same, of all: from the first that began to the last that ended."""
+    """The same operation of all processes, from the first start to the last end."""
 
     wall_s: float
     cpu_s: float
-    """Of the busiest process."""
+    """Processor time of the busiest process."""
     server_cpu_s: float
-    """Of the store's."""
+    """Processor time of the store's process."""
 
 
-def joined(ranks: int, *, lazily: bool) -> dict[str, Together]:
-    """So many ranks connect to the store, make a process group, then another one, then vote.
+def join_ranks(ranks: int, *, lazily: bool) -> dict[str, Together]:
+    """Connect `ranks` ranks to the store, make a process group, then another one, then vote.
 
-    `lazily`: with the supervisor's settings for process groups; else with PyTorch's own.
+    `lazily` uses the supervisor's settings for process groups instead of PyTorch's own.
     """
     for name in GROUP_SETTINGS:
         os.environ.pop(name, None)
     if lazily:
         os.environ.update(GROUP_SETTINGS)
-    return dict(zip(("connect", "first_group", "group", "vote"), _measured(ranks, _join, parts=4), strict=True))
+    return dict(zip(("connect", "first_group", "group", "vote"), _measure(ranks, _join, parts=4), strict=True))
 
 
 def _join(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
@@ -82,7 +82,7 @@ def _join(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
 
 
 def _per_vote(part: Part) -> Part:
-    """One of the votes that it was."""
+    """Return the part of one vote."""
     return Part(began=part.began, ended=part.began + (part.ended - part.began) / _VOTES, cpu_s=part.cpu_s / _VOTES)
 
 
@@ -95,23 +95,23 @@ def _timed(barrier: Barrier, parts: list[Part]) -> Iterator[None]:
     barrier.wait()
 
 
-def _measured(count: int, work: Work, *, parts: int) -> list[Together]:
-    """What all processes did, thing by thing."""
+def _measure(count: int, work: Work, *, parts: int) -> list[Together]:
+    """Return the operations of all processes, one by one."""
     port = free_port()
     served, done = _FORK.Event(), _FORK.Event()
     server = _FORK.Process(target=_serve, args=(port, served, done), daemon=True)
     server.start()
     served.wait()
     barrier = _FORK.Barrier(count + 1)
-    said: SimpleQueue[list[Part]] = _FORK.SimpleQueue()
+    results: SimpleQueue[list[Part]] = _FORK.SimpleQueue()
     processes = [
-        _FORK.Process(target=_say, args=(said, work, number, count, port, barrier), daemon=True)
+        _FORK.Process(target=_send_parts, args=(results, work, number, count, port, barrier), daemon=True)
         for number in range(count)
     ]
     for process in processes:
         process.start()
     server_cpu_s = [_served_between(server.pid, barrier) for _ in range(parts)]
-    found = [said.get() for _ in processes]
+    found = [results.get() for _ in processes]
     for process in processes:
         process.join()
     done.set()
@@ -127,7 +127,7 @@ def _measured(count: int, work: Work, *, parts: int) -> list[Together]:
 
 
 def _served_between(server: int | None, barrier: Barrier) -> float:
-    """Processor time of the store's process from the next barrier to the one behind it, in seconds."""
+    """Return the processor time of the store's process between the next two barriers, in seconds."""
     barrier.wait()
     before = _processor_s(server)
     barrier.wait()
@@ -135,13 +135,15 @@ def _served_between(server: int | None, barrier: Barrier) -> float:
 
 
 def _processor_s(pid: int | None) -> float:
-    """Processor time of all threads of a process; finer than the hundredths of seconds that are told elsewhere."""
+    """Return the processor time of all threads of a process, at a finer resolution than hundredths of seconds."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
-def _say(said: SimpleQueue[list[Part]], work: Work, number: int, count: int, port: int, barrier: Barrier) -> None:
-    said.put(work(number, count, port, barrier))
+def _send_parts(
+    results: SimpleQueue[list[Part]], work: Work, number: int, count: int, port: int, barrier: Barrier
+) -> None:
+    results.put(work(number, count, port, barrier))
 
 
 def _serve(port: int, served: Event, done: Event) -> None:

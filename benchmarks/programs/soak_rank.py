@@ -1,7 +1,7 @@
-"""The rank of benchmarks/soak.py: a tiny model, gradients averaged by hand, and a journal that is not DLAC's.
+"""The rank of benchmarks/soak.py: a tiny model, gradients averaged by hand, and a journal independent of DLAC.
 
-The journal has a line per finished step: attempt, step, rank, the row ids that were in the tensors, and the time. A rehearsal
-leaves none.
+The journal has a line per finished step: attempt, step, rank, the row ids in the tensors, and the time. A rehearsal
+writes none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 def _step(
     run: dlac.TrainingRun, model: torch.nn.Linear, optimizer: torch.optim.AdamW, batch: dlac.Batch
 ) -> torch.Tensor:
-    """One optimizer step; noise in the loss shows whether generators are restored."""
+    """Train one optimizer step. Noise in the loss shows whether generators are restored."""
     features = batch["x"].to(torch.float32)
     residual = model(features).squeeze(-1) - features.sum(-1)
     loss: torch.Tensor = batch.mean(residual**2 + 0.01 * torch.rand(len(features)))

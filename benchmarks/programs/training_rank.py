@@ -1,4 +1,4 @@
-"""The rank of benchmarks/training.py: trains a transformer, and says when each step had ended, before it was reported."""
+"""The rank of benchmarks/training.py: trains a transformer, and records the end of each step before it is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             if accelerator is not None and batch.step % int(params["block"]) == 0:
-                torch.accelerator.synchronize()  # else a block would end when the host has launched it
+                torch.accelerator.synchronize()  # otherwise a block would end when the host has launched it
             stamps.append(time.perf_counter())
             if batch.step == int(params["steps"]):
                 found = {"stamps_s": stamps, "parameters": sum(parameter.numel() for parameter in model.parameters())}

@@ -1,1 +1,1 @@
-"""What benchmarks/recovery.py and benchmarks/recovery_daemon.py have in common."""
+"""Common parts of benchmarks/recovery.py and benchmarks/recovery_daemon.py."""

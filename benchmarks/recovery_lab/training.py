@@ -1,4 +1,4 @@
-"""The training that both benchmarks of recovery kill: its table, its job under DLAC, its steps as they are seen from outside."""
+"""The training that both recovery benchmarks kill: its table, its DLAC job, and its steps as observed from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 2
 
 
 def make_source(home: Path) -> Lakehouse:
-    """A lakehouse with the table that is trained on."""
+    """Make a lakehouse with the training table."""
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")
     numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
@@ -30,13 +30,13 @@ def make_source(home: Path) -> Lakehouse:
 
 
 def source_files(lakehouse: Lakehouse) -> list[str]:
-    """The table's Parquet files, as the bare script reads them."""
+    """Return the table's Parquet files for the bare script."""
     files = lakehouse.load("src.rows").inspect.files()["file_path"].to_pylist()
     return [path.removeprefix("file://") for path in files]
 
 
 def job(stamps: Path, *, start: str) -> dict[str, Any]:
-    """The job spec of the side with DLAC; `start` is its `launch.start`."""
+    """Return the job spec of the side with DLAC. `start` is its `launch.start`."""
     return {
         "run": "recovery",
         "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
@@ -53,13 +53,13 @@ def job(stamps: Path, *, start: str) -> dict[str, Any]:
     }
 
 
-def steps_behind(
+def steps_after(
     stamps: Path, moment: float, steps: int, *, not_by: Collection[int] = (), within_s: float = 300
 ) -> float:
-    """Wait until other processes have done so many steps behind a moment; when the last of them was done.
+    """Wait until other processes have done `steps` steps after a moment, and return the time of the last one.
 
     Raises:
-        TimeoutError: they have not in time.
+        TimeoutError: they have not done them in time.
     """
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -68,4 +68,4 @@ def steps_behind(
         if len(done) >= steps:
             return done[steps - 1]
         time.sleep(0.01)
-    raise TimeoutError(f"expected {steps} steps behind {moment} within {within_s:.0f} s, found none in {stamps}")
+    raise TimeoutError(f"expected {steps} steps after {moment} within {within_s:.0f} s, found none in {stamps}")

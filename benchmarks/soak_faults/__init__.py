@@ -1,1 +1,1 @@
-"""The parts of benchmarks/soak.py: what strikes when, how it is done, when it is healed, and what is left in the end."""
+"""The parts of benchmarks/soak.py: the choice of faults, the faults, their healing, and the final check of what is left."""

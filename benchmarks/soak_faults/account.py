@@ -1,4 +1,4 @@
-"""The account at the end: every run is exact and like one that nothing disturbed, and nothing is left of what has failed."""
+"""The final account: every run is exact and equal to an undisturbed one, and no failed part has left anything."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
 _RECORDED_SQL = Path(__file__).parents[2] / "tests" / "recorded.sql"
-"""From advances to row ids, without the code that made the order."""
+"""SQL from advances to row ids, without the code that made the order."""
 _GONE_WITHIN_S = 180.0
-"""A code server whose daemon was killed ends when it has heard nothing of it for so long as Dagster says (45 s)."""
+"""Seconds after which a code server ends if its daemon was killed (Dagster's timeout is 45 s)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunAccount:
-    """What became of one run."""
+    """The results of one run."""
 
     run: str
     mode: str
@@ -49,29 +49,29 @@ class RunAccount:
     finished: bool
     audit_exact: bool
     journal_agrees: bool
-    """Whether the rows in the tensors, by the training function's journal, are those that the ledger names."""
+    """Whether the row ids in the tensors, by the training function's journal, are those of the ledger."""
     losses_identical: bool
-    """Whether they are, bit for bit, those of the run that nothing disturbed."""
+    """Whether losses are, bit for bit, those of the undisturbed run."""
     problems: tuple[str, ...]
 
     @property
     def good(self) -> bool:
-        """Whether everything holds."""
+        """Whether all checks hold."""
         return self.finished and self.audit_exact and self.journal_agrees and self.losses_identical
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return it as plain data."""
         return {**asdict(self), "problems": list(self.problems)}
 
 
 def runs_of(lab: Lab, reference: Sequence[float]) -> list[RunAccount]:
-    """The account of every run, behind an upkeep of the tables."""
+    """Return the account of every run, after an upkeep of the tables."""
     run_upkeep(lab.lakehouse)
     return [_account(lab, trainee, reference) for trainee in lab.trainees]
 
 
 def left_of(lab: Lab) -> dict[str, list[str]]:
-    """What is left that should not be, by what it is; Dagster must have ended, and upkeep have been done."""
+    """Return left-over objects by kind. Dagster must have ended, and upkeep must have run."""
     _wait(lambda: not _processes(lab.home))
     return {
         "processes": _processes(lab.home),
@@ -85,7 +85,7 @@ def left_of(lab: Lab) -> dict[str, list[str]]:
 
 
 def launches_of(lab: Lab) -> dict[str, int]:
-    """Launch folders, which have the logs of a launch and stay: how many, and how many of launches that never claimed the run."""
+    """Count the launch folders, which keep the logs of a launch, and those of launches that never claimed the run."""
     folders, named = set(), set()
     for trainee in lab.trainees:
         claims = trainee.rows(ClaimRow)
@@ -95,7 +95,7 @@ def launches_of(lab: Lab) -> dict[str, int]:
 
 
 def wait_for_dagster(lab: Lab) -> list[str]:
-    """Dagster runs that are not over, once they had time to be."""
+    """Return the Dagster runs that have not ended, after they had time for it."""
 
     def waited_for() -> list[str]:
         with lab.dagster.instance() as instance:
@@ -106,7 +106,7 @@ def wait_for_dagster(lab: Lab) -> list[str]:
 
 
 def trainers_of(lab: Lab) -> list[str]:
-    """Processes that train although all runs are finished; asked while Dagster runs, whose end would be theirs."""
+    """Return processes that train although all runs are finished. Dagster must still run, as its end would end them."""
 
     def training() -> list[str]:
         return [one for one in _processes(lab.home) if re.search(r"dlac_pipeline|: dlac ", one)]
@@ -133,14 +133,14 @@ def _account(lab: Lab, trainee: Trainee, reference: Sequence[float]) -> RunAccou
         recoveries=len(recoveries_of(lab.lakehouse, trainee.run)),
         finished=audited.finished,
         audit_exact=audited.exact,
-        journal_agrees=journal(lineage, trainee.entries()) == _recorded(lab.lakehouse, trainee, lineage),
+        journal_agrees=journal(lineage, trainee.entries()) == _ledger_rows(lab.lakehouse, trainee, lineage),
         losses_identical=[loss for row in lineage for loss in row.losses] == list(reference),
         problems=audited.problems,
     )
 
 
 def journal(lineage: Sequence[CheckpointRow], entries: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
-    """Row ids by the step of the checkpoint that has them, sorted: what the ranks of each checkpoint's attempt wrote."""
+    """Return sorted row ids by step, as the ranks of each checkpoint's attempt wrote them."""
     written: dict[tuple[int, int], list[int]] = {}
     for entry in entries:
         written.setdefault((entry["attempt"], entry["step"]), []).extend(entry["rows"])
@@ -152,8 +152,8 @@ def journal(lineage: Sequence[CheckpointRow], entries: Sequence[dict[str, Any]])
     return found
 
 
-def _recorded(lakehouse: Lakehouse, trainee: Trainee, lineage: Sequence[CheckpointRow]) -> dict[int, list[int]]:
-    """The same by the ledger: advances to slices, to work units, to rows of the data files, in SQL."""
+def _ledger_rows(lakehouse: Lakehouse, trainee: Trainee, lineage: Sequence[CheckpointRow]) -> dict[int, list[int]]:
+    """Return the same from the ledger: from advances to slices, work units and rows of data files, in SQL."""
     ids = {row.checkpoint_id for row in lineage}
     advances = [row for row in trainee.rows(AdvanceRow) if row.checkpoint_id in ids]
     names = ("step", "plan_id", "cut_id", "key_group", "block", "position_start", "position_end")
@@ -174,7 +174,7 @@ def _recorded(lakehouse: Lakehouse, trainee: Trainee, lineage: Sequence[Checkpoi
 
 
 def _processes(home: Path) -> list[str]:
-    """Processes that were started for the lakehouse in this folder."""
+    """Return processes that were started for the lakehouse in this folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -184,7 +184,7 @@ def _processes(home: Path) -> list[str]:
 
 
 def _stages(trainee: Trainee) -> list[str]:
-    """Folders of checkpoints that no row names, or a row says are gone."""
+    """Return folders of checkpoints without a ledger row, or with a row that they were removed."""
     rows = trainee.rows(CheckpointRow, RetireRow)
     retired = {row.checkpoint_id for row in rows if isinstance(row, RetireRow)}
     checkpoints = checkpoint_rows(rows)
@@ -194,5 +194,5 @@ def _stages(trainee: Trainee) -> list[str]:
 
 
 def _temporary(store: Path) -> list[str]:
-    """Files under names that are given up once a file is whole."""
+    """Return files under temporary names, which end when a file is whole."""
     return [str(each) for pattern in ("*.tmp-*", ".probe-*", "*.new") for each in store.rglob(pattern)]

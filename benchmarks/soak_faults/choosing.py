@@ -1,4 +1,4 @@
-"""What strikes when: from a seed and a number of faults to the whole campaign, decided before it begins."""
+"""The choice of faults: from a seed and a number of faults to the whole campaign, before it begins."""
 
 from __future__ import annotations
 
@@ -7,83 +7,87 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 _WHILE_RECOVERING = 0.5
-"""Share of the faults that can, which strike while the one before is still being recovered from."""
+"""Share of the eligible faults that strike during the recovery from the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of fault, and what must be seen before it is healed."""
+    """A kind of fault, and the conditions of its healing."""
 
-    says: str
-    """What is done, for people."""
+    description: str
+    """A description for people."""
     weight: int = 1
-    """How often it is drawn, beside others."""
+    """Relative frequency of the kind."""
     new_attempt: bool = True
-    """Whether an attempt must have followed."""
+    """Whether a new attempt must follow."""
     sensors: bool = False
-    """Whether Dagster's sensors must have looked again."""
+    """Whether Dagster's sensors must have run again."""
     every_run: bool = False
     """Whether it strikes all runs, and not one."""
     follows: bool = False
-    """Whether it may strike while a recovery is under way."""
+    """Whether it may strike during a recovery."""
 
 
 KINDS = {
-    "rank killed": Kind(says="SIGKILL of a rank", weight=4, follows=True),
-    "all ranks killed": Kind(says="SIGKILL of all ranks at once", weight=2, follows=True),
-    "rank stopped": Kind(says="SIGSTOP of a rank: it hangs", weight=2),
-    "fork server killed": Kind(says="SIGKILL of the process that the ranks are forked from", follows=True),
-    "supervisor killed": Kind(says="SIGKILL of the supervisor", weight=2, follows=True),
-    "run worker killed": Kind(says="SIGKILL of the Dagster run's process", weight=2, follows=True),
-    "code server killed": Kind(says="SIGKILL of Dagster's code server", new_attempt=False, sensors=True),
+    "rank killed": Kind(description="SIGKILL of a rank", weight=4, follows=True),
+    "all ranks killed": Kind(description="SIGKILL of all ranks at once", weight=2, follows=True),
+    "rank stopped": Kind(description="SIGSTOP of a rank: it hangs", weight=2),
+    "fork server killed": Kind(description="SIGKILL of the process that the ranks are forked from", follows=True),
+    "supervisor killed": Kind(description="SIGKILL of the supervisor", weight=2, follows=True),
+    "run worker killed": Kind(description="SIGKILL of the Dagster run's process", weight=2, follows=True),
+    "code server killed": Kind(description="SIGKILL of Dagster's code server", new_attempt=False, sensors=True),
     "daemon killed": Kind(
-        says="SIGKILL of Dagster's daemon, which is started again 2 s later",
+        description="SIGKILL of Dagster's daemon, which is started again 2 s later",
         new_attempt=False,
         sensors=True,
         follows=True,
     ),
     "everything killed": Kind(
-        says="SIGKILL of daemon, code server, run workers, supervisors and ranks of all runs; the daemon is started again",
+        description="SIGKILL of daemon, code server, run workers, supervisors and ranks of all runs; the daemon is started again",
         sensors=True,
         every_run=True,
     ),
-    "rank preempted": Kind(says="SIGUSR1 to a rank: a preemption"),
-    "supervisor preempted": Kind(says="SIGTERM to the supervisor: a preemption"),
-    "run worker preempted": Kind(says="SIGTERM to the Dagster run's process"),
-    "checkpoint deleted": Kind(says="a file of the newest checkpoint is deleted, and all ranks are killed", weight=2),
-    "checkpoint flipped": Kind(says="a bit of the newest checkpoint is flipped, and all ranks are killed", weight=2),
-    "store full": Kind(says="no byte is free in the checkpoint store for 8 s", every_run=True),
-    "catalog locked": Kind(says="another process holds the catalog's lock for 8 s", new_attempt=False),
-    "catalog away": Kind(says="the catalog's file is missing for 8 s, during which a rank is killed"),
+    "rank preempted": Kind(description="SIGUSR1 to a rank: a preemption"),
+    "supervisor preempted": Kind(description="SIGTERM to the supervisor: a preemption"),
+    "run worker preempted": Kind(description="SIGTERM to the Dagster run's process"),
+    "checkpoint deleted": Kind(
+        description="a file of the newest checkpoint is deleted, and all ranks are killed", weight=2
+    ),
+    "checkpoint flipped": Kind(
+        description="a bit of the newest checkpoint is flipped, and all ranks are killed", weight=2
+    ),
+    "store full": Kind(description="no byte is free in the checkpoint store for 8 s", every_run=True),
+    "catalog locked": Kind(description="another process holds the catalog's lock for 8 s", new_attempt=False),
+    "catalog away": Kind(description="the catalog's file is missing for 8 s, during which a rank is killed"),
     "launch stopped": Kind(
-        says="SIGSTOP of everything from the Dagster run's process down to the ranks; SIGCONT once another has taken over"
+        description="SIGSTOP of everything from the Dagster run's process down to the ranks; SIGCONT once another has taken over"
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One fault to come."""
+    """One planned fault."""
 
     number: int
     kind: str
     moment: float
-    """When it is due, as a share of the campaign's time."""
+    """Its due time, as a share of the campaign's time."""
     run: int
-    """Which of the runs that train beside each other it strikes."""
+    """The slot of the run that it strikes."""
     follows: bool
-    """Whether it strikes while the one before is being recovered from, and the same run."""
+    """Whether it strikes the same run during the recovery from the fault before."""
     seed: int
-    """Of what is left to chance when it strikes."""
+    """Seed of the random choices at the strike."""
 
 
 def choose(seed: int, faults: int, *, runs: int, without: Collection[str] = ()) -> list[Choice]:
-    """The faults of a campaign in order: every kind once, as far as the number goes, then kinds by their weights.
+    """Return the faults of a campaign in order: every kind once, if there are enough, then kinds by their weights.
 
     Args:
-        seed: the same one chooses the same.
-        faults: how many.
-        runs: how many runs train beside each other.
+        seed: the same seed chooses the same faults.
+        faults: number of faults.
+        runs: number of runs that train at the same time.
         without: kinds that cannot be done here.
     """
     chance = random.Random(seed)
@@ -105,5 +109,5 @@ def choose(seed: int, faults: int, *, runs: int, without: Collection[str] = ()) 
 
 
 def _may_follow(kind: str, before: Choice | None) -> bool:
-    """No more than two at once: three attempts in a row without a checkpoint are the end of a run."""
+    """Return whether a fault may follow: at most two strike together, as three attempts without a checkpoint end a run."""
     return before is not None and not before.follows and KINDS[kind].follows and KINDS[before.kind].new_attempt

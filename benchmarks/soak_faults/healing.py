@@ -1,4 +1,4 @@
-"""From a fault to its healing: strike, wait until everything is seen that must be, and write down how it came."""
+"""From a fault to its healing: strike, wait until all conditions hold, and record the course."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from benchmarks.soak_faults.trainee import Seen, Trainee, is_running
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 HEALED_WITHIN_S = 300.0
-"""From the moment a fault is over; then the campaign has failed."""
+"""Seconds from the end of a fault after which the campaign has failed."""
 _FOUND_WITHIN_S = 300.0
-"""What a fault waits for a run that it can strike: one may have to be begun."""
+"""Seconds that a fault waits for a run that it can strike. A run may have to start first."""
 _PROMPT = "recovery_sensor"
 
 
 @dataclass(kw_only=True, slots=True)
 class Fault:
-    """One fault, as it is reported; moments in seconds since the epoch."""
+    """One reported fault. Moments are seconds since the epoch."""
 
     number: int
     kind: str
     run: str
     mode: str
-    """Of the run's checkpoints."""
+    """Step of the run's head."""
     step: int
     """The run's last finished step."""
     what: str
     during: int | None
-    """The fault from which the run was still being recovered; None: from none."""
+    """The fault from which the run was still being recovered, or None."""
     struck_at: float
     lifted_at: float
     runs: list[str]
     """All runs that it struck."""
     recovery_s: float | None = None
-    """From the strike to the first new step of every run that it struck, or until everything was seen that must be."""
+    """Seconds from the strike to the first new step of every struck run, or until all conditions hold."""
     told: dict[str, Any] = field(default_factory=dict)
-    """What the `recoveries` table and the ledger say of it."""
+    """Its facts in the `recoveries` table and the ledger."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return it as plain data."""
         return asdict(self)
 
 
@@ -60,7 +60,7 @@ class Wound:
     struck: Struck
     trainees: Sequence[Trainee]
     before: Mapping[str, Seen]
-    """By run: what the ledger said before it."""
+    """State of the ledger before it, by run."""
 
     @property
     def new_attempt(self) -> bool:
@@ -68,18 +68,18 @@ class Wound:
         return KINDS[self.fault.kind].new_attempt
 
 
-def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
-    """Strike as soon as there is something to strike; `behind` is the fault that is still being recovered from.
+def strike(lab: Lab, choice: Choice, earlier: Wound | None) -> Wound:
+    """Strike as soon as there is a target. `earlier` is the fault that is still being recovered from.
 
     Raises:
-        TrainingFailed: there is nothing for too long.
+        TrainingFailed: no target appears in time.
     """
     chance = random.Random(choice.seed)
-    time.sleep(chance.uniform(0.0, 3.0) if behind else chance.uniform(0.0, 0.2))
+    time.sleep(chance.uniform(0.0, 3.0) if earlier else chance.uniform(0.0, 0.2))
     deadline = time.monotonic() + _FOUND_WITHIN_S
     while True:
-        with suppress(psutil.NoSuchProcess):  # gone between the look and the strike
-            wound = _struck(lab, choice, behind, chance)
+        with suppress(psutil.NoSuchProcess):  # it may end between the check and the strike
+            wound = _try_strike(lab, choice, earlier, chance)
             if wound is not None:
                 return wound
         if time.monotonic() > deadline:
@@ -90,10 +90,10 @@ def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
         lab.tend()
 
 
-def _struck(lab: Lab, choice: Choice, behind: Wound | None, chance: random.Random) -> Wound | None:
-    """Strike, if there is something to strike now."""
+def _try_strike(lab: Lab, choice: Choice, earlier: Wound | None, chance: random.Random) -> Wound | None:
+    """Strike, if there is a target now."""
     training = lab.training()
-    trainee = behind.trainees[0] if behind else training[choice.run % len(training)] if training else None
+    trainee = earlier.trainees[0] if earlier else training[choice.run % len(training)] if training else None
     if trainee is None:
         return None
     trainees = training if KINDS[choice.kind].every_run else [trainee]
@@ -109,7 +109,7 @@ def _struck(lab: Lab, choice: Choice, behind: Wound | None, chance: random.Rando
         mode=trainee.spec.checkpoint.mode,
         step=step,
         what=struck.what,
-        during=behind.fault.number if behind else None,
+        during=earlier.fault.number if earlier else None,
         struck_at=struck.at,
         lifted_at=struck.lifted_at,
         runs=[one.run for one in trainees],
@@ -121,12 +121,12 @@ def heal(lab: Lab, wound: Wound) -> None:
     """Wait until it is healed.
 
     Raises:
-        TrainingFailed: it is not in time; says what is missing.
+        TrainingFailed: it is not healed in time. The message has the missing condition.
     """
     deadline = wound.struck.lifted_at + HEALED_WITHIN_S
     looks: list[Callable[[], str]] = [
         lambda: _left(wound),
-        lambda: "; ".join(filter(None, (_behind(wound, one) for one in wound.trainees))),
+        lambda: "; ".join(filter(None, (_unreached(wound, one) for one in wound.trainees))),
         lambda: _silent(lab, wound),
     ]
     for look in looks:
@@ -141,20 +141,20 @@ def heal(lab: Lab, wound: Wound) -> None:
 
 
 def _left(wound: Wound) -> str:
-    """Which processes must be gone and are there."""
+    """Return the processes that should have ended and still run."""
     left = [process.pid for process in wound.struck.processes if is_running(process)]
     return f"processes {left!r} are still there" if left else ""
 
 
-def _behind(wound: Wound, trainee: Trainee) -> str:
-    """What a run has not reached yet."""
+def _unreached(wound: Wound, trainee: Trainee) -> str:
+    """Return the step or attempt that a run has not reached yet."""
     before = wound.before[trainee.run].attempt
     try:
         seen = trainee.seen()
         if seen.finished:
             return ""
         if wound.new_attempt and seen.attempt <= before:
-            return f"{trainee.run} has no attempt behind {before}"
+            return f"{trainee.run} has no attempt after {before}"
         head = trainee.head_row()
     except CatalogUnreachable as err:
         return f"the catalog is away: {err}"
@@ -165,7 +165,7 @@ def _behind(wound: Wound, trainee: Trainee) -> str:
 
 
 def _silent(lab: Lab, wound: Wound) -> str:
-    """Whether the sensors look again, where that is asked."""
+    """Return the sensors that have not run again, if they must."""
     if not KINDS[wound.fault.kind].sensors:
         return ""
     with lab.dagster.instance() as instance:
@@ -178,7 +178,7 @@ def _silent(lab: Lab, wound: Wound) -> str:
 
 
 def _recovery_s(wound: Wound) -> float:
-    """Until the first new step of the run that takes longest; of what ends no attempt: until now."""
+    """Return the time until the first new step of the slowest run, or until now if the fault ends no attempt."""
     if not wound.new_attempt:
         return time.time() - wound.struck.at
     firsts = []
@@ -194,7 +194,7 @@ def _recovery_s(wound: Wound) -> float:
 
 
 def _standing(trainees: Sequence[Trainee]) -> str:
-    """Where the runs are, for the message of a campaign that is stuck."""
+    """Return the runs' positions, for the message of a stuck campaign."""
     return "; ".join(f"{one.run}: {_seen(one)}, {one.live.progress()}" for one in trainees)
 
 

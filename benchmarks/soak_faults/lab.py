@@ -1,4 +1,4 @@
-"""Where the campaign takes place: a lakehouse, a real Dagster on it, and training runs that are replaced as they finish."""
+"""The campaign's environment: a lakehouse, a real Dagster on it, and training runs that are replaced when they finish."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlac_pipeline.supervise.supervisor import Supervisor
 from examples.demo.local_dagster import LocalDagster
 
 RUNS = 2
-"""That train beside each other: one with synchronous checkpoints, one with asynchronous ones."""
+"""Modes of the runs that train at the same time: synchronous and asynchronous checkpoints."""
 _MODES = ("synchronous", "asynchronous")
 _SCRIPT = Path(__file__).parents[1] / "programs" / "soak_rank.py"
 _BATCH, _PASSES, _EVERY_STEPS, _KEEP_LAST = 32, 2, 10, 4
@@ -35,7 +35,7 @@ _TICK_S = 0.25
 
 @dataclass(slots=True)
 class _Slot:
-    """A place in which one run after the other trains."""
+    """A slot in which one run after the other trains."""
 
     mode: str
     trainee: Trainee | None = None
@@ -43,7 +43,7 @@ class _Slot:
 
 
 class Lab:
-    """Use it inside `open_lab`; `tend` it while waiting."""
+    """The environment. Use it inside `open_lab`, and call `tend` while waiting."""
 
     def __init__(self, home: Path, steps: int, *, can_fill: bool, services: ExitStack) -> None:
         self.home = home
@@ -56,7 +56,7 @@ class Lab:
         self.dagster = LocalDagster(home)
         self.daemon = psutil.Process()
         self.trainees: list[Trainee] = []
-        """Every run that was begun, finished ones included."""
+        """Every run so far, including finished ones."""
         self._services = services
         self._slots = [_Slot(mode) for mode in _MODES]
         self._launcher = ThreadPoolExecutor(1)
@@ -73,22 +73,22 @@ class Lab:
         return Path(self.lakehouse.config.uri.removeprefix("sqlite:///"))
 
     def start_daemon(self) -> None:
-        """Start Dagster's daemon, the one before being dead, as a service manager does."""
+        """Start Dagster's daemon after the death of the one before, like a service manager."""
         self._services.close()
         self.daemon = self._services.enter_context(self.dagster.running())
 
     def stop_daemon(self) -> None:
-        """End Dagster, with all it started."""
+        """End Dagster, with all processes that it started."""
         self._services.close()
 
     def train_reference(self) -> list[float]:
-        """The losses of a run that nothing disturbs."""
+        """Return the losses of an undisturbed run."""
         trainee = Trainee(self.lakehouse, self._spec("reference", "synchronous", pause_s=0.0), self.journal)
         Supervisor(Request(spec=trainee.spec)).run()
         return [loss for row in trainee.lineage() for loss in row.losses]
 
     def tend(self) -> None:
-        """Replace runs that have finished; then let a moment pass."""
+        """Replace finished runs, then sleep for a moment."""
         for slot in self._slots:
             if slot.launching is not None:
                 if not slot.launching.done():
@@ -103,15 +103,15 @@ class Lab:
         time.sleep(_TICK_S)
 
     def training(self) -> list[Trainee]:
-        """The runs that train and are far from both ends, by slot."""
+        """Return the runs that train and are far from both ends, by slot."""
         found = [slot.trainee for slot in self._slots if slot.trainee is not None and slot.launching is None]
         return [one for one in found if _EVERY_STEPS < one.live.step() < self.steps - 150 and one.ranks()]
 
     def finish(self, within_s: float) -> None:
-        """Begin no more runs, and wait for those that train.
+        """Start no more runs, and wait for the running ones.
 
         Raises:
-            TrainingFailed: one does not finish in time.
+            TrainingFailed: a run does not finish in time.
         """
         self._goes_on = False
         deadline = time.monotonic() + within_s
@@ -143,7 +143,7 @@ class Lab:
 
 @contextmanager
 def open_lab(home: Path, steps: int) -> Iterator[Lab]:
-    """A lab in an empty folder, with Dagster running; `steps` is the length of a run."""
+    """Yield an environment in an empty folder, with Dagster running. `steps` is the length of a run."""
     with mounted(home / "store") as can_fill, ExitStack() as services:
         lab = Lab(home, steps, can_fill=can_fill, services=services)
         try:
@@ -165,7 +165,7 @@ def _config(spec: JobSpec) -> dict[str, Any]:
 
 
 def _lakehouse(home: Path, *, rows: int) -> Lakehouse:
-    """A lakehouse with a table of (row_id, x) in four data files."""
+    """Return a lakehouse with a table of (row_id, x) in four data files."""
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")
     ids = np.arange(rows)

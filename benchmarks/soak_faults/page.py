@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.soak_faults.choosing import KINDS
-from benchmarks.soak_faults.told import PHASES
+from benchmarks.soak_faults.facts import PHASES
 
-Told = dict[str, Any]
+Record = dict[str, Any]
 
 
-def page_of(campaign: Told) -> str:
-    """The page."""
-    faults: list[Told] = campaign["faults"]
-    runs: list[Told] = campaign["runs"]
+def page_of(campaign: Record) -> str:
+    """Return the page."""
+    faults: list[Record] = campaign["faults"]
+    runs: list[Record] = campaign["runs"]
     left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
     quarantined = sum(fault["told"]["quarantined"] for fault in faults)
     skipped = ", ".join(campaign["skipped"])
@@ -52,16 +52,16 @@ def page_of(campaign: Told) -> str:
     return "\n".join(lines)
 
 
-def faults_of(campaign: Told) -> str:
+def faults_of(campaign: Record) -> str:
     """Return the faults of a campaign as JSON: a list with one object per line."""
-    faults: list[Told] = campaign["faults"]
+    faults: list[Record] = campaign["faults"]
     followed = {fault["during"] for fault in faults}
     rows = (_fault_row(fault, followed=fault["number"] in followed) for fault in faults)
     objects = (json.dumps({name: str(cell) for name, cell in zip(_HEADS, row, strict=True)}) for row in rows)
     return "[\n" + ",\n".join(objects) + "\n]\n"
 
 
-def _launches(folders: Told) -> list[str]:
+def _launches(folders: Record) -> list[str]:
     if not folders:
         return []
     return [
@@ -83,8 +83,8 @@ _HEADS = (
 )
 
 
-def seconds_by_kind(faults: Sequence[Told]) -> dict[str, list[float]]:
-    """Kind -> seconds of each fault that was healed, kinds in their order."""
+def seconds_by_kind(faults: Sequence[Record]) -> dict[str, list[float]]:
+    """Return kind -> seconds of each healed fault, with kinds in order."""
     found: dict[str, list[float]] = {}
     for kind in KINDS:
         seconds = [fault["recovery_s"] for fault in faults if fault["kind"] == kind and fault["recovery_s"] is not None]
@@ -94,35 +94,35 @@ def seconds_by_kind(faults: Sequence[Told]) -> dict[str, list[float]]:
 
 
 def day_of(moment: float) -> str:
-    """A moment's day."""
+    """Return a moment's day."""
     return time.strftime("%Y-%m-%d", time.gmtime(moment))
 
 
-def _by_kind(faults: Sequence[Told]) -> Iterable[Sequence[object]]:
+def _by_kind(faults: Sequence[Record]) -> Iterable[Sequence[object]]:
     for kind, seconds in seconds_by_kind(faults).items():
-        yield kind, KINDS[kind].says, len(seconds), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
+        yield kind, KINDS[kind].description, len(seconds), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
 
 
-def _fault_row(fault: Told, *, followed: bool) -> Sequence[object]:
-    """Cells of one fault; `followed` by another one before it was healed, it may have been noticed only with that."""
-    told = fault["told"]
+def _fault_row(fault: Record, *, followed: bool) -> Sequence[object]:
+    """Return the cells of one fault. If it was `followed` by another fault, it may have been noticed only with that one."""
+    facts = fault["told"]
     during = f" (recovering from {fault['during']})" if fault["during"] else ""
     runs = ", ".join(fault["runs"])
-    outcome = "resumed" if told["recoveries"] else "resumed after the next fault" if followed else "continued"
-    if told["quarantined"]:
-        outcome = f"quarantined {told['quarantined']}, parent resumed"
-    if "failed again" in told["outcomes"]:
+    outcome = "resumed" if facts["recoveries"] else "resumed after the next fault" if followed else "continued"
+    if facts["quarantined"]:
+        outcome = f"quarantined {facts['quarantined']}, parent resumed"
+    if "failed again" in facts["outcomes"]:
         outcome += " after the next fault" if followed else " at the second try"
     return (
         fault["number"],
         fault["kind"] + during,
         f"{runs}, {fault['step']}",
         fault["what"],
-        ", ".join(told["noticed_by"]),
+        ", ".join(facts["noticed_by"]),
         outcome if fault["recovery_s"] is not None else "**not healed**",
         "" if fault["recovery_s"] is None else f"{fault['recovery_s']:.1f}",
-        *(f"{told[phase]:.1f}" if told["recoveries"] else "" for phase in PHASES),
-        told["rows_replayed"] if told["recoveries"] else "",
+        *(f"{facts[phase]:.1f}" if facts["recoveries"] else "" for phase in PHASES),
+        facts["rows_replayed"] if facts["recoveries"] else "",
     )
 
 
@@ -131,6 +131,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
 
 
-def _count(runs: Sequence[Told], name: str) -> str:
+def _count(runs: Sequence[Record], name: str) -> str:
     held = sum(bool(run[name]) for run in runs)
     return "all" if runs and held == len(runs) else f"{held} of {len(runs)}"

@@ -1,4 +1,4 @@
-"""A checkpoint store that can be filled up: a small file system of its own, where mounting one is permitted."""
+"""A checkpoint store that can be filled up: a small file system, if mounting one is permitted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FILLER = ".filler"
 
 @contextmanager
 def mounted(folder: Path, *, size_mb: int = 256) -> Iterator[bool]:
-    """A tmpfs of so many MiB at `folder`, or a plain folder; says which."""
+    """Mount a tmpfs of `size_mb` MiB at `folder`, or make a plain folder. Yield whether it is mounted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)]
     done = subprocess.run(command, check=False, capture_output=True)
@@ -26,12 +26,12 @@ def mounted(folder: Path, *, size_mb: int = 256) -> Iterator[bool]:
 
 @contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """Not a byte is free in here."""
+    """Fill the store to its last byte, and free it afterwards."""
     filler = folder / _FILLER
     try:
         with filler.open("wb") as stream:
             while free := os.statvfs(folder).f_bavail:
-                with suppress(OSError):  # others write meanwhile, so that there is less: nothing was taken then
+                with suppress(OSError):  # other writers reduce the free space, and this try has then taken nothing
                     size = (free + 1) // 2 * os.statvfs(folder).f_frsize
                     os.posix_fallocate(stream.fileno(), stream.seek(0, os.SEEK_END), size)
         yield

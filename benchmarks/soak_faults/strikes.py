@@ -1,4 +1,4 @@
-"""The faults themselves, each done to real processes and files; what may pass by itself has passed when a function returns."""
+"""The faults, each done to real processes and files. A temporary fault has ended when its function returns."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 AWAY_S = 8.0
-"""How long catalog and store are away."""
+"""Seconds for which catalog and store are unavailable."""
 _FROZEN_AT_MOST_S = 90.0
-"""A process that is stopped may hold the lock of the catalog's file, so that nobody takes over: then it goes on after this."""
+"""Seconds after which a stopped process continues. It may hold the lock of the catalog's file and so block a takeover."""
 _RESTARTED_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Struck:
-    """What was done, and when."""
+    """A done fault and its times."""
 
     what: str
     at: float
-    """In seconds since the epoch: when it began."""
+    """Its start, in seconds since the epoch."""
     lifted_at: float
-    """When it was over, of what passes; else the same."""
+    """The end of a temporary fault, otherwise its start."""
     processes: tuple[psutil.Process, ...] = ()
-    """What must be gone in the end."""
+    """Processes that must have ended at the end."""
 
 
 Strike = Callable[[Lab, Trainee, random.Random], Struck | None]
-"""Strikes a run; None: there was nothing to strike yet."""
+"""A function that strikes a run, and returns None if there is no target yet."""
 
 
 def _ranks_signalled(
@@ -52,7 +52,7 @@ def _ranks_signalled(
     if not chosen:
         return None
     at = _signal((ranks[rank] for rank in chosen), number)
-    return _struck(f"{number.name} to rank {', '.join(map(str, chosen))}", at, [ranks[rank] for rank in chosen])
+    return _strike(f"{number.name} to rank {', '.join(map(str, chosen))}", at, [ranks[rank] for rank in chosen])
 
 
 def _above_signalled(
@@ -68,12 +68,12 @@ def _above_signalled(
     if one is None or (who == "fork server" and "fork server" not in " ".join(one.cmdline())):
         return None
     pid = one.pid
-    return _struck(f"{number.name} to the {who}, process {pid}", _signal([one], number), [one, *ranks])
+    return _strike(f"{number.name} to the {who}, process {pid}", _signal([one], number), [one, *ranks])
 
 
 def _code_server_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
     servers = [one for one in lab.daemon.children() if "grpc" in " ".join(one.cmdline())]
-    return _struck("SIGKILL to the code server", _signal(servers, signal.SIGKILL), servers) if servers else None
+    return _strike("SIGKILL to the code server", _signal(servers, signal.SIGKILL), servers) if servers else None
 
 
 def _daemon_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck:
@@ -97,11 +97,11 @@ def _everything_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Str
 
 
 def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, flip: bool) -> Struck | None:
-    """The supervisor is held meanwhile: what it goes on from is damaged when it looks. A parent to fall back on is left."""
+    """Damage the head while the supervisor is stopped, so that it resumes from damage. A parent to resume from remains."""
     ranks, supervisor = trainee.ranks(), trainee.live.supervisor()
     if not ranks or supervisor is None or trainee.restorable() < 2:
         return None
-    with _stopped([supervisor]):
+    with _stop([supervisor]):
         at = _signal(ranks, signal.SIGKILL)
         psutil.wait_procs(ranks, timeout=10)
         head = trainee.lineage()[-1]
@@ -113,7 +113,7 @@ def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, fl
         else:
             file.unlink()
     what = f"{'a bit flipped in' if flip else 'deleted:'} {file.name} of step {head.step}, SIGKILL to all ranks"
-    return _struck(what, at, ranks)
+    return _strike(what, at, ranks)
 
 
 def _store_filled(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
@@ -131,7 +131,7 @@ def _catalog_locked(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck
 
 
 def _catalog_moved(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
-    """A folder lies in its place: whoever opened it anew would make an empty catalog."""
+    """Put a folder in the file's place: a process that opened a new file there would make an empty catalog."""
     aside = lab.catalog.with_suffix(".aside")
     ranks = trainee.ranks()
     if not ranks:
@@ -154,8 +154,8 @@ def _launch_stopped(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck
     if not processes:
         return None
     before, at = trainee.seen().attempt, time.time()
-    with _stopped(processes):
-        while not _taken_over(trainee, before) and time.time() < at + _FROZEN_AT_MOST_S:
+    with _stop(processes):
+        while not _is_taken_over(trainee, before) and time.time() < at + _FROZEN_AT_MOST_S:
             lab.tend()
     frozen_s = time.time() - at
     what = f"SIGSTOP to {len(processes)} processes, SIGCONT after {frozen_s:.0f} s"
@@ -184,12 +184,12 @@ STRIKES: dict[str, Strike] = {
 }
 
 
-def _struck(what: str, at: float, processes: Iterable[psutil.Process]) -> Struck:
+def _strike(what: str, at: float, processes: Iterable[psutil.Process]) -> Struck:
     return Struck(what=what, at=at, lifted_at=at, processes=tuple(processes))
 
 
 def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> float:
-    """Signal them; says when."""
+    """Signal the processes, and return the time."""
     at = time.time()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -197,16 +197,16 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> floa
     return at
 
 
-def _taken_over(trainee: Trainee, attempt: int) -> bool:
-    """Whether another attempt has claimed the run; while the catalog is locked nobody has."""
+def _is_taken_over(trainee: Trainee, attempt: int) -> bool:
+    """Return whether another attempt has claimed the run. While the catalog is locked none has."""
     with suppress(CatalogUnreachable):
         return trainee.seen().attempt > attempt
     return False
 
 
 @contextmanager
-def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """They are stopped in here."""
+def _stop(processes: list[psutil.Process]) -> Iterator[None]:
+    """Stop the processes within the context."""
     _signal(processes, signal.SIGSTOP)
     try:
         yield
@@ -216,7 +216,7 @@ def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
 
 @contextmanager
 def _catalog_lock(catalog: Path) -> Iterator[None]:
-    """Nobody else reads or writes the catalog's file in here."""
+    """Lock the catalog's file against all readers and writers within the context."""
     connection = sqlite3.connect(catalog, timeout=30, isolation_level=None)
     try:
         try:

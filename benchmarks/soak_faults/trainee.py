@@ -1,4 +1,4 @@
-"""One training run of the campaign, as it is seen from outside: the ledger, its processes, and its journal."""
+"""One training run of the campaign, as observed from outside: its ledger rows, processes and journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What the ledger says at one moment."""
+    """The run's state in the ledger at one moment."""
 
     attempt: int
     head: str | None
@@ -31,7 +31,7 @@ class Seen:
 
 
 class Trainee:
-    """A run, and where it is told of."""
+    """A run, and its sources of facts."""
 
     def __init__(self, lakehouse: Lakehouse, spec: JobSpec, journal: Path) -> None:
         self.spec = spec
@@ -46,21 +46,21 @@ class Trainee:
         return Path(self.spec.checkpoint.local) / self.run
 
     def seen(self) -> Seen:
-        """What the ledger says now."""
+        """Return the current state in the ledger."""
         state = Ledger(self._lakehouse).state(self.run)
         return Seen(attempt=state.fence.attempt, head=state.fence.head, finished=state.finished)
 
     def rows(self, *kinds: type[R]) -> list[R]:
-        """Its ledger rows of these kinds."""
+        """Return its ledger rows of these kinds."""
         return Ledger(self._lakehouse).rows(self.run, kinds=kinds)
 
     def head_row(self) -> CheckpointRow | None:
-        """The checkpoint that is its head."""
-        head = self.seen().head  # before the rows: the run goes on
+        """Return the checkpoint that is its head."""
+        head = self.seen().head  # before the rows: the run continues
         return checkpoint_rows(self.rows(CheckpointRow)).get(head or "")
 
     def lineage(self) -> list[CheckpointRow]:
-        """The surviving checkpoints, oldest first."""
+        """Return the surviving checkpoints, oldest first."""
         head, chain = self.seen().head, []
         checkpoints = checkpoint_rows(self.rows(CheckpointRow))
         while head is not None:
@@ -69,31 +69,31 @@ class Trainee:
         return chain[::-1]
 
     def restorable(self) -> int:
-        """How many checkpoints of the lineage can be gone back to."""
+        """Return how many checkpoints of the lineage can be restored."""
         out = out_of(self.rows(RetireRow, QuarantinedCheckpointRow))
         return sum(row.checkpoint_id not in out for row in self.lineage())
 
     def entries(self) -> list[Entry]:
-        """The lines of its journal; what was cut short is left out."""
+        """Return the complete lines of its journal."""
         paths = self._journal.glob(f"{self.run}-*.jsonl")
         lines = [line for path in sorted(paths) for line in path.read_text().splitlines(keepends=True)]
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def ranks(self) -> list[psutil.Process]:
-        """The living ranks of the newest launch; none unless all are there."""
+        """Return the living ranks of the newest launch, or none unless all exist."""
         found = [self.live.rank(number) for number in range(self.spec.launch.world_size)]
         ours = [one for one in found if one is not None and is_running(one) and _is_rank(one, self.run)]
         return ours if len(ours) == len(found) else []
 
     def processes(self) -> list[psutil.Process]:
-        """All of the newest launch, from the Dagster run's process down to the ranks; none unless it trains."""
+        """Return all processes of the newest launch, from the Dagster run's to the ranks, or none unless it trains."""
         supervisor = self.live.supervisor() if self.ranks() else None
         worker = None if supervisor is None else supervisor.parent()
         return [] if worker is None else [worker, *worker.children(recursive=True)]
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether it runs; one that nobody has asked how it ended does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -101,7 +101,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def _is_rank(process: psutil.Process, run: str) -> bool:
-    """Whether it is a rank of the run, and not another process with the id of one that is gone."""
+    """Return whether a process is a rank of the run, and not another one with a reused process id."""
     try:
         return re.match(rf"dlac {re.escape(run)} rank ", " ".join(process.cmdline())) is not None
     except psutil.NoSuchProcess:

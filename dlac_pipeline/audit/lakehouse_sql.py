@@ -175,9 +175,8 @@ def check_reads_only(connection: duckdb.DuckDBPyConnection, query: str) -> None:
         SpecInvalid: it has a statement or a function that might.
         duckdb.Error: it cannot be parsed.
     """
-    query = "".join(
-        " " if each > "\x7f" and not each.isprintable() else each for each in query
-    )  # DuckDB has them as spaces
+    # DuckDB reads characters that are not printable as spaces
+    query = "".join(" " if each > "\x7f" and not each.isprintable() else each for each in query)
     statements = connection.extract_statements(query)
     found = [each.type.name for each in statements if each.type.name not in _READING and not _is_pragma(each.query)]
     words = [("", None), *_words_of(query), ("", None)]

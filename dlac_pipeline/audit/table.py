@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from rich.table import Table
 from rich.text import Text
 
 from dlac_pipeline.audit.audit import AuditReport
+
+_COUNTS = [each.name for each in fields(AuditReport) if each.name.startswith("rows_") and each.name != "rows_live"]
 
 
 def audit_table(report: AuditReport) -> Table:
@@ -36,13 +40,5 @@ def _lines(report: AuditReport) -> list[tuple[str, str]]:
         ("checkpoints", f"{report.checkpoints:,} ({report.checkpoints_abandoned:,} abandoned)"),
         ("passes", f"{report.passes_finished:,} finished of {report.passes_entered:,} entered"),
         ("live rows of a pass", f"{report.rows_live:,}"),
-        ("rows consumed", f"{report.rows_consumed:,}"),
-        ("rows duplicated", f"{report.rows_duplicated:,}"),
-        ("rows missing", f"{report.rows_missing:,}"),
-        ("rows pending", f"{report.rows_pending:,}"),
-        ("rows partial", f"{report.rows_partial:,}"),
-        ("rows not applied", f"{report.rows_not_applied:,}"),
-        ("rows filtered", f"{report.rows_filtered:,}"),
-        ("rows quarantined", f"{report.rows_quarantined:,}"),
-        ("rows excluded", f"{report.rows_excluded:,}"),
+        *((name.replace("_", " "), f"{getattr(report, name):,}") for name in _COUNTS),
     ]

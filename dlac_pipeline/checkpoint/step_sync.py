@@ -42,24 +42,14 @@ class RankReport:
     """Rank 0: the attempt is to exit so that more nodes can join."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepSync:
-    """Reports of all ranks together."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSync(RankReport):
+    """Reports of all ranks together: the first of NOTICES that any rank has, and the mean age over the ranks that have one."""
 
     step: int
     """The last step that the message covers."""
     losses: list[float]
     """Mean over the ranks of each covered step's loss, the last one that of `step`."""
-    notice: str | None = None
-    """Reason to stop the run, if any rank has one: the first of NOTICES."""
-    notice_age_s: float = 0.0
-    """Mean over the ranks that were asked."""
-    due: bool = False
-    """True if rank 0 finds a checkpoint due."""
-    needed_s: float = 0.0
-    """Seconds that rank 0 expects until a checkpoint is committed."""
-    makes_room: bool = False
-    """True if the attempt must exit so that more nodes can join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +147,8 @@ class StepSyncs:
         self._steps_per_sync = max(1, min(MAX_STEPS, int(SYNC_EVERY_S / step_s)))
         self._late_steps = int(late > 0)
         return StepSync(
-            sent.covered_step,
-            [loss / self._world_size for loss in losses[: sent.count]],
+            step=sent.covered_step,
+            losses=[loss / self._world_size for loss in losses[: sent.count]],
             notice=next((name for name, ranks in zip(NOTICES, notices, strict=True) if ranks), None),
             notice_age_s=ages_s / max(1.0, sum(notices)),
             due=due > 0,

@@ -128,9 +128,8 @@ class GroupReader:
             while slot < self._slots and any(present := self.present):
                 filled = batch.samples
                 self._fill(batch, slot, slot + 1, present)
-                slot += (
-                    batch.samples - filled
-                )  # a source that ended without a sample is not present now: again, without it
+                # no sample if a source has ended: the slot is filled again without it
+                slot += batch.samples - filled
         self._at += self._slots
         return batch
 

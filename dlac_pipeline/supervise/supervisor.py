@@ -203,9 +203,8 @@ class Supervisor:
                 error, verdict = err, AttemptVerdict(error=(error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
         if verdict.restart is None and not self._leaving.is_set():
-            launch.membership.end_run(
-                verdict.to_message()
-            )  # before this node exits, because it may serve the rendezvous
+            # before this node exits, because it may serve the rendezvous
+            launch.membership.end_run(verdict.to_message())
         round_.announce(VERDICT, verdict.to_message())
         round_.acknowledge()
         if error is not None:

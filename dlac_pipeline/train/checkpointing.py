@@ -97,9 +97,8 @@ class Checkpointing:
                 return
             reason, wait = last_reason, True
         engine, step = self._restored_engine(), self._attempt.step
-        with failing_together(
-            self._communicator.tree, doing="checking the weights"
-        ):  # rank 0 records that the run is given up
+        # rank 0 records that the run is given up
+        with failing_together(self._communicator.tree, doing="checking the weights"):
             self._finiteness.check_weights(engine, step)
         self._heartbeat.doing(Phase.CHECKPOINT, step)
         note = {**self._policy.note(reason), "total_steps": self._attempt.order.total_steps}

@@ -23,7 +23,7 @@ from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.workspace.load import location_origins_from_yaml_paths
 
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
-from dlac_pipeline.elastic.ranks.rank import pid_of
+from dlac_pipeline.elastic.ranks.launch_folder import pid_file
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
 
@@ -192,8 +192,8 @@ class LiveRun:
         """The living process of a rank of the newest launch."""
         launches = sorted(self._folder.glob("launch-*/"), key=lambda folder: folder.stat().st_mtime)
         try:
-            return psutil.Process(pid_of(launches[-1], number)) if launches else None
-        except (FileNotFoundError, psutil.NoSuchProcess):
+            return psutil.Process(int(pid_file(launches[-1], number).read_text())) if launches else None
+        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
             return None
 
     def supervisor(self) -> psutil.Process | None:

@@ -1,9 +1,9 @@
-"""Resume anywhere: what every reader configuration must hold, on real tables, whatever happens between and during its legs.
+"""Resume anywhere: the contract of every reader configuration, on real tables that change between and during its legs.
 
-Two runs with one spec read the same tables. One is never disturbed and reads alone. The other is killed at any batch, with
-blocks read ahead, and comes back with any number of ranks. Between legs tables are appended to, deleted from and compacted,
-and the spec is changed. Then the global batches of both are the same bit for bit, cursors too; and what the undisturbed one
-read is, row by row, what the tables' own history says: each row once per pass, and nothing of rows that were gone by then.
+Two runs with one spec read the same tables. One is undisturbed and reads with one rank. The other is killed at any batch, with
+blocks read ahead, and resumes with any number of ranks. Between legs tables are appended to, deleted from and compacted,
+and the spec changes. The global batches and cursors of both must be the same, bit for bit. The rows of the undisturbed run
+must follow from the tables' own history: each row once per pass, and no row that was deleted before.
 """
 
 from __future__ import annotations
@@ -23,79 +23,79 @@ from tests.contract.runs import GlobalBatch, Run, Tensors, rows_left
 from tests.contract.tables import MakeRows, SourceTable
 
 PER_ROW = 64
-"""What a row gives is numbered row_id * PER_ROW + 0, 1, 2, ..."""
+"""The items of a row are numbered row_id * PER_ROW + 0, 1, 2, ..."""
 Given = Callable[[int], Sequence[int]]
 Found = Callable[[Tensors, int], Sequence[int]]
 
 
 def itself(row: int) -> list[int]:
-    """A row that is one sample."""
+    """Return the items of a row that is one sample."""
     return [row * PER_ROW]
 
 
 def by_row_id(tensors: Tensors, slot: int) -> list[int]:
-    """What a slot holds, where column row_id says it."""
+    """Return the items of a slot from its column row_id."""
     return itself(int(tensors["row_id"][slot]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A reader configuration: how tables and the spec are made, and what of which row must come out."""
+    """A reader configuration: its tables and spec, and the expected items of each row."""
 
     rows: MakeRows
     columns: tuple[str, ...]
     given: Given = itself
-    """Row id -> the numbers of what it gives, in order."""
+    """Row id -> the numbers of its items, in order."""
     found: Found = by_row_id
-    """Tensors of a global batch and a slot -> the numbers of what it holds."""
+    """Tensors of a global batch and a slot -> the numbers of the slot's items."""
     check: Callable[[GlobalBatch], None] = lambda batch: None
-    """Of whatever else must hold in each global batch."""
+    """Further checks of each global batch."""
     source: Mapping[str, Any] = field(default_factory=dict)
     mixture: tuple[Mapping[str, Any], ...] = ({},)
     """Fields of each source, e.g. its weight and passes."""
     order: Mapping[str, Any] = field(default_factory=dict)
     sequences: Mapping[str, Any] = field(default_factory=dict)
     keeps: Callable[[int], bool] = lambda row: True
-    """Whether the row filter keeps a row."""
+    """Return whether the row filter keeps a row."""
     deletes: tuple[str, ...] = ()
     """Methods of `SourceTable` by which rows are deleted."""
     compacts: bool = True
 
     @property
     def follows(self) -> bool:
-        """Whether legs go on to what was appended."""
+        """Whether legs follow the table to appended rows."""
         return self.source.get("follow") == "appends"
 
     @property
     def keyed(self) -> bool:
-        """Whether rows are known across rewrites."""
+        """Whether rows keep their identity across rewrites."""
         return bool(self.source.get("identity_columns"))
 
 
 @dataclass
 class Expected:
-    """What one source must have given and has to give, from what was done to its table; the reader has no part in it."""
+    """The expected items of one source, derived from the changes of its table. The reader is not used."""
 
     reading: Reading
     table: SourceTable
     passes: int
     due: Counter[int] = field(default_factory=Counter)
-    """How often each row is to be read in all; unless passes is 0."""
+    """Number of reads of each row in all, unless passes is 0."""
     known: set[int] = field(default_factory=set)
     excluded: set[int] = field(default_factory=set)
     frozen: dict[int, int] = field(default_factory=dict)
-    """Rows that may not be read any more, and how often they had been."""
+    """Rows that may not be read any more, and the number of their earlier reads."""
     left_open: dict[int, dict[int, set[int]]] = field(default_factory=dict)
-    """Key group -> items given when a leg ended -> rows that may not be read on from there."""
+    """Key group -> items read when a leg ended -> rows that may not be read from there."""
 
     def plan(self) -> None:
-        """All live rows that were not planned before are planned."""
-        fresh = {row for row in self.table.live - self.known if self._wanted(row)}
+        """Plan all live rows that were not planned before."""
+        fresh = {row for row in self.table.live - self.known if self._is_expected(row)}
         self.due += Counter(dict.fromkeys(fresh, max(1, self.passes)))
         self.known = set(range(self.table.ids))
 
-    def gone(self, rows: set[int], done: Counter[int], given: Mapping[int, int]) -> None:
-        """From now on these rows are not read any more."""
+    def remove(self, rows: set[int], done: Counter[int], given: Mapping[int, int]) -> None:
+        """Stop reading these rows from now on."""
         for row in rows & self.known:
             self.frozen.setdefault(row, done[row])
             if row in self.due:
@@ -104,23 +104,23 @@ class Expected:
             self.left_open.setdefault(group, {}).setdefault(items, set()).update(rows)
 
     def more_passes(self, passes: int) -> None:
-        """The source is read so many times in all."""
+        """Set the total number of passes of the source."""
         for row in self.due:
             if row not in self.frozen:
                 self.due[row] += passes - self.passes
         self.passes = passes
 
     def exclude(self, rows: set[int], done: Counter[int], given: Mapping[int, int]) -> None:
-        """A new leg leaves these rows out."""
+        """Leave these rows out of a new leg."""
         self.excluded |= rows
-        self.gone(rows, done, given)
+        self.remove(rows, done, given)
 
     def outlives(self, rows: set[int]) -> bool:
-        """Whether these may be excluded: a source that is read again and again must keep a row (see `test_found`)."""
+        """Return whether these rows may be excluded. An endless source must keep a row (see `test_found`)."""
         return bool(self.passes or self.due.keys() - self.frozen.keys() - rows)
 
     def done(self, streams: Mapping[int, Sequence[int]]) -> Counter[int]:
-        """How often each row was wholly read, from what each key group was given, in order."""
+        """Return how often each row was read completely, from the items of each key group in order."""
         done: Counter[int] = Counter()
         for group, stream in streams.items():
             at = 0
@@ -132,7 +132,7 @@ class Expected:
                     got.pop()
                 at += len(got)
                 assert got, (
-                    f"key group {group} goes on with {stream[at : at + 3]}, expected row {row} from its beginning"
+                    f"key group {group} continues with {stream[at : at + 3]}, expected row {row} from its beginning"
                 )
                 if got == wanted:
                     done[row] += 1
@@ -143,7 +143,7 @@ class Expected:
         return done
 
     def check(self, done: Counter[int], left: Sequence[int] | None, state: Sequence[Any]) -> None:
-        """What was read and what is left to be read is what was due."""
+        """Check that the rows read and the rows left are the expected ones."""
         silent = [row for row in self.due if not self.reading.given(row)]
         if left is None:
             low = min(cursor.pass_index for cursor in state)
@@ -155,12 +155,12 @@ class Expected:
         due = +Counter({row: times for row, times in self.due.items() if row not in silent})
         assert done + Counter(row for row in left if row not in silent) == due
 
-    def _wanted(self, row: int) -> bool:
+    def _is_expected(self, row: int) -> bool:
         return self.reading.keeps(row) and row not in self.excluded
 
 
 class Contract:
-    """One example of the contract, drawn as it goes on."""
+    """One example of the contract, drawn step by step."""
 
     def __init__(self, lakehouse: Lakehouse, reading: Reading, data: st.DataObject, name: str) -> None:
         self._reading = reading
@@ -192,12 +192,12 @@ class Contract:
         self._disturbed = replace(self._whole, batches=[])
 
     def run(self, *, legs: int) -> None:
-        """Up to so many legs, the last one to its end."""
+        """Run up to `legs` legs, the last one to its end."""
         for _ in range(self._draw("turns", st.integers(0, legs - 1))):
             ended = self._leg(self._draw("steps", st.integers(0, 12)))
             if ended and not self._reading.follows:
                 break
-            self._happens()
+            self._change_tables()
             self._turn(ended)
         self._leg(None)
         done = self._done()
@@ -211,7 +211,7 @@ class Contract:
         assert self._whole.rows_consumed == sum(sum(each.values()) for each in done)
 
     def _leg(self, steps: int | None) -> bool:
-        """Read some steps both ways; whether the leg ended before."""
+        """Read some steps with both runs, and return whether the leg ended before."""
         read = self._whole.attempt(steps=steps)
         for batch in read:
             self._check(batch)
@@ -221,7 +221,7 @@ class Contract:
         return ended
 
     def _disturb(self, expected: Sequence[GlobalBatch], ended: bool) -> None:
-        """Get the other run to the same step, in several attempts that read further than they commit."""
+        """Bring the other run to the same step, in several attempts that read more than they commit."""
         last, size = self._whole.step, self._whole.leg.batch_size
         digests = {batch.step: batch.digest for batch in expected}
         while (missing := last - self._disturbed.step) or ended:
@@ -233,7 +233,7 @@ class Contract:
             for batch in read:
                 if batch.step in digests:
                     assert batch.digest == digests[batch.step], f"step {batch.step} of {ranks} ranks is another batch"
-                assert batch.step <= last or not ended, f"step {batch.step} is behind the end"
+                assert batch.step <= last or not ended, f"step {batch.step} is after the end"
             if not missing:
                 return
             if not commit:
@@ -246,10 +246,10 @@ class Contract:
         assert (batch.rows, batch.tokens) == (int(batch.valid.sum()), int(tokens.sum()))
         assert ((batch.source >= 0) == batch.valid).all()
         if self._reading.follows:
-            assert batch.valid.all(), "what does not fill a batch stays pending"
+            assert batch.valid.all(), "rows that do not fill a batch stay pending"
 
-    def _happens(self) -> None:
-        """Tables change between two legs."""
+    def _change_tables(self) -> None:
+        """Change tables between two legs."""
         for table in self._tables:
             for _ in range(self._draw("events", st.integers(0, 2))):
                 kinds = [
@@ -269,12 +269,12 @@ class Contract:
         low = self._draw("delete from", st.integers(0, table.ids - 1))
         rows = set(range(low, low + self._draw("delete", st.integers(1, 20)), self._draw("every", st.integers(1, 3))))
         if not self._reading.keyed:
-            rows -= table.merged  # which of them are gone cannot be told
+            rows -= table.merged  # the deleted ones among them cannot be identified
         if any(self._reading.keeps(row) for row in table.live - rows):
             getattr(table, self._draw("how", st.sampled_from(self._reading.deletes)))(rows)
 
     def _turn(self, ended: bool) -> None:
-        """Both runs go over to the next leg."""
+        """Move both runs to the next leg."""
         done = self._done()
         streams = self._streams()
         given = [{group: len(stream) for group, stream in each.items()} for each in streams]
@@ -287,7 +287,7 @@ class Contract:
             if changed.get("exclude"):
                 expected.exclude(changed["exclude"], done[index], given[index])
             if repin:
-                expected.gone(set(range(expected.table.ids)) - expected.table.live, done[index], given[index])
+                expected.remove(set(range(expected.table.ids)) - expected.table.live, done[index], given[index])
                 expected.plan()
             if changed.get("passes") and expected.passes:
                 expected.more_passes(self._whole.spec.passes_of(self._whole.spec.sources[index]))
@@ -337,7 +337,7 @@ class Contract:
         return parse_spec(self._raw, origin="the contract")
 
     def _streams(self) -> list[dict[int, list[int]]]:
-        """What each key group was given of each source, in order: of the run that nothing disturbed."""
+        """Return the items of each source and key group, in order, as the undisturbed run read them."""
         streams: list[dict[int, list[int]]] = [{group: [] for group in range(self._groups)} for _ in self._tables]
         for batch in self._whole.batches:
             for slot in np.flatnonzero(batch.valid).tolist():
@@ -353,6 +353,6 @@ class Contract:
 
 
 def ragged(tensors: Tensors, name: str, slot: int) -> npt.NDArray[Any]:
-    """The items of one slot of a ragged column."""
+    """Return the items of one slot of a ragged column."""
     offsets = tensors[f"{name}.offsets"]
     return tensors[name][int(offsets[slot]) : int(offsets[slot + 1])]

@@ -1,4 +1,4 @@
-"""The tables that the contract is run on: how a row's columns follow from its id, and what a reader must make of them."""
+"""The tables of the contract: the columns of a row, computed from its id, and the items that a reader must return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def documents(batch):
     columns = {{"tokens": pa.array(texts, pa.list_(pa.int32())), "dlac_row": pa.array(rows, pa.int64())}}
     return pa.RecordBatch.from_pydict(columns)
 """
-"""`several` gives a row back row_id % 4 times; `documents` drops every third row, and halves the tokens of others."""
+"""`several` returns a row row_id % 4 times. `documents` drops every third row, and halves the tokens of others."""
 
 
 def _ids(ids: Sequence[int]) -> Any:
@@ -131,7 +131,7 @@ NULLABLE = Reading(
 
 
 def tokens_of(row: int) -> list[int]:
-    """The tokens of a row: none, or up to 21 that say the row and their place in it."""
+    """Return the tokens of a row: none, or up to 21 that encode the row and their position in it."""
     return [row * PER_ROW + place for place in range(row * 7 % 22)]
 
 
@@ -141,13 +141,13 @@ def _token_rows(ids: Sequence[int]) -> pa.Table:
 
 
 def packed_slot(tensors: Tensors, slot: int) -> list[int]:
-    """The tokens of a sequence, without its padding."""
+    """Return the tokens of a sequence, without its padding."""
     tokens: list[int] = tensors["tokens"][slot][tensors["document"][slot] > 0].tolist()
     return tokens
 
 
 def check_packed(batch: GlobalBatch) -> None:
-    """Padding is at the end; a document's number grows with each new document, and positions count within it."""
+    """Check that padding is at the end, document numbers grow with each new document, and positions count within it."""
     for tokens, document, position in zip(
         *(batch.tensors[name] for name in ("tokens", "document", "position")), strict=True
     ):
@@ -179,7 +179,7 @@ def _word_rows(ids: Sequence[int]) -> pa.Table:
 
 
 def tokenized(folder: Path) -> Reading:
-    """Texts, packed, with a tokenizer that knows a word by its number."""
+    """Return packed texts, with a tokenizer whose words are numbers."""
     path = folder / "tokenizer.json"
     words = {f"w{token}": token for token in range(400 * PER_ROW)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -210,7 +210,7 @@ def _by_item(tensors: Tensors, slot: int) -> list[int]:
 
 
 def transformed(folder: Path) -> Reading:
-    """A transform that drops some rows and gives others several times."""
+    """Return a transform that drops some rows and repeats others."""
     return Reading(
         rows=_list_rows,
         columns=("row_id", "x"),
@@ -225,7 +225,7 @@ def _halved(row: int) -> list[int]:
 
 
 def transformed_packed(folder: Path) -> Reading:
-    """A transform that drops some rows, and makes two documents of others, which are packed."""
+    """Return a transform that drops some rows, and makes two documents of others, which are packed."""
     return Reading(
         rows=_token_rows,
         columns=("row_id", "tokens"),

@@ -1,4 +1,4 @@
-"""A run without model and ledger: a leg, where it stands, and global batches read by any number of ranks in this process."""
+"""A run without model and ledger: a leg, its position, and global batches read by any number of ranks in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """All ranks' slots of one step, in slot order; `key_groups` say which key group a slot belongs to."""
+    """The slots of all ranks in one step, in slot order. `key_groups` has the key group of each slot."""
 
     step: int
     tensors: Tensors
@@ -44,11 +44,11 @@ class GlobalBatch:
     rows: int
     tokens: int
     state: ReaderState
-    """Where all cursors stand after the step."""
+    """All cursors after the step."""
 
     @property
     def digest(self) -> str:
-        """Of everything that a model could see of it."""
+        """Digest of everything that a model could read from the batch."""
         digest = blake3(f"{self.step} {self.rows} {self.tokens}".encode())
         for name, array in sorted({**self.tensors, "valid": self.valid, "source": self.source}.items()):
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
@@ -56,7 +56,7 @@ class GlobalBatch:
 
 
 class Summing:
-    """Sums numbers over ranks that run in threads, call by call."""
+    """Sums numbers over ranks in threads, call by call."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -65,7 +65,7 @@ class Summing:
         self._broken = False
 
     def exchange(self) -> Exchange:
-        """What one rank sums with."""
+        """Return the function with which one rank sums."""
         calls = count()
 
         def start(counts: Sequence[int]) -> _Sum:
@@ -78,19 +78,19 @@ class Summing:
         return start
 
     def break_off(self) -> None:
-        """Let nobody wait for a rank that failed."""
+        """Stop all waits for a failed rank."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
 
     def result(self, call: int) -> Sequence[int]:
-        """The sums of a call, when all ranks have made it."""
+        """Return the sums of a call, when all ranks have made it."""
         with self._changed:
             done = self._changed.wait_for(
                 lambda: self._broken or len(self._given[call]) == self._world_size, timeout=WITHIN_S
             )
             if self._broken or not done:
-                raise BrokenPipeError(f"another rank failed or did not come to call {call}")
+                raise BrokenPipeError(f"another rank failed or did not reach call {call}")
             return [sum(each) for each in zip(*self._given[call], strict=True)]
 
 
@@ -105,7 +105,7 @@ class _Sum:
 
 @dataclass
 class Run:
-    """A run that is committed up to `step`; `batches` are those of the committed steps, over all legs."""
+    """A run that is committed up to `step`. `batches` are those of the committed steps, over all legs."""
 
     lakehouse: Lakehouse
     spec: JobSpec
@@ -115,17 +115,17 @@ class Run:
     step: int = 0
     batches: list[GlobalBatch] = field(default_factory=list)
     rows_consumed: int = 0
-    """As the advances say."""
+    """The cursors of the advances."""
 
     @classmethod
     def begin(cls, lakehouse: Lakehouse, spec: JobSpec) -> Run:
-        """Plan the sources and stand before the first step."""
+        """Plan the sources, before the first step."""
         leg = first_leg(spec, [make_plan(lakehouse, source) for source in spec.sources])
         opened = open_leg(Plans(lakehouse), leg, spec)
         return cls(lakehouse, spec, leg, opened, opened.start_state())
 
     def turn(self, spec: JobSpec, *, repin: bool) -> bool:
-        """Go over to the next leg where the spec or the tables ask for one; whether they do."""
+        """Move to the next leg if the spec or the tables require one, and return whether they do."""
         uuids = {
             source.table: str(self.lakehouse.load(source.table).metadata.table_uuid) for source in self.spec.sources
         }
@@ -145,24 +145,24 @@ class Run:
         return turned
 
     def follow(self, other: Run) -> None:
-        """Go over to the leg to which the other run, which stands where this one does, has gone."""
+        """Move to the other run's leg. Both runs must be at the same step."""
         self.spec, self.leg, self.opened = other.spec, other.leg, other.opened
         self.state = [list(source.start.cursors) for source in other.leg.sources]
 
     def attempt(
         self, *, world_size: int = 1, steps: int | None, commit: int | None = None, budget_bytes: int = 2**20
     ) -> list[GlobalBatch]:
-        """Read up to `steps` batches as ranks do that begin behind the last committed step, and commit the first of them.
+        """Read up to `steps` batches with ranks that start after the last committed step, and commit the first of them.
 
-        Readers are closed where they stand, with what they have read ahead.
+        Readers are closed at their position, with blocks read ahead.
         """
         leg, opened = Leg.from_json(self.leg.to_json()), self.opened
         assert leg == self.leg
         summing = Summing(world_size)
 
         def rank(number: int) -> tuple[range, list[Batch]]:
-            order = leg.order(opened.order.sources[0].units)  # of its own: ranks share no memory
-            order.mixture = opened.order.mixture  # whose tables take long to make
+            order = leg.order(opened.order.sources[0].units)  # a separate order: ranks share no memory
+            order.mixture = opened.order.mixture  # its tables take long to make
             reader = replace(opened, order=order).reader(
                 rank=number,
                 world_size=world_size,
@@ -180,7 +180,7 @@ class Run:
 
         by_rank = _in_threads(rank, world_size)
         read = [
-            _joined(parts, [groups for groups, _ in by_rank], leg.key_groups)
+            _join_parts(parts, [groups for groups, _ in by_rank], leg.key_groups)
             for parts in zip(*(batches for _, batches in by_rank), strict=True)
         ]
         if opened.order.counted:
@@ -209,7 +209,7 @@ class Run:
 
 
 def rows_left(order: LegOrder, source: int, cursors: Sequence[Cursor]) -> list[int]:
-    """The ids of the rows that a finite source has still to come behind these cursors."""
+    """Return the ids of the rows of a finite source after these cursors."""
     left: list[int] = []
     mine = order.sources[source]
     for group, cursor in enumerate(cursors):
@@ -233,8 +233,8 @@ def _in_threads(rank: Callable[[int], Any], world_size: int) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def _joined(parts: Sequence[Batch], groups: Sequence[range], key_groups: int) -> GlobalBatch:
-    """The ranks' parts of a step as one; what they say of the whole must be alike."""
+def _join_parts(parts: Sequence[Batch], groups: Sequence[range], key_groups: int) -> GlobalBatch:
+    """Join the ranks' parts of a step. They must agree about the whole."""
     (step,) = {part.step for part in parts}
     ((rows, tokens),) = {(part.rows, part.tokens) for part in parts}
     by_group: dict[int, list[list[int]]] = {}

@@ -1,6 +1,6 @@
 """Source tables of the contract: real Iceberg tables that are appended to, deleted from and compacted as engines do it.
 
-The table itself keeps which rows should be live, by row id, so that nothing of what is tested says what is expected.
+The table itself keeps the ids of its live rows, so that the tested code does not determine what is expected.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ MakeRows = Callable[[Sequence[int]], pa.Table]
 
 @cache
 def ids_in(path: str) -> list[int]:
-    """The row ids of a data file, by position."""
+    """Return the row ids of a data file, by position."""
     ids: list[int] = pq.read_table(path.removeprefix("file://"), columns=["row_id"])["row_id"].to_pylist()
     return ids
 
 
 @dataclass
 class SourceTable:
-    """A table in a catalog; row ids count up and never come again."""
+    """A table in a catalog. Row ids count up and are never used again."""
 
     lakehouse: Lakehouse
     name: str
     make_rows: MakeRows
     row_group_rows: int = 8
     ids: int = 0
-    """Row ids given so far."""
+    """Row ids used so far."""
     dead: set[int] = field(default_factory=set)
     merged: set[int] = field(default_factory=set)
     """Rows that a compaction has moved."""
@@ -55,7 +55,7 @@ class SourceTable:
 
     @property
     def table(self) -> Table:
-        """The table as it is now."""
+        """The current table."""
         return self.lakehouse.load(self.name)
 
     @property
@@ -72,15 +72,15 @@ class SourceTable:
 
     def append(self, rows: int) -> None:
         """Append a data file with new rows."""
-        with self._named():
+        with self._repeatable_names():
             self.table.append(self.make_rows(range(self.ids, self.ids + rows)))
         self.ids += rows
 
     def delete(self, rows: Iterable[int]) -> None:
-        """Delete as pyiceberg does: files are dropped or written again."""
+        """Delete as pyiceberg does: files are dropped or rewritten."""
         chosen = sorted(set(rows) & self.live)
         if chosen:
-            with self._named():
+            with self._repeatable_names():
                 self.table.delete(f"row_id in ({', '.join(map(str, chosen))})")
             self.dead |= set(chosen)
 
@@ -115,12 +115,12 @@ class SourceTable:
         return [file.path for file in live_files(self.table, self.snapshot_id)]
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Files get names that are the same whenever an example is repeated: their order decides that of the units."""
+    def _repeatable_names(self) -> Iterator[None]:
+        """Give files the same names in every repetition of an example, because their order determines that of the units."""
         with patch.object(uuid, "uuid4", lambda: uuid.UUID(int=self.random.getrandbits(128), version=4)):
             yield
 
     def _commit(self, operation: Operation, **changes: Any) -> None:
         table = self.table
-        with self._named():
+        with self._repeatable_names():
             commit_snapshot(table, operation, **changes)

@@ -1,4 +1,4 @@
-"""Lakehouses that earlier formats wrote (tests/lakehouses/) are read, audited, rehearsed and trained on by the code of today."""
+"""Lakehouses of earlier formats (tests/lakehouses/) are read, audited, rehearsed and trained on by the current code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def arena(home: Path, monkeypatch: pytest.MonkeyPatch) -> Arena:
-    """The lakehouse as the tests use one."""
+    """The lakehouse as an arena."""
     return Arena(home, monkeypatch)
 
 
@@ -67,7 +67,7 @@ def test_older_sql_views_answer(home: Path) -> None:
 
 
 def test_older_checkpoint_is_rehearsed(home: Path) -> None:
-    """The steps after a checkpoint have the losses that were recorded, as far as two processors agree."""
+    """The steps after a checkpoint have the recorded losses, up to differences between processors."""
     done = dlac("rehearse", "launched", "--json", home=home)
     assert done.stdout, done.stderr
     steps = json.loads(done.stdout)["steps"]
@@ -93,7 +93,7 @@ def test_older_run_resumes_exactly(home: Path, run: str) -> None:
 
 
 def test_older_launched_run_resumes_exactly(arena: Arena) -> None:
-    """The rewound run is trained to its end by two ranks, with the rows left out that the rewind excluded."""
+    """Two ranks train the rewound run to its end, without the rows that the rewind excluded."""
     launch = arena.launch(launched_spec(arena))
     try:
         assert launch.wait() == 0, launch.stderr

@@ -1,4 +1,4 @@
-"""Every reader configuration holds the contract."""
+"""Every reader configuration fulfills the contract."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ ANY_DELETE = ("delete_positions", "delete_equal")
 
 
 def filtered(reading: Reading) -> Reading:
-    """With a row filter, and rows deleted before and between the legs."""
+    """Return the reading with a row filter, and rows deleted before and between the legs."""
     source = {**reading.source, "row_filter": "kept = true"}
     return replace(reading, source=source, keeps=lambda row: row % 3 != 0, deletes=ANY_DELETE)
 
 
 def followed(reading: Reading, *deletes: str, keyed: bool = False) -> Reading:
-    """Going on to what is appended."""
+    """Return the reading that follows its table to appended rows."""
     source = {**reading.source, **FOLLOWS, **(KEYED if keyed else {})}
     return replace(reading, source=source, deletes=deletes or ANY_DELETE)
 
 
 def mixed(reading: Reading, *sources: dict[str, float]) -> Reading:
-    """Several sources with these fields."""
+    """Return the reading with several sources with these fields."""
     return replace(reading, mixture=sources)
 
 
@@ -84,26 +84,26 @@ QUICK = (
     "following",
     "everything",
 )
-"""Most parts of the reader are in one of these; the campaign holds all readings."""
+"""Together these have most parts of the reader. The campaign runs all readings."""
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_resume_anywhere(tmp_path: Path, name: str) -> None:
-    """Killed at any batch, with any number of ranks, over any history: the same batches, and each row once per pass."""
+    """A run killed at any batch, with any number of ranks and any history, has the same batches, and each row once per pass."""
     _hold(tmp_path, READINGS[name](tmp_path), EXAMPLES)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", READINGS)
 def test_resume_anywhere_campaign(tmp_path: Path, name: str) -> None:
-    """The same in many more examples."""
+    """Many more examples are run."""
     _hold(tmp_path, READINGS[name](tmp_path), CAMPAIGN)
 
 
 def _hold(folder: Path, reading: Reading, examples: int) -> None:
     numbers = count()
 
-    # Examples take a second each: a failing one is reported as it was drawn, for it would take very long to shrink it.
+    # Examples take a second each. A failing one is reported as drawn, because shrinking it would take very long.
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     @given(st.data())
     def example(data: st.DataObject) -> None:
@@ -115,7 +115,7 @@ def _hold(folder: Path, reading: Reading, examples: int) -> None:
 
 @cache
 def _lakehouse(home: Path) -> Lakehouse:
-    """A lakehouse for a few examples: plans are found more slowly the more of them there are."""
+    """Return a lakehouse for a few examples. With many plans each is found more slowly."""
     made = connect(LakehouseConfig().at_home(home))
     made.create_namespace("src")
     return made

@@ -1,4 +1,4 @@
-"""What the fault tests share."""
+"""Fixtures of the fault tests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tests.conftest import Arena
 @pytest.fixture(scope="module")
 def dagster(campaign: Arena) -> Iterator[LocalDagster]:
     """A daemon with its code server, on the campaign's lakehouse."""
-    made = LocalDagster(campaign.home)
-    with made.running():
-        yield made
+    local_dagster = LocalDagster(campaign.home)
+    with local_dagster.running():
+        yield local_dagster

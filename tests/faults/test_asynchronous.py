@@ -1,4 +1,4 @@
-"""Checkpoints that are committed behind training hold what the copied step had, whatever is killed, and when."""
+"""Checkpoints committed in the background have the state of the copied step, whatever process is killed at any time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = [10, 20, 30, 40, 50, 60, 63]
 
 
 def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
-    """The run ended well, every checkpoint is there once, and rows and losses are the undisturbed run's."""
+    """Check that the run finished, every checkpoint exists once, and rows and losses are those of the undisturbed run."""
     assert launch.wait() == 0, launch.stderr
     assert [row.step for row in campaign.lineage(run)] == STEPS
     assert len(campaign.rows(run, CheckpointRow)) == len(STEPS)
@@ -30,15 +30,17 @@ def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
 
 
 @pytest.mark.soak
-def test_behind_training_everything_is_as_it_is_synchronously(campaign: Arena) -> None:
-    """All checkpoints, rows and losses; the events and the ledger say what each phase took."""
+def test_background_checkpoints_equal_synchronous_ones(campaign: Arena) -> None:
+    """Checkpoints, rows and losses are those of synchronous mode. Events and ledger have the duration of each phase."""
     run = "asynchronous"
     launch = campaign.launch(campaign.spec(run, passes=1, **MODE))
     check_finished(campaign, run, launch)
-    said = launch.of("checkpoint")
-    assert [event["step"] for event in said] == STEPS
-    assert [event["loss"] for event in said][:6] == [campaign.losses("reference")[step - 1] for step in STEPS[:6]]
-    phases = said[0]["phases"]
+    checkpoints = launch.of("checkpoint")
+    assert [event["step"] for event in checkpoints] == STEPS
+    assert [event["loss"] for event in checkpoints][:6] == [
+        campaign.losses("reference")[step - 1] for step in STEPS[:6]
+    ]
+    phases = checkpoints[0]["phases"]
     assert phases["stall"] < phases["total"]
     assert {"copy", "write", "digest", "vote", "commit"} <= phases.keys()
     with open_audit(campaign.lakehouse) as audit:
@@ -47,14 +49,14 @@ def test_behind_training_everything_is_as_it_is_synchronously(campaign: Arena) -
         )
         assert sorted(costs.fetchall()) == [
             (event["step"], event["bytes"], True if event["step"] < 63 else None)
-            for event in said  # the last one is waited for
+            for event in checkpoints  # the run waits for the last one
         ]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])
-def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
-    """The old head or the new one, as in synchronous mode, though training had gone on."""
+def test_coordinator_killed_around_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
+    """The head is the old or the new checkpoint, as in synchronous mode, although training had continued."""
     run = f"asynchronous-killed-{moment}"
     spec = campaign.spec(
         run, "train_sabotaged.py", env={"SABOTAGE": f"kill-{moment}-commit@20"}, passes=1, pause_s=0.02, **MODE
@@ -66,20 +68,20 @@ def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resu
 
 
 @pytest.mark.soak
-def test_a_stalled_commit_holds_the_next_checkpoint_back(campaign: Arena) -> None:
-    """One checkpoint is in flight: training waits at the next one instead of piling copies up, and loses nothing."""
+def test_stalled_commit_delays_next_checkpoint(campaign: Arena) -> None:
+    """One checkpoint is in flight. Training waits at the next one instead of keeping several copies, and loses nothing."""
     run = "asynchronous-slow"
     spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "sleep-before-commit@20"}, passes=1, **MODE)
     launch = campaign.launch(spec)
     check_finished(campaign, run, launch)
     stalls = {event["step"]: event["phases"]["stall"] for event in launch.of("checkpoint")}
-    assert stalls[30] > 1.0  # of the 2 s that the commit before slept
+    assert stalls[30] > 1.0  # of the 2 s for which the commit before it slept
     assert len(launch.of("attempt")) == 1
 
 
 @pytest.mark.soak
 def test_stop_leaves_checkpoint_of_last_step(campaign: Arena) -> None:
-    """SIGTERM with a checkpoint under way: that one is committed, then one of the step at which the run stops."""
+    """After SIGTERM the checkpoint in flight is committed, and then one of the step at which the run stops."""
     run = "asynchronous-stopped"
     launch = campaign.launch(campaign.spec(run, passes=1, pause_s=0.05, **MODE))
     launch.wait_for("checkpoint")
@@ -95,8 +97,8 @@ def test_stop_leaves_checkpoint_of_last_step(campaign: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("after_entries", range(12, 60, 4))
-def test_a_rank_killed_at_any_time(campaign: Arena, after_entries: int) -> None:
-    """Killed while training, copying, writing, voting or committing: head is old or new, and the run ends exact."""
+def test_rank_killed_at_any_time(campaign: Arena, after_entries: int) -> None:
+    """A rank is killed while it trains, copies, writes, votes or commits. The head is old or new, and the run ends exact."""
     run = f"asynchronous-any-{after_entries}"
     launch = campaign.launch(campaign.spec(run, passes=1, every_steps=10, **MODE))
     while len(campaign.entries(run)) < after_entries:

@@ -1,4 +1,4 @@
-"""Several processes at one ledger, at the worst moments: what must hold is read from the rows."""
+"""Several processes at one ledger at the worst moments. The rows show whether the invariants hold."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class Process:
         )
 
     def end(self, status: int = 0) -> list[dict[str, Any]]:
-        """Wait for its end; returns what it said."""
-        said, errors = self.process.communicate(timeout=240)
-        assert self.process.returncode == status, errors + said[-1000:]
-        return [json.loads(line) for line in said.splitlines()]
+        """Wait for its end, and return its output."""
+        output, errors = self.process.communicate(timeout=240)
+        assert self.process.returncode == status, errors + output[-1000:]
+        return [json.loads(line) for line in output.splitlines()]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts processes; what is left of them is killed."""
+    """Yield a function that starts processes. The remaining ones are killed."""
     started: list[Process] = []
 
     def begin(role: str, **request: Any) -> Process:
@@ -80,7 +80,7 @@ def start() -> Iterator[Start]:
 
 
 def check_ledger(lakehouse: Lakehouse) -> dict[str, list[LedgerRow]]:
-    """What holds of every run, whatever happened: read from rows alone, and compared with the cached fence."""
+    """Check the invariants of every run from its rows alone, and compare the rows with the cached fence."""
     ledger = Ledger(lakehouse)
     found = {run: ledger.rows(run) for run in ledger.runs()}
     for run, rows in found.items():
@@ -111,7 +111,7 @@ def check_ledger(lakehouse: Lakehouse) -> dict[str, list[LedgerRow]]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=[pytest.mark.soak, *needs_postgres])])
 def catalog_uri(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Address of a catalog; empty: an SQLite file in the home folder."""
+    """Address of a catalog. An empty one is an SQLite file in the home folder."""
     if request.param == "sqlite":
         yield ""
         return
@@ -121,21 +121,21 @@ def catalog_uri(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.soak
 def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, catalog_uri: str) -> None:
-    """Three runs and endless upkeep at one ledger: everything that was answered is there, once, in order, and whole."""
+    """Three runs and endless upkeep share one ledger. Every acknowledged row is present once, in order and whole."""
     home, stop = str(tmp_path / "home"), tmp_path / "stop"
     lakehouse = connect(LakehouseConfig(uri=catalog_uri).at_home(tmp_path / "home"))
     keeper = start("upkeep", catalog=catalog_uri, home=home, stop=str(stop))
     committers = {
         run: start("commit", catalog=catalog_uri, home=home, run=run, commits=20, finishes=run == "a") for run in "abc"
     }
-    said = {run: process.end() for run, process in committers.items()}
+    output = {run: process.end() for run, process in committers.items()}
     stop.touch()
     kept = keeper.end()
     assert sum(each["removed"] for each in kept) > 0
     run_upkeep(lakehouse, keep=2)
     found = check_ledger(lakehouse)
     assert found.keys() == set("abc")
-    for run, lines in said.items():
+    for run, lines in output.items():
         answered = [line["committed"] for line in lines if "committed" in line]
         assert [row.checkpoint_id for row in found[run] if isinstance(row, CheckpointRow)] == answered
         advances = [(row.checkpoint_id, row.key_group) for row in found[run] if isinstance(row, AdvanceRow)]
@@ -144,7 +144,7 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
 
 
 def test_first_commits_race_to_make_tables(tmp_path: Path, start: Start) -> None:
-    """In an empty lakehouse all processes end up at the same ledger, and none loses its rows; again and again."""
+    """In an empty lakehouse all processes repeatedly make the same ledger, and none loses its rows."""
     times, runs = 3, ("a", "b", "c")
     for each in range(times):
         (tmp_path / f"{each}").mkdir()
@@ -157,10 +157,10 @@ def test_first_commits_race_to_make_tables(tmp_path: Path, start: Start) -> None
 
 
 @pytest.mark.parametrize(
-    "meanwhile", ["a claim", pytest.param("a claim, many commits and upkeep", marks=pytest.mark.soak)]
+    "interruption", ["a claim", pytest.param("a claim, many commits and upkeep", marks=pytest.mark.soak)]
 )
-def test_a_delayed_commit_arrives_behind_a_claim(tmp_path: Path, start: Start, meanwhile: str) -> None:
-    """The commit was built and stood still while a recovery claimed the run: it is refused, and leaves nothing."""
+def test_commit_after_claim_is_refused(tmp_path: Path, start: Start, interruption: str) -> None:
+    """A commit is prepared and delayed while a recovery claims the run. It is refused, and leaves nothing."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))
     ledger = Ledger(lakehouse)
     claim(ledger, "r", nonce="n1", replaces=0, detail={})
@@ -170,32 +170,32 @@ def test_a_delayed_commit_arrives_behind_a_claim(tmp_path: Path, start: Start, m
     process = psutil.Process(late.process.pid)
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, what="the commit to stand still")
     claim(ledger, "r", nonce="n2", replaces=1, detail={})
-    if meanwhile != "a claim":
+    if interruption != "a claim":
         start("commit", home=str(tmp_path / "home"), run="other", commits=25).end()
         run_upkeep(lakehouse, keep=1)
     before = ledger.rows("r")
     process.send_signal(signal.SIGCONT)
-    (said,) = late.end(status=80)
-    assert said["error"] == "Fenced"
-    assert "owned by attempt 2" in said["message"]
+    (output,) = late.end(status=80)
+    assert output["error"] == "Fenced"
+    assert "owned by attempt 2" in output["message"]
     assert ledger.rows("r") == before
     check_ledger(lakehouse)
 
 
-def stopped_in_commit(launch: Launch) -> None:
-    """Wait until the coordinator of the first attempt stands between reading the fence and committing; stop the rest."""
+def stop_in_commit(launch: Launch) -> None:
+    """Wait until the first attempt's coordinator is between reading the fence and committing. Stop the other processes."""
     coordinator = psutil.Process(launch.wait_for("attempt")["pids"][0])
     wait_until(lambda: coordinator.status() == psutil.STATUS_STOPPED, what="the coordinator to stop itself")
     launch.signal_all(signal.SIGSTOP)
 
 
 @pytest.mark.soak
-def test_a_zombie_whose_commit_retires_checkpoints_deletes_nothing(campaign: Arena) -> None:
-    """Its commit would retire what the new attempt resumed from and kept: it is refused, and every file stays."""
+def test_zombie_deletes_no_checkpoint(campaign: Arena) -> None:
+    """Its commit would retire the checkpoint that the new attempt resumed from. It is refused, and every file stays."""
     run = "zombie-retires"
     spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "stop-before-commit@30"}, passes=1, keep_last=2)
     old = campaign.launch(spec)
-    stopped_in_commit(old)
+    stop_in_commit(old)
     keeping = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 0})})
     new = campaign.launch(keeping, takeover=True)
     assert new.wait() == 0, new.stderr
@@ -209,13 +209,13 @@ def test_a_zombie_whose_commit_retires_checkpoints_deletes_nothing(campaign: Are
 
 
 def files_of(campaign: Arena, run: str) -> dict[str, int]:
-    """The files of a run's checkpoints, with their sizes."""
+    """Return the files of a run's checkpoints, with their sizes."""
     folder = campaign.home / "checkpoints" / run
     return {str(path): path.stat().st_size for path in folder.rglob("attempt-*/**/*") if path.is_file()}
 
 
-def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalog refuses everybody while a checkpoint wants to commit, the attempt's first and a later one: both land, once."""
+def test_catalog_outage_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog refuses all clients during an attempt's first and a later commit. Both are committed once."""
     arena.table(appends=(300, 300))
     database = arena.home / "catalog.db"
     impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
@@ -226,13 +226,13 @@ def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: p
     pause = dlac_pipeline.lakehouse.retrying._pause_s
     refused: list[str] = []
 
-    def pausing(state: Any, **limits: float) -> float:
+    def pause_in_rename(state: Any, **limits: float) -> float:
         refused.append(str(state.outcome.exception()))
         if len(refused) % 3 == 0:
             locker.execute("ROLLBACK")
         return pause(state, **limits)
 
-    monkeypatch.setattr(dlac_pipeline.lakehouse.retrying, "_pause_s", pausing)
+    monkeypatch.setattr(dlac_pipeline.lakehouse.retrying, "_pause_s", pause_in_rename)
     with closing(locker), dlac.training_run(path) as run:
         run.restore(dlac.TorchState(model=torch.nn.Linear(1, 1)))
         for batch in run.batches():
@@ -247,8 +247,8 @@ def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: p
 
 
 @pytest.mark.parametrize("instead", ["a folder", pytest.param("nothing", marks=pytest.mark.soak)])
-def test_rank_dies_while_catalog_is_away(campaign: Arena, instead: str) -> None:
-    """Ranks that start while the catalog's file is gone, as on a mount that broke, wait for it, and make no new one."""
+def test_rank_dies_during_catalog_outage(campaign: Arena, instead: str) -> None:
+    """Ranks that start without the catalog's file, as on a lost mount, wait for the file, and make no new one."""
     run = f"away-{instead.replace(' ', '-')}"
     launch = campaign.launch(campaign.spec(run, passes=1, batch_size=64, every_steps=5, pause_s=0.1))
     launch.wait_for("checkpoint", 2)

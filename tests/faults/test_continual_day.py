@@ -1,4 +1,4 @@
-"""A day of continual training in fast motion: a table that others change, scheduled runs that are killed, the reckoning."""
+"""An accelerated day of continual training: a changing table, killed scheduled runs, and a final check of all rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.programs.source_day import Day, Source, day_json
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
 RUN = "day"
 BATCH, KEEP = 16, 3
@@ -41,22 +41,22 @@ VICTIMS = ("rank", "supervisor", "dagster run")
 
 
 class Killer:
-    """Kills a process of the run again and again: each time somewhere in its first seconds of training."""
+    """A killer of the run's processes, each time in the first seconds of training."""
 
     def __init__(self, live: LiveRun, seed: int) -> None:
         self._live = live
         self._dice = random.Random(seed)
         self._at = 0.0
-        self._seen: object = None
+        self._last_rank: object = None
         self.killed: Counter[str] = Counter()
 
-    def look(self) -> None:
-        """Kill, if it is time; a launch that trains is given up to three seconds."""
+    def kill_if_due(self) -> None:
+        """Kill a process if it is time. A launch trains for up to three seconds first."""
         rank, progress = self._live.rank(0), self._live.progress()
         if rank is None or progress is None or progress.step == 0:
             return
-        if rank != self._seen:
-            self._seen, self._at = rank, time.monotonic() + self._dice.uniform(0, 3)
+        if rank != self._last_rank:
+            self._last_rank, self._at = rank, time.monotonic() + self._dice.uniform(0, 3)
         if time.monotonic() < self._at:
             return
         victim = VICTIMS[self.killed.total() % len(VICTIMS)]
@@ -76,21 +76,21 @@ class Killer:
 
 @pytest.fixture
 def dagster(arena: Arena, tmp_path: Path) -> Iterator[LocalDagster]:
-    """A daemon that asks DLAC's schedules every few seconds."""
+    """A daemon that evaluates DLAC's schedules every few seconds."""
     workspace = tmp_path / "workspace.yaml"
     program = PROGRAMS / "day_in_fast_motion.py"
     workspace.write_text(
         yaml.safe_dump({"load_from": [{"python_file": {"relative_path": str(program), "location_name": "dlac"}}]})
     )
-    made = LocalDagster(arena.home, workspace=workspace)
-    with made.running():
-        yield made
+    local_dagster = LocalDagster(arena.home, workspace=workspace)
+    with local_dagster.running():
+        yield local_dagster
 
 
 @pytest.mark.soak
-def test_a_day_of_continual_training_ends_exact(arena: Arena, dagster: LocalDagster) -> None:
-    """24 hours of appends, deletes, merges, expiries, a new column and a rename: each row that was live is read once."""
-    job, day = begin(arena)
+def test_day_of_continual_training_ends_exact(arena: Arena, dagster: LocalDagster) -> None:
+    """24 hours of appends, deletes, merges, expiries, a new column and a rename. Each row is read once if it was live."""
+    job, day = start_day(arena)
     spec = read_spec(job).resolved(arena.home)
     killer = Killer(LiveRun(spec.checkpoint.store, RUN), day.seed)
     command = [sys.executable, "-m", "tests.programs.source_day", str(arena.home), day_json(day)]
@@ -103,26 +103,26 @@ def test_a_day_of_continual_training_ends_exact(arena: Arena, dagster: LocalDags
     assert writer.returncode == 0
     assert min(killer.killed[victim] for victim in VICTIMS) >= 2, killer.killed
     fill_up(arena, dagster, job, day)
-    said = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
-    check_rows(arena, said)
-    check_nothing_is_left(arena, dagster, read_spec(job).resolved(arena.home))
+    changes = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
+    check_rows(arena, changes)
+    check_clean_end(arena, dagster, read_spec(job).resolved(arena.home))
 
 
 def pass_an_hour(arena: Arena, killer: Killer) -> None:
-    """Some seconds, or so many more until something was trained: launches take long on a busy machine."""
-    began, before = time.monotonic(), written(arena)
-    while (passed_s := time.monotonic() - began) < HOUR_S or (written(arena) == before and passed_s < 5 * HOUR_S):
-        killer.look()
+    """Wait some seconds, or longer until a step was trained: launches take long on a busy node."""
+    began, before = time.monotonic(), journal_bytes(arena)
+    while (passed_s := time.monotonic() - began) < HOUR_S or (journal_bytes(arena) == before and passed_s < 5 * HOUR_S):
+        killer.kill_if_due()
         time.sleep(0.02)
 
 
-def written(arena: Arena) -> int:
-    """Bytes of the training script's journals."""
+def journal_bytes(arena: Arena) -> int:
+    """Return the bytes of the training script's journals."""
     return sum(path.stat().st_size for path in (arena.home / "journal").iterdir())
 
 
-def begin(arena: Arena) -> tuple[Path, Day]:
-    """An empty table, and a job that follows it."""
+def start_day(arena: Arena) -> tuple[Path, Day]:
+    """Make an empty table, and a job that follows it."""
     properties = {"write.parquet.row-group-limit": "50"}
     arena.lakehouse.catalog.create_table("src.t", source_rows(0, 1).schema, properties=properties)
     spec = arena.spec(
@@ -144,21 +144,21 @@ def begin(arena: Arena) -> tuple[Path, Day]:
 
 
 def fill_up(arena: Arena, dagster: LocalDagster, job: Path, day: Day) -> None:
-    """Wait until all is trained but what is less than a batch; append what it lacks to one, and wait until that is trained."""
-    caught_up(arena, dagster, job)
+    """Wait until less than a batch is pending. Append the missing rows of that batch, and wait until it is trained."""
+    wait_until_trained(arena, dagster, job)
     source = Source(arena.home, day.renamed, Path(day.log))
-    said = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
-    source.next_id = max(row for each in said if each["what"] == "append" for row in each["rows"]) + 1
-    waiting = len(never_deleted(said) - set(read(arena)))
+    changes = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
+    source.next_id = max(row for each in changes if each["what"] == "append" for row in each["rows"]) + 1
+    waiting = len(never_deleted(changes) - set(rows_read(arena)))
     source.append(BATCH - waiting % BATCH)
-    caught_up(arena, dagster, job)
+    wait_until_trained(arena, dagster, job)
 
 
-def caught_up(arena: Arena, dagster: LocalDagster, job: Path) -> None:
-    """Wait until the current snapshot is trained to its end and nothing runs."""
+def wait_until_trained(arena: Arena, dagster: LocalDagster, job: Path) -> None:
+    """Wait until the current snapshot is trained completely and no run is active."""
     spec = read_spec(job).resolved(arena.home)
 
-    def is_so() -> bool:
+    def is_trained() -> bool:
         time.sleep(1)
         found = due(arena.lakehouse, spec)
         seen = {DUE_TAG: due_key(spec, found)}
@@ -168,18 +168,18 @@ def caught_up(arena: Arena, dagster: LocalDagster, job: Path) -> None:
             done = dg.RunsFilter(tags=seen, statuses=[dg.DagsterRunStatus.SUCCESS])
             return not found.needed or bool(instance.get_runs(done))
 
-    wait_until(is_so, what="the end of what there is to train", within_s=600)
+    wait_until(is_trained, what="the end of the pending rows", within_s=600)
 
 
-def read(arena: Arena) -> list[int]:
-    """What the training script read on the surviving lineage, by its own journal."""
+def rows_read(arena: Arena) -> list[int]:
+    """Return the rows that the training script read on the surviving lineage, by its own journal."""
     return [row for rows in arena.journal(RUN).values() for row in rows]
 
 
-def never_deleted(said: list[dict[str, Any]]) -> set[int]:
-    """The rows that are live in the end, by the writer's log."""
+def never_deleted(changes: list[dict[str, Any]]) -> set[int]:
+    """Return the rows that are live at the end, by the writer's log."""
     rows: set[int] = set()
-    for each in said:
+    for each in changes:
         if each["what"] == "append":
             rows |= set(each["rows"])
         elif each["what"].startswith("delete"):
@@ -187,32 +187,36 @@ def never_deleted(said: list[dict[str, Any]]) -> set[int]:
     return rows
 
 
-def check_rows(arena: Arena, said: list[dict[str, Any]]) -> None:
-    """No row twice; none that was deleted in the snapshot that was read; all that were never deleted."""
-    seen = Counter(read(arena))
+def check_rows(arena: Arena, changes: list[dict[str, Any]]) -> None:
+    """Check that no row was read twice or after its deletion, and that all rows that were never deleted were read."""
+    seen = Counter(rows_read(arena))
     assert set(seen.values()) == {1}
-    live = never_deleted(said)
+    live = never_deleted(changes)
     assert live <= set(seen), f"never read: {sorted(live - set(seen))}"
-    order = {each["snapshot_id"]: at for at, each in enumerate(said) if "snapshot_id" in each}
-    came = {row: at for at, each in enumerate(said) if each["what"] == "append" for row in each["rows"]}
-    went = {row: at for at, each in enumerate(said) if each["what"].startswith("delete") for row in each["rows"]}
+    order = {each["snapshot_id"]: at for at, each in enumerate(changes) if "snapshot_id" in each}
+    appended_at = {row: at for at, each in enumerate(changes) if each["what"] == "append" for row in each["rows"]}
+    deleted_at = {
+        row: at for at, each in enumerate(changes) if each["what"].startswith("delete") for row in each["rows"]
+    }
     legs = {row.leg: Leg.from_record(row.record) for row in arena.rows(RUN, LegRow)}
     steps, last = arena.journal(RUN), 0
     for checkpoint in arena.lineage(RUN):
         planned = order[legs[checkpoint.leg].sources[0].snapshot_id]
         for row in [row for step in range(last + 1, checkpoint.step + 1) for row in steps[step]]:
-            assert came[row] <= planned, f"row {row} of step {checkpoint.step} came later"
-            assert went.get(row, len(said)) > planned, f"row {row} of step {checkpoint.step} was deleted before"
+            assert appended_at[row] <= planned, f"row {row} of step {checkpoint.step} was appended later"
+            assert deleted_at.get(row, len(changes)) > planned, (
+                f"row {row} of step {checkpoint.step} was deleted before"
+            )
         last = checkpoint.step
     report = audit_run(arena.lakehouse, RUN)
     assert report.exact, report
     assert (report.rows_consumed, report.rows_pending) == (len(seen), 0)
-    assert set(went) - set(seen), "no row was deleted before it was read"
-    assert set(went) & set(seen), "no row was deleted after it was read"
+    assert set(deleted_at) - set(seen), "no row was deleted before it was read"
+    assert set(deleted_at) & set(seen), "no row was deleted after it was read"
 
 
-def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
-    """No process, lock, checkpoint or pin that nobody needs; the source's snapshots can be expired, and upkeep went well."""
+def check_clean_end(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
+    """Check that no unneeded process, lock, checkpoint or pin exists, snapshots can be expired, and upkeep succeeded."""
     with dagster.instance() as instance:
         upkeep = [run.status for run in instance.get_runs(dg.RunsFilter(job_name="upkeep_job")) if run.is_finished]
     assert set(upkeep) == {dg.DagsterRunStatus.SUCCESS}
@@ -229,11 +233,11 @@ def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) ->
     source = Source(arena.home, spec.source.table, arena.home / "source.jsonl")
     source.expire(int(time.time() * 1000))
     assert len(arena.lakehouse.load(spec.source.table).snapshots()) <= len(pins) + 1
-    assert audit_run(arena.lakehouse, RUN).exact  # though data files are gone
+    assert audit_run(arena.lakehouse, RUN).exact  # although data files no longer exist
 
 
 def trainers() -> list[psutil.Process]:
-    """Processes of the run."""
+    """Return the processes of the run."""
     return [
         one for one in psutil.process_iter(["cmdline"]) if f"dlac {RUN} rank" in " ".join(one.info["cmdline"] or ())
     ]

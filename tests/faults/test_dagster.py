@@ -1,4 +1,4 @@
-"""A training run under a real Dagster daemon whose processes are killed: it recovers, and nothing outlives it."""
+"""A training run under a real Dagster daemon whose processes are killed: it recovers, and no process outlives it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from jobs.definitions import defs
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, sensor_ticks, wait_for_step
+from tests.dagster_runs import events_of, have_ended, job_config, runs_that_recover, sensor_ticks, wait_for_step
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 STEPS = 50
 
 
 def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the Dagster run's process: all ranks exit, and recover_job finishes the run exactly.
 
-    One run may train at a time on this instance: the killed one does not keep its place.
+    One run may train at a time on this instance. The killed run does not keep its slot.
     """
     with dagster.instance() as instance:
         instance.event_log_storage.set_concurrency_slots(POOL, 1)
@@ -36,7 +36,7 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
     assert supervisor is not None
     doomed = [supervisor, *supervisor.children(recursive=True)]
     assert live.kill_dagster_run()
-    wait_until(lambda: gone(doomed), what="the end of all its processes")
+    wait_until(lambda: have_ended(doomed), what="the end of all its processes")
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
     recovery = dagster.wait(dagster.recovery_of(run_id, timeout_s=300.0))
     assert recovery.status == dg.DagsterRunStatus.SUCCESS
@@ -50,7 +50,7 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
 
 @pytest.mark.soak
 def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another one, which finishes exactly."""
+    """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another supervisor, which finishes exactly."""
     spec = campaign.spec("dagster-supervisor", pause_s=0.05)
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
@@ -59,7 +59,7 @@ def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDa
     assert supervisor is not None
     doomed = [supervisor, *supervisor.children(recursive=True)]
     supervisor.kill()
-    wait_until(lambda: gone(doomed), what="the end of all its processes")
+    wait_until(lambda: have_ended(doomed), what="the end of all its processes")
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.SUCCESS
     assert [each.noticed_by for each in recoveries_of(campaign.lakehouse, spec.run)] == ["Dagster run"]
     assert audit_run(campaign.lakehouse, spec.run).exact
@@ -69,7 +69,7 @@ def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDa
 
 @pytest.mark.soak
 def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: LocalDagster) -> None:
-    """The asset's page shows step, loss and rows of each checkpoint, and in the end the loss curve."""
+    """The asset's page shows step, loss and rows of each checkpoint, and the loss curve at the end."""
     spec = campaign.spec("observed", passes=1)
     ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
     assert ended.status == dg.DagsterRunStatus.SUCCESS
@@ -88,7 +88,7 @@ def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: Lo
 
 @pytest.mark.soak
 def test_permanent_failure_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
-    """A wrong column fails the Dagster run with its reason, and the sensor, having looked, leaves it alone."""
+    """A wrong column fails the Dagster run with its reason. The sensor evaluates the run, and does not recover it."""
     spec = campaign.spec("hopeless-dagster", columns=["no_such_column"])
     ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
     moment = time.time()

@@ -1,4 +1,4 @@
-"""Dagster runs that end otherwise than by an error: cancelled, preempted, lost with their machine; with a real daemon."""
+"""Dagster runs that are cancelled, preempted or lost with their node, with a real daemon."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import check_healed, events_of, gone, job_config, runs_that_recover, sensor_ticks, trained_to
+from tests.dagster_runs import (
+    check_healed,
+    events_of,
+    have_ended,
+    job_config,
+    runs_that_recover,
+    sensor_ticks,
+    train_to,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
 
 @pytest.mark.soak
 def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDagster) -> None:
-    """Cancelled as in the UI: no process or lock is left within the grace period, no step is lost, nobody recovers it."""
+    """A run cancelled in the UI leaves no process or lock after the grace period, loses no step, and is not recovered."""
     spec = campaign.spec("cancelled", pause_s=0.05, every_steps=1000, grace_s=15.0)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     began = time.time()
     assert dagster.cancel(run_id)
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
     assert not is_lock_held(lock_path(spec.checkpoint.local, spec.run))
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row.step for row in campaign.lineage(spec.run)]
@@ -47,9 +55,9 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
 
 @pytest.mark.soak
 def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGUSR1 to one rank, as a cluster sends it: an emergency checkpoint, a failure that says why, and one recovery."""
+    """SIGUSR1 of a cluster to one rank causes an emergency checkpoint, a failure with the reason, and one recovery."""
     spec = campaign.spec("preempted", pause_s=0.05)
-    run_id, _ = trained_to(dagster, spec)
+    run_id, _ = train_to(dagster, spec)
     rank = LiveRun(spec.checkpoint.store, spec.run).rank(1)
     assert rank is not None
     rank.send_signal(signal.SIGUSR1)
@@ -61,36 +69,36 @@ def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDag
 
 
 @pytest.mark.soak
-def test_a_drained_run_ends_cancelled_and_is_resumed(campaign: Arena, dagster: LocalDagster) -> None:
-    """The drain command empties the node: the run is cancelled, says that this was no person, and goes on."""
+def test_drained_run_is_cancelled_and_resumed(campaign: Arena, dagster: LocalDagster) -> None:
+    """The drain command empties the node. The run is cancelled, reports that no person did this, and is resumed."""
     spec = campaign.spec("drained", pause_s=0.05)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
     done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"drained ({run_id}): has exited\n"
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=30)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
     ended = dagster.wait(run_id)
     assert (ended.status, ended.tags[PREEMPTED_TAG]) == (dg.DagsterRunStatus.CANCELED, "maintenance")
     check_healed(campaign, dagster, spec, run_id)
 
 
 @pytest.mark.soak
-def test_sigterm_to_the_run_worker_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
-    """The worker is told to leave, and nobody cancelled the run: Dagster calls it a failure, and it is resumed."""
+def test_sigterm_to_worker_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
+    """The worker gets SIGTERM without a cancelled run. Dagster counts it as a failure, and the run is resumed."""
     spec = campaign.spec("terminated", pause_s=0.05)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     processes[0].send_signal(signal.SIGTERM)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=30)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
     check_healed(campaign, dagster, spec, run_id)
 
 
 @pytest.mark.soak
-def test_a_killed_code_server_takes_nothing_along(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGKILL of the code server alone: whether Dagster loses the run or not, it is finished by one trainer in the end."""
+def test_killed_code_server_ends_no_training(campaign: Arena, dagster: LocalDagster) -> None:
+    """SIGKILL of the code server alone: whether or not Dagster loses the run, one trainer finishes it."""
     spec = campaign.spec("code-server", pause_s=0.05)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     server = processes[0].parent()
     assert server is not None
     server.kill()
@@ -103,15 +111,15 @@ def test_a_killed_code_server_takes_nothing_along(campaign: Arena, dagster: Loca
 
 @pytest.mark.soak
 def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster) -> None:
-    """Dagster cannot tell its process; that one finds out, once, and leaves as if it had been told: no step is lost."""
+    """Dagster cannot reach its process. The process finds the cancellation once, and exits without the loss of a step."""
     spec = campaign.spec("unreachable", pause_s=0.05, every_steps=1000, grace_s=15.0)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     server = processes[0].parent()
     assert server is not None
     server.kill()
     with pytest.raises(DagsterUserCodeUnreachableError):
         dagster.cancel(run_id)
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 20)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 20)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row.step for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))
@@ -120,17 +128,17 @@ def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster
 
 @pytest.mark.soak
 def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagster) -> None:
-    """The same recovery requested twice: one trains, the other steps aside, without a failure that would wake somebody."""
+    """The same recovery is requested twice. One trains, and the other steps aside without a failure that alerts anyone."""
     spec = campaign.spec(
         "twice", pause_s=0.3
-    )  # so that the first still trains when the second comes, on a busy machine too
-    run_id, _ = trained_to(dagster, spec)
+    )  # so that the first still trains when the second starts, even on a busy node
+    run_id, _ = train_to(dagster, spec)
     assert dagster.cancel(run_id)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     attempt = campaign.rows(spec.run, ClaimRow)[-1].attempt
     recovery = {"replaces": attempt, "takeover": True, "wait_s": 0.0, "noticed_by": "recovery_sensor"}
     config = {**job_config(spec), "ops": {"model_checkpoint": {"config": recovery}}}
-    # Tagged otherwise, so that the queue, which would hold the second back, does not decide.
+    # Another tag, so that the queue does not hold the second one back.
     ids = [dagster.launch("recover_job", config, tags={"dlac/run": f"twice-{index}"}) for index in range(2)]
     ended = [dagster.wait(each) for each in ids]
     assert [run.status for run in ended] == [dg.DagsterRunStatus.SUCCESS] * 2
@@ -141,7 +149,7 @@ def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagste
 
 @pytest.mark.soak
 def test_queue_allows_one_trainer_per_run(campaign: Arena, dagster: LocalDagster) -> None:
-    """Three Dagster runs of two training runs: those of the same name train one after the other, the other one beside them."""
+    """Three Dagster runs of two training runs: those of one name train one after the other, beside the other run."""
     one, other = campaign.spec("one", pause_s=0.5), campaign.spec("other")
     ids = [dagster.launch("train_job", job_config(spec)) for spec in (one, one, other)]
     ended = [dagster.wait(each) for each in ids]
@@ -152,4 +160,4 @@ def test_queue_allows_one_trainer_per_run(campaign: Arena, dagster: LocalDagster
     times = [(record.start_time or 0.0, record.end_time or 0.0) for record in records if record is not None]
     (_, first_ended), (second_began, _), (beside_began, _) = times
     assert 0.0 < beside_began < first_ended <= second_began
-    assert len(campaign.rows("one", ClaimRow)) == 1  # the second found it finished
+    assert len(campaign.rows("one", ClaimRow)) == 1  # the second Dagster run found it finished

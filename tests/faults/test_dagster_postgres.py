@@ -1,4 +1,4 @@
-"""The same healing with Dagster's instance storage in a real PostgreSQL server."""
+"""The same recovery with Dagster's instance storage in a real PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena
-from tests.dagster_runs import events_of, runs_that_recover, trained_to
+from tests.dagster_runs import events_of, runs_that_recover, train_to
 from tests.postgres_server import needs_postgres, postgres
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # Dagster's own libraries warn of each other
+    pytest.mark.filterwarnings("ignore"),  # Dagster's own libraries cause warnings
     pytest.mark.soak,
     pytest.mark.skipif(
         find_spec("dagster_postgres") is None, reason="needs dagster-postgres: pip install dlac-pipeline[postgres]"
@@ -24,12 +24,12 @@ pytestmark = [
 
 
 def test_killed_run_heals_on_postgres_instance(campaign: Arena) -> None:
-    """Queue, tags, heartbeats, sensors and a lost run, all in PostgreSQL: nothing is lost and nothing is repeated."""
+    """Queue, tags, heartbeats, sensors and a lost run are in PostgreSQL. No row is lost or repeated."""
     with postgres() as address:
         dagster = LocalDagster(campaign.home, settings={"storage": {"postgres": {"postgres_url": address}}})
         spec = campaign.spec("postgres", pause_s=0.05)
         with dagster.running() as daemon:
-            run_id, processes = trained_to(dagster, spec)
+            run_id, processes = train_to(dagster, spec)
             worker = processes[0]
             for process in (worker.parent(), worker):
                 assert process is not None

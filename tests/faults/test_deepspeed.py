@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.soak
 def test_zero_1_resumes_bit_for_bit(campaign: Arena) -> None:
-    """Two DeepSpeed ranks, one killed behind a checkpoint: the steps done twice have the same rows and the same losses."""
+    """Of two DeepSpeed ranks one is killed after a checkpoint. Repeated steps have the same rows and losses."""
     run = "deepspeed"
     spec = campaign.spec(
         run, "train_deepspeed.py", passes=1, every_steps=20, pause_s=0.05, env={"DS_ACCELERATOR": "cpu"}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mode: str) -> None:
-    """The run ends of `StoreUnavailable` behind its last committed checkpoint; with more room it finishes, exact."""
+    """The run ends with `StoreUnavailable` after its last committed checkpoint. With more space it finishes, exact."""
     run = f"disk-full-{mode}"
     spec = campaign.spec(run, store=str(small_disk), mode=mode)
     launch = campaign.launch(spec)

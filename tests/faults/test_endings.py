@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.soak
-def test_two_recoveries_of_one_attempt(campaign: Arena) -> None:
-    """Two launches that recover the same failed attempt at once: one trains to the end, the other steps aside."""
+def test_two_recoveries_train_once(campaign: Arena) -> None:
+    """Two launches recover the same failed attempt at once. One trains to the end, and the other steps aside."""
     run = "recovered-twice"
     claim(Ledger(campaign.lakehouse), run, nonce="dead", replaces=0, detail={})
     spec = campaign.spec(run, passes=1, world_size=1)
@@ -28,7 +28,7 @@ def test_two_recoveries_of_one_attempt(campaign: Arena) -> None:
 
 
 def test_attempts_without_commit_end_run(campaign: Arena) -> None:
-    """Two attempts that commit nothing end in one status that repeats what the script died of; incidents say both."""
+    """Two attempts without a commit end in one status with the script's error. The incidents list both."""
     settings: dict[str, Any] = {"attempts_without_progress": 2, "deaths_at_same_rows": 0, "dies_at": 1}
     launch = campaign.launch(campaign.spec("hopeless", world_size=1, **settings))
     assert launch.wait() == 85
@@ -42,7 +42,7 @@ def test_attempts_without_commit_end_run(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_cause_is_reported_if_rank_exits_last(campaign: Arena) -> None:
-    """The rank whose connection broke is gone first; the failure names the rank that failed, and of what."""
+    """The rank whose connection broke exits first. The failure names the rank that failed, and its error."""
     launch = campaign.launch(
         campaign.spec("slow-to-leave", "fails_slowly.py", attempts_without_progress=1, deaths_at_same_rows=0)
     )
@@ -62,15 +62,15 @@ def test_cause_is_reported_if_rank_exits_last(campaign: Arena) -> None:
     ],
 )
 def test_bad_input_ends_at_once(campaign: Arena, changes: dict[str, Any], code: int, kind: str) -> None:
-    """What cannot be met as written is one error event and its exit status; nothing is claimed, no rank is left."""
+    """A bad setting is one error event and its exit status. Nothing is claimed, and no rank remains."""
     launch = campaign.launch(campaign.spec("bad-input", **changes))
     assert launch.wait() == code
     assert [event["kind"] for event in launch.events if event["event"] != "alive"] == [kind]
     assert campaign.rows("bad-input") == []
 
 
-def test_a_catalog_out_of_reach_ends_at_once(campaign: Arena) -> None:
-    """A first launch does not wait for a catalog that does not answer."""
+def test_unreachable_catalog_ends_at_once(campaign: Arena) -> None:
+    """A first launch does not wait for an unreachable catalog."""
     spec = campaign.spec("unreachable")
     uri = "sqlite:////proc/nowhere/catalog.db"
     lakehouse = spec.lakehouse.model_copy(update={"uri": uri})
@@ -79,7 +79,7 @@ def test_a_catalog_out_of_reach_ends_at_once(campaign: Arena) -> None:
     assert uri in launch.of("error")[0]["message"]
 
 
-def test_a_request_that_is_no_request_is_named(campaign: Arena) -> None:
+def test_invalid_request_is_named(campaign: Arena) -> None:
     """A request with an unknown setting ends with the status of bad input."""
     launch = campaign.launch(campaign.spec("unclear"), colour="red")
     assert launch.wait() == 64

@@ -1,4 +1,4 @@
-"""Ranks that live and do nothing, or little: found by their progress, and named with the phase."""
+"""Ranks that live without progress, or with little: their heartbeats show them, and the reports name the phase."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.object_store import Network, ObjectStore
 
 HANG_S = 15.0
-"""Starting a rank may take longer on a busy machine, and is no hang; a step or a commit may not."""
+"""Starting a rank may take longer on a busy node, and is no hang. A step or a commit may not."""
 
 
-def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) -> None:
-    """One rank waits for a message, the other for its gradients, both alive: ended, named, and trained again from the ledger."""
+def test_deadlocked_collective_is_recovered(campaign: Arena) -> None:
+    """One rank waits for a message, the other for its gradients. Both are ended, the hung one is named, and training resumes."""
     settings: dict[str, Any] = {"deadlock_at": 13, "hang_timeout_s": HANG_S, "steps": 20}
     launch = campaign.launch(campaign.spec("deadlocked", **settings))
     assert launch.wait() == 0, launch.stderr
@@ -36,17 +36,17 @@ def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) ->
 
 @pytest.mark.soak
 def test_changing_clock_ends_nothing(campaign: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each look of the supervisor a minute has gone: ranks that train do not hang, and those that leave get their time."""
-    wall, looks = time.time, count()
-    monkeypatch.setattr(time, "time", lambda: wall() + 60.0 * next(looks))
+    """A minute passes at each poll of the supervisor. Training ranks do not hang, and exiting ranks get their time."""
+    wall, polls = time.time, count()
+    monkeypatch.setattr(time, "time", lambda: wall() + 60.0 * next(polls))
     events: list[dict[str, Any]] = []
 
-    def heard(event: dict[str, Any]) -> None:
+    def record(event: dict[str, Any]) -> None:
         events.append(event)
         if event["event"] == "step" and event["step"] >= 3:
             supervisor.stop()
 
-    supervisor = Supervisor(Request(spec=campaign.spec("set", hang_timeout_s=HANG_S, pause_s=0.2)), on_event=heard)
+    supervisor = Supervisor(Request(spec=campaign.spec("set", hang_timeout_s=HANG_S, pause_s=0.2)), on_event=record)
     outcome = supervisor.run()
     assert (outcome.ending, outcome.attempts) == ("stopped", 1)
     assert [event for event in events if event["event"] == "failure"] == []
@@ -56,7 +56,7 @@ def test_changing_clock_ends_nothing(campaign: Arena, monkeypatch: pytest.Monkey
 
 @pytest.mark.soak
 def test_reader_on_dead_store_is_found(arena: Arena, store: ObjectStore, network: Network) -> None:
-    """The store's connections stay and nothing comes: the phase is reading; once the store answers the run goes on."""
+    """The store accepts connections and sends nothing. The phase is reading, and the run resumes once the store answers."""
     direct = store.lakehouse(arena.home)
     config = direct.model_copy(update={"uri": f"sqlite:///{arena.home}/remote.db"})
     lakehouse = connect(config)
@@ -91,12 +91,12 @@ def test_reader_on_dead_store_is_found(arena: Arena, store: ObjectStore, network
 
 
 @pytest.mark.soak
-def test_a_slow_rank_is_named_with_its_phase(campaign: Arena) -> None:
-    """Its forward parts take longer; the other rank's steps are as long, as it waits, and is not named."""
+def test_slow_rank_is_named_with_phase(campaign: Arena) -> None:
+    """Its forward passes are slow. The other rank waits in steps of the same length, and is not named."""
     settings: dict[str, Any] = {"straggler_steps": 3, "straggler_s": 0.1, "steps": 12, "slow_rank": 1, "slow_s": 0.2}
     launch = campaign.launch(campaign.spec("uneven", **settings))
     assert launch.wait() == 0, launch.stderr
-    told = [(event["rank"], event["phase"]) for event in launch.of("straggler")]
-    assert told == [(1, "computing")]
+    reports = [(event["rank"], event["phase"]) for event in launch.of("straggler")]
+    assert reports == [(1, "computing")]
     (event,) = launch.of("straggler")
     assert event["own_s"] > 0.2 > 2 * event["median_s"]

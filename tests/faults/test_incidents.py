@@ -1,4 +1,4 @@
-"""What `recoveries` and `dlac incidents` say of real failures: phases, rows replayed, and what became of it."""
+"""Real failures in `recoveries` and `dlac incidents`: their phases, replayed rows, and outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.soak
 def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
-    """Killed in the commit behind a short last batch: 32 + 12 rows are read again, not two batches; phases make up the total."""
+    """A kill in the commit after a short last batch replays 32 + 12 rows, not two batches. The phases add up to the total."""
     arena.table(appends=(300,))
     sabotage = {"env": {"SABOTAGE": "kill-before-commit@10"}}
     launch = arena.launch(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))
@@ -32,7 +32,7 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     assert sum(found[f"{phase}_s"] for phase in phases) == pytest.approx(found["total_s"], abs=1.0)
     shown = dlac("incidents", home=arena.home)
     assert shown.returncode == 0, shown.stderr
-    assert all(said in shown.stdout for said in ("SIGKILL", "first step", "44", "resumed"))
+    assert all(text in shown.stdout for text in ("SIGKILL", "first step", "44", "resumed"))
     assert dlac("incidents", "nobody", home=arena.home).returncode == 64
     assert launch.of("failure")[0]["phase"] == "checkpoint"
     assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]
@@ -40,7 +40,7 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_coordinator_death_after_end_finishes_run(arena: Arena) -> None:
-    """The next attempt finds nothing to claim: the launch ends well, at the last step, and nothing is trained again."""
+    """The next attempt has nothing to claim. The launch succeeds at the last step, and no step is trained again."""
     arena.table(appends=(300,))
     sabotage = {"env": {"SABOTAGE": "kill-after-finish@10"}}
     launch = arena.launch(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))

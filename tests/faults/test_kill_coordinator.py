@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])
-def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
-    """Between staging and commit the old head stays, between commit and answer the new one does; nothing in between."""
+def test_coordinator_killed_around_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
+    """The old head stays until the commit, and the new one is the head after it. There is no state in between."""
     run = f"coordinator-killed-{moment}"
     spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": f"kill-{moment}-commit@20"}, passes=1)
     launch = campaign.launch(spec)

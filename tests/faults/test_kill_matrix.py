@@ -1,4 +1,4 @@
-"""Killed in any phase of a checkpoint, under any engine, in both modes: the head is the old one or the new one, never torn."""
+"""A kill in any phase of a checkpoint, with any engine, in both modes: the head is old or new, and never torn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVERY = 5
 
 
 def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
-    """Check a run whose attempts die in these phases, each in its second checkpoint, and whose last attempt ends well."""
+    """Check a run whose attempts die in these phases, each in its second checkpoint, and whose last attempt succeeds."""
     run = f"killed-{engine}-{mode[:4]}-{'-'.join(phases) if len(phases) == 1 else 'each'}"
     deaths = {phase: (2 + number) * EVERY for number, phase in enumerate(phases)}
     last = (2 + len(phases)) * EVERY
@@ -73,12 +73,12 @@ def check_repetition(campaign: Arena, run: str, deaths: dict[str, int]) -> None:
 
 
 def test_each_phase_survives_kill(campaign: Arena) -> None:
-    """Attempts of one run die, each in another phase of a checkpoint: no half of one is taken for a checkpoint."""
+    """Attempts of one run die, each in another phase of a checkpoint. No incomplete checkpoint is ever restored."""
     check_cell(campaign, "zero1", "asynchronous", *QUICK)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("engine", "mode", "phase"), CELLS)
-def test_killed_in_a_phase(campaign: Arena, engine: str, mode: str, phase: str) -> None:
-    """Half a file, half a copy, a manifest without its name: none of them is ever taken for a checkpoint."""
+def test_kill_in_any_phase(campaign: Arena, engine: str, mode: str, phase: str) -> None:
+    """A partial file, a partial copy, or a manifest without its final name is never taken for a checkpoint."""
     check_cell(campaign, engine, mode, phase)

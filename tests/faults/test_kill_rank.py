@@ -19,7 +19,7 @@ SEEDS = [pytest.param(seed, marks=[] if seed < QUICK else [pytest.mark.soak]) fo
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_rank_kill_changes_nothing(campaign: Arena, seed: int) -> None:
-    """The run finishes, its own journal holds every row once per pass, and batches and losses are the undisturbed run's."""
+    """The run finishes, its journal has every row once per pass, and batches and losses are those of the undisturbed run."""
     draw = random.Random(seed)
     run = f"kill-{seed}"
     launch = campaign.launch(campaign.spec(run, pause_s=0.03))

@@ -1,4 +1,4 @@
-"""Runs as jobs of Kubernetes: the official client talks to a small API server, which runs each pod as a process of this host."""
+"""Runs as Kubernetes jobs: the official client uses a small API server, which runs each pod as a local process."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def job_of(
     return ClusterJob(request, Kubernetes(request), events.append, look_s=0.3), events
 
 
-def running(job: ClusterJob) -> Callable[[], Outcome]:
-    """Run it on a thread; what is returned waits for its outcome."""
+def start_job(job: ClusterJob) -> Callable[[], Outcome]:
+    """Run the job on a thread, and return a function that waits for its outcome."""
     found: list[Outcome] = []
     thread = threading.Thread(target=lambda: found.append(job.run()))
     thread.start()
@@ -58,7 +58,7 @@ def running(job: ClusterJob) -> Callable[[], Outcome]:
 
 
 def program(folder: Path, text: str) -> str:
-    """Return a program that stands in for the nodes' Python."""
+    """Return a program that replaces the nodes' Python."""
     path = folder / "node"
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
@@ -72,7 +72,7 @@ def rows_of(steps: Steps) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind: str) -> None:
-    """The cluster checks each field of what it takes, and the job owns all else; each pod's events come once."""
+    """The API server checks each field, and the job owns all other objects. Each pod's events are reported once."""
     done = '{"event": "ended", "ending": "finished", "attempts": 2, "step": 9}'
     python = program(tmp_path, f"""echo '{{"event": "step", "step": 1}}'; sleep 1; echo '{done}'""")
     job, events = job_of(arena, nodes="2", cluster={"python": python, "kind": kind})
@@ -86,18 +86,18 @@ def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind:
 
 
 def test_failed_pods_fail_run(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:
-    """Without a word from them."""
+    """The pods report no event."""
     job, _ = job_of(arena, nodes="1", cluster={"python": program(tmp_path, "exit 7")})
     with pytest.raises(TrainingFailed, match="found FAILED in Kubernetes"):
         job.run()
 
 
 def test_cancelled_pods_get_sigterm(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:
-    """The job is deleted, and followed until its pods are gone."""
+    """The job is deleted, and followed until its pods are deleted."""
     left = '{"event": "ended", "ending": "stopped", "attempts": 1, "step": 5}'
     python = program(tmp_path, f"trap \"echo '{left}'; exit 3\" TERM; while :; do sleep 0.1; done")
     job, events = job_of(arena, nodes="1", cluster={"python": python})
-    outcome = running(job)
+    outcome = start_job(job)
     wait_until(lambda: any(event["event"] == "job" for event in events), what="the job")
     job.stop()
     assert outcome().ending == "stopped"
@@ -119,7 +119,7 @@ def test_expired_credentials_are_named(
 
 @pytest.mark.parametrize("refused", ["TrainJob", "Secret"])
 def test_refused_job_leaves_nothing(arena: Arena, cluster: Cluster, refused: str) -> None:
-    """What was created before is deleted."""
+    """Objects that were created before are deleted."""
     cluster.refused = refused
     job, _ = job_of(arena, nodes="1", cluster={"kind": "trainjob"})
     with pytest.raises(ClusterRefused):
@@ -130,7 +130,7 @@ def test_refused_job_leaves_nothing(arena: Arena, cluster: Cluster, refused: str
 
 @pytest.mark.soak
 def test_two_pods_train_exactly(arena: Arena, cluster: Cluster) -> None:
-    """Both nodes meet by what the job gives them; every row is consumed once, and each checkpoint is reported."""
+    """The nodes meet by the job's settings. Every row is consumed once, and each checkpoint is reported."""
     arena.table()
     job, events = job_of(arena, nodes="2")
     outcome = job.run()
@@ -143,10 +143,10 @@ def test_two_pods_train_exactly(arena: Arena, cluster: Cluster) -> None:
 
 @pytest.mark.soak
 def test_stopped_job_is_resumed(arena: Arena, cluster: Cluster) -> None:
-    """Cancelled, its nodes checkpoint and leave; the next job trains the rest, each row once."""
+    """The nodes of a cancelled job checkpoint and exit. The next job trains the remaining rows, each once."""
     arena.table()
     stopped, events = job_of(arena, nodes="2", slow_rank=0, slow_s=0.05)
-    outcome = running(stopped)
+    outcome = start_job(stopped)
     wait_until(lambda: any(event["event"] == "checkpoint" for event in events), what="a checkpoint")
     stopped.stop()
     assert outcome().ending == "stopped"

@@ -1,4 +1,4 @@
-"""Under torchrun and the `deepspeed` launcher nobody supervises: the ranks leave in time by themselves; torchrun relaunches."""
+"""Runs under torchrun and the `deepspeed` launcher, without a supervisor: ranks exit in time, and torchrun relaunches them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SCRIPTS = {"torchrun": "train_tiny.py", "deepspeed": "train_deepspeed.py"}
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedRun:
     """A launcher that trains a run, and its ranks."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def ranks(self) -> list[psutil.Process]:
-        """Its ranks, however far below it."""
+        """Return its ranks, at any depth below it."""
         found = []
         for one in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.Error):
@@ -50,10 +50,10 @@ class Launched:
 
 
 @contextmanager
-def launched(
+def launch_under(
     campaign: Arena, launcher: str, run: str, *, script: str = "", max_restarts: int = 0, **changes: object
-) -> Iterator[Launched]:
-    """Two ranks of a run under a launcher; nothing of it is left behind."""
+) -> Iterator[LaunchedRun]:
+    """Run two ranks under a launcher, and end all their processes."""
     script = script or SCRIPTS[launcher]
     spec = campaign.spec(run, script, passes=1, **changes)
     job = campaign.home / f"{run}.yaml"
@@ -75,32 +75,32 @@ def launched(
             start_new_session=True,
         )
     try:
-        yield Launched(process, log)
+        yield LaunchedRun(process, log)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def wait_for_ranks(campaign: Arena, under: Launched, run: str) -> list[psutil.Process]:
-    """Wait until the run has committed a checkpoint; its ranks then."""
+def wait_for_ranks(campaign: Arena, launch: LaunchedRun, run: str) -> list[psutil.Process]:
+    """Wait until the run has committed a checkpoint, and return its ranks."""
 
     def committed() -> bool:
-        assert under.process.poll() is None, under.log.read_text()[-3000:]
+        assert launch.process.poll() is None, launch.log.read_text()[-3000:]
         return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, CheckpointRow))
 
     wait_until(committed, what="a checkpoint")
-    ranks = under.ranks()
+    ranks = launch.ranks()
     assert len(ranks) == 2
     return ranks
 
 
 def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str) -> None:
-    """The head is the last finished step, as the notice asked for; the same launcher finishes the run exactly."""
+    """Check that the head is the last step before the notice, and that the same launcher finishes the run exactly."""
     head = campaign.lineage(run)[-1]
     assert head.reason == notice
     assert head.step == max(entry["step"] for entry in campaign.entries(run)) < 63
-    with launched(campaign, launcher, run) as again:
+    with launch_under(campaign, launcher, run) as again:
         assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
     journal = campaign.journal(run)
     assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
@@ -118,58 +118,58 @@ def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str)
         ("deepspeed", "launcher", signal.SIGTERM, "launcher"),
     ],
 )
-def test_a_signal_leads_to_an_emergency_checkpoint(
+def test_signal_causes_emergency_checkpoint(
     campaign: Arena, launcher: str, to: str, number: signal.Signals, notice: str
 ) -> None:
-    """Whoever is signalled, and whether or not it passes the signal on: a checkpoint of the last step, and no process is left."""
+    """The signal reaches any process, which may or may not pass it on. The last step is saved, and no process remains."""
     run = f"{launcher}-{to}-{number.name}"
-    with launched(campaign, launcher, run, pause_s=0.2) as under:
-        ranks = wait_for_ranks(campaign, under, run)
-        os.kill(under.process.pid if to == "launcher" else ranks[1].pid, number)
+    with launch_under(campaign, launcher, run, pause_s=0.2) as launch:
+        ranks = wait_for_ranks(campaign, launch, run)
+        os.kill(launch.process.pid if to == "launcher" else ranks[1].pid, number)
         check_gone(ranks)
-        under.process.wait(timeout=60)
-        assert f"asked to exit ({notice})" in under.log.read_text()
+        launch.process.wait(timeout=60)
+        assert f"asked to exit ({notice})" in launch.log.read_text()
     check_left_and_finish(campaign, launcher, run, notice)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_a_termination_url_leads_to_an_emergency_checkpoint(campaign: Arena, launcher: str) -> None:
-    """One rank of the machine hears of it, all leave behind a checkpoint, and the launcher ends well."""
+def test_termination_url_causes_emergency_checkpoint(campaign: Arena, launcher: str) -> None:
+    """One rank of the node reads the notice, all exit after a checkpoint, and the launcher succeeds."""
     run = f"{launcher}-url"
     with (
         metadata_server() as (url, gone, _),
-        launched(campaign, launcher, run, pause_s=0.2, termination_url=url) as under,
+        launch_under(campaign, launcher, run, pause_s=0.2, termination_url=url) as launch,
     ):
-        ranks = wait_for_ranks(campaign, under, run)
+        ranks = wait_for_ranks(campaign, launch, run)
         gone.set()
         check_gone(ranks)
-        assert under.process.wait(timeout=60) == 0, under.log.read_text()[-3000:]
-        assert "asked to exit (termination_url)" in under.log.read_text()
+        assert launch.process.wait(timeout=60) == 0, launch.log.read_text()[-3000:]
+        assert "asked to exit (termination_url)" in launch.log.read_text()
     check_left_and_finish(campaign, launcher, run, "termination_url")
 
 
 @pytest.mark.soak
 def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
-    """A rank that is killed under torchrun is an incident: who noticed, since when, what was lost, and where it resumed.
+    """A rank killed under torchrun is an incident with its detector, time, lost work and resume point.
 
-    So is a run whose launcher is gone and that an operator starts again: the time until then is not the recovery's.
+    So is a run with a lost launcher that an operator starts again. The time until the start is not the recovery's.
     """
     run = "torchrun-incidents"
-    with launched(campaign, "torchrun", run, max_restarts=1, pause_s=0.1) as under:
+    with launch_under(campaign, "torchrun", run, max_restarts=1, pause_s=0.1) as launch:
         wait_until(partial(_commits, campaign, run, 1), what="a checkpoint of attempt 1")
-        os.kill(under.ranks()[-1].pid, signal.SIGKILL)
+        os.kill(launch.ranks()[-1].pid, signal.SIGKILL)
         wait_until(partial(_commits, campaign, run, 2), what="a checkpoint of attempt 2")
         status = run_status(campaign.lakehouse, run)
         assert (status["launch"], status["total_steps"]) == ("training", 63)
-        ranks = under.ranks()
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: a rank that loses its launcher leaves in good order
-            for pid in (under.process.pid, *(rank.pid for rank in ranks)):
+        ranks = launch.ranks()
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stop first: a rank that loses its launcher exits in order
+            for pid in (launch.process.pid, *(rank.pid for rank in ranks)):
                 os.kill(pid, number)
         check_gone(ranks)
     dead = run_status(campaign.lakehouse, run)
     assert (dead["launch"], dead["next_command"]) == ("dead", f"dlac recover {run} --spec FILE")
-    with launched(campaign, "torchrun", run, max_restarts=1) as again:
+    with launch_under(campaign, "torchrun", run, max_restarts=1) as again:
         assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
     first, second = recoveries_of(campaign.lakehouse, run)
     assert [(each.noticed_by, each.outcome) for each in (first, second)] == [
@@ -192,14 +192,14 @@ def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("script", ["train_tiny.py", "train_deepspeed.py"])
-def test_torchrun_relaunches_what_was_killed(campaign: Arena, script: str) -> None:
-    """Twice; each restart is an attempt that replaces the one before, and the run finishes exactly."""
+def test_torchrun_relaunches_killed_ranks(campaign: Arena, script: str) -> None:
+    """Two ranks are killed. Each restart is an attempt that replaces the one before, and the run finishes exactly."""
     run = f"relaunched-{script}"
-    with launched(campaign, "torchrun", run, script=script, max_restarts=2, pause_s=0.05) as under:
+    with launch_under(campaign, "torchrun", run, script=script, max_restarts=2, pause_s=0.05) as launch:
         for attempt in (1, 2):
             wait_until(partial(_commits, campaign, run, attempt), what=f"a checkpoint of attempt {attempt}")
-            os.kill(under.ranks()[-1].pid, signal.SIGKILL)
-        assert under.process.wait(timeout=200) == 0, under.log.read_text()[-3000:]
+            os.kill(launch.ranks()[-1].pid, signal.SIGKILL)
+        assert launch.process.wait(timeout=200) == 0, launch.log.read_text()[-3000:]
     assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1, 2, 3]
     assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
     assert campaign.rows(run, FinishRow)

@@ -1,4 +1,4 @@
-"""A catalog that is replaced by an older backup while a run trains, and one whose writer was killed.
+"""A catalog that an older backup replaces during a run, and one whose writer was killed.
 
 The run ends by name within seconds, and loses nothing.
 """
@@ -51,7 +51,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ],
 )
 def test_live_run_reports_older_catalog(arena: Arena, how: str, every_steps: int, after: int) -> None:
-    """The backup is of before or after the run's claim; the launch dies of `LedgerOlderThanStore`, with all its ranks."""
+    """The backup was made before or after the run's claim. The launch ends with `LedgerOlderThanStore`, and so do all ranks."""
     arena.table()
     spec = arena.spec("r", every_steps=every_steps, pause_s=0.05, passes=20)
     backup = arena.home / "backup.db"
@@ -75,7 +75,7 @@ def test_live_run_reports_older_catalog(arena: Arena, how: str, every_steps: int
 
 @pytest.mark.parametrize("create", [True, False])
 def test_killed_commit_is_rolled_back(tmp_path: Path, create: bool) -> None:
-    """A process was killed in the middle of a transaction: the next one that opens the catalog rolls it back."""
+    """A process was killed inside a transaction. The next process that opens the catalog rolls it back."""
     config = LakehouseConfig().at_home(tmp_path)
     connect(config)
     file = tmp_path / "catalog.db"

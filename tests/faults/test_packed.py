@@ -18,7 +18,7 @@ DOCUMENTS = {"src.web": (0, 400), "src.code": (1000, 150)}
 
 
 def documents(first: int, count: int) -> pa.Table:
-    """Documents of 0 to 60 tokens; every token of a row is its number."""
+    """Return documents of 0 to 60 tokens. Every token of a row is the row's number."""
     lengths = np.random.default_rng(first).integers(0, 60, count)
     rows = np.arange(first, first + count)
     tokens = pa.array(
@@ -41,7 +41,7 @@ def packed(campaign: Arena) -> Arena:
 
 
 def spec(arena: Arena, run: str, *, world_size: int = 2, **params: Any) -> JobSpec:
-    """Two sources, filtered, shuffled, packed to 32 tokens, over two passes of one and one of the other."""
+    """Return a spec of two sources, filtered, shuffled and packed to 32 tokens, with two passes of one and one of the other."""
     sources = [
         {"table": name, "columns": ["tokens"], "row_filter": "good = true", "weight": weight, "passes": passes}
         for name, weight, passes in (("src.web", 0.7, 1), ("src.code", 0.3, 2))
@@ -60,13 +60,13 @@ def spec(arena: Arena, run: str, *, world_size: int = 2, **params: Any) -> JobSp
 
 
 def tokens_of(arena: Arena, run: str) -> Counter[int]:
-    """How often each token was trained on, on the surviving lineage."""
+    """Return how often each token was trained on, on the surviving lineage."""
     return Counter(token for sequences in arena.journal(run).values() for each in sequences for token in each)  # type: ignore[attr-defined]  # here a "row" is a sequence
 
 
 @pytest.mark.soak
 def test_every_token_once_per_pass(packed: Arena) -> None:
-    """Documents of both tables are read as often as their source has passes, without the rows that the filter drops."""
+    """Documents of both tables are read once per pass of their source, without the rows that the filter drops."""
     expected: Counter[int] = Counter()
     for name, passes in (("src.web", 1), ("src.code", 2)):
         for row in packed.lakehouse.load(name).scan().to_arrow().to_pylist():
@@ -78,7 +78,7 @@ def test_every_token_once_per_pass(packed: Arena) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_and_rescale_keep_packed_order(packed: Arena, seed: int) -> None:
-    """2 ranks, one killed; in the campaign 4, stopped, and 1; then 8, which share key groups: the same batches."""
+    """2 ranks of which one is killed, in the campaign also 4, 1, and 8 that share key groups, train the same batches."""
     run = f"packed-{seed}"
     launch = packed.launch(spec(packed, run, pause_s=0.02))
     launch.wait_for("checkpoint", 1 + seed)

@@ -20,17 +20,17 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from tests.conftest import PROGRAMS
-from tests.power import Disk, Names
+from tests.power_cut import Disk, Names
 
 RUN = "r"
 STEPS = 6
 _STRIDE = 5
-"""Moments apart: what a missing sync breaks stays broken for longer."""
+"""Distance of the tested moments. The damage of a missing sync lasts longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """A run from an empty disk to its end, with a checkpoint at every other step and retention of the last one."""
+    """A recorded run from an empty disk to its end, with a checkpoint at every other step and retention of the last one."""
 
     disk: Disk
     path: Path
@@ -41,9 +41,9 @@ class Recorded:
         return read_spec(self.path).resolved(self.disk.root / "home")
 
     def train(self, environment: dict[str, str]) -> None:
-        """Train it to its end, from wherever it is."""
+        """Train from the current state to the end."""
         places = {"DLAC_HOME": str(self.disk.root / "home"), "PYTHONPATH": str(PROGRAMS.parents[1])}
-        program = [sys.executable, str(PROGRAMS / "train_powered.py"), str(self.path)]
+        program = [sys.executable, str(PROGRAMS / "train_with_power_cut.py"), str(self.path)]
         subprocess.run(program, check=True, env={**environment, **places})
 
     @property
@@ -54,11 +54,11 @@ class Recorded:
         return sorted({*every[::_STRIDE], *steps, *(moment - 1 for moment in steps), every[-1]})
 
     def acknowledged(self, moment: int) -> int:
-        """Return the step of the last checkpoint that training knew as committed at a moment."""
+        """Return the last step whose checkpoint was acknowledged at a moment."""
         return max((int(step) for step in self.disk.marks(moment)), default=0)
 
     def rows_left(self) -> list[LedgerRow]:
-        """Return the run's ledger rows after a power cut, having checked that whatever they name is whole."""
+        """Return the run's ledger rows after a power cut, and check that all files that they name are whole."""
         spec = self.spec
         if not Path(spec.lakehouse.uri.removeprefix("sqlite:///")).is_file():
             return []
@@ -74,7 +74,7 @@ class Recorded:
 
 @pytest.fixture(scope="module", params=["one place", "copied to a store"])
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The recorded run, with its checkpoints in one place, or made in a folder and copied to the store."""
+    """The recorded run, with its checkpoints in one place, or copied from a local folder to the store."""
     folder = tmp_path_factory.mktemp("power")
     disk = Disk(folder / "disk", folder / "log")
     store = {} if request.param == "one place" else {"local": str(folder / "fast"), "store": str(disk.root / "store")}
@@ -83,7 +83,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "source": {"table": "src.t", "columns": ["row_id", "x"]},
         "order": {"batch_size": 8, "key_groups": 2},
         "checkpoint": {"every_steps": 2, "keep_last": 1, "local_keep": 1, **store},
-        "launch": {"script": str(PROGRAMS / "train_powered.py")},
+        "launch": {"script": str(PROGRAMS / "train_with_power_cut.py")},
     }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -95,7 +95,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.soak
 @pytest.mark.parametrize("names", ["synced", "early"])
 def test_power_cut_keeps_invariants(recorded: Recorded, names: Names) -> None:
-    """Whenever the power is cut, all that the ledger names is whole, and no acknowledged checkpoint is lost."""
+    """After a power cut at any moment, all files that the ledger names are whole, and no acknowledged checkpoint is lost."""
     for moment in recorded.moments:
         recorded.disk.cut(moment, names)
         rows = recorded.rows_left()
@@ -106,7 +106,7 @@ def test_power_cut_keeps_invariants(recorded: Recorded, names: Names) -> None:
 
 @pytest.mark.soak
 def test_training_resumes_after_cut(recorded: Recorded) -> None:
-    """A run that lost its power after its first checkpoint trains to its end, and is exact."""
+    """A run that lost power after its first checkpoint trains to its end, and is exact."""
     moments = range(recorded.disk.moments)
     recorded.disk.cut(next(moment for moment in moments if recorded.acknowledged(moment)))
     recorded.train({**recorded.disk.environment, "LD_PRELOAD": ""})

@@ -1,4 +1,4 @@
-"""Told to leave, a run takes an emergency checkpoint if there is time, and is gone by its deadline in any case."""
+"""A preempted run saves an emergency checkpoint if there is time, and always ends by its deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINING: dict[str, Any] = {"passes": 1, "pause_s": 0.1}
 
 @contextmanager
 def metadata_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
-    """A machine's metadata endpoint: its URL, the event that makes it a notice, and the tokens that it was asked with."""
+    """Yield the URL of a node's metadata endpoint, the event that makes it a notice, and the tokens of its requests."""
     gone, tokens = threading.Event(), []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -35,7 +35,7 @@ def metadata_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -49,13 +49,13 @@ def wait_for_step(campaign: Arena, run: str, step: int) -> None:
 
 
 def check_gone(ranks: list[psutil.Process]) -> None:
-    """No process is left."""
+    """Check that no process is left."""
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def finish_exactly(campaign: Arena, run: str) -> Launch:
-    """The next launch goes on behind the head, and the journal of both has every row once."""
+    """Launch the run again, and check that it resumes from the head and that both journals have every row once."""
     again = campaign.launch(campaign.spec(run, passes=1))
     assert again.wait() == 0, again.stderr
     reference, journal = campaign.journal("reference"), campaign.journal(run)
@@ -67,7 +67,7 @@ def finish_exactly(campaign: Arena, run: str) -> Launch:
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_signal_to_one_rank_reaches_all(campaign: Arena, number: signal.Signals) -> None:
-    """Both ranks leave behind one checkpoint of the same step; the supervisor does not launch again."""
+    """Both ranks exit after one checkpoint of the same step. The supervisor does not launch them again."""
     run = f"told-by-{number.name}"
     launch = campaign.launch(campaign.spec(run, **TRAINING))
     launch.wait_for("checkpoint")
@@ -75,20 +75,25 @@ def test_signal_to_one_rank_reaches_all(campaign: Arena, number: signal.Signals)
     os.kill(ranks[1].pid, number)
     assert launch.wait() == 0, launch.stderr
     check_gone(ranks)
-    (told,) = launch.of("preempted")
-    assert (told["notice"], told["committed"], told["lost_steps"], told["lost_rows"]) == (number.name, True, 0, 0)
-    assert told["deadline_s"] == 20.0
+    (preempted,) = launch.of("preempted")
+    assert (preempted["notice"], preempted["committed"], preempted["lost_steps"], preempted["lost_rows"]) == (
+        number.name,
+        True,
+        0,
+        0,
+    )
+    assert preempted["deadline_s"] == 20.0
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert launch.of("checkpoint")[-1]["reason"] == number.name
-    assert campaign.lineage(run)[-1].step == told["step"] < 63
+    assert campaign.lineage(run)[-1].step == preempted["step"] < 63
     again = finish_exactly(campaign, run)
-    assert again.of("attempt")[0]["step"] == told["step"]
+    assert again.of("attempt")[0]["step"] == preempted["step"]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) -> None:
-    """As machines that shut down and batch systems send it: to the fork server and multiprocessing's tracker as well."""
+    """Shutdowns and batch systems signal the whole tree, with the fork server and multiprocessing's resource tracker."""
     run = f"whole-tree-{start}"
     launch = campaign.launch(campaign.spec(run, start=start, **TRAINING))
     launch.wait_for("checkpoint")
@@ -98,15 +103,15 @@ def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) ->
         process.send_signal(signal.SIGTERM)
     assert launch.wait() == 0, launch.stderr
     check_gone(tree)
-    (told,) = launch.of("preempted")
-    assert (told["notice"], told["committed"], told["lost_steps"]) == ("SIGTERM", True, 0)
-    assert campaign.lineage(run)[-1].step == told["step"] < 63
+    (preempted,) = launch.of("preempted")
+    assert (preempted["notice"], preempted["committed"], preempted["lost_steps"]) == ("SIGTERM", True, 0)
+    assert campaign.lineage(run)[-1].step == preempted["step"] < 63
     finish_exactly(campaign, run)
 
 
 @pytest.mark.soak
-def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
-    """Nothing happens while it answers 404; once it answers 200 the run leaves behind a checkpoint."""
+def test_termination_url_gets_its_headers(campaign: Arena) -> None:
+    """Nothing happens while it answers 404. Once it answers 200 the run exits after a checkpoint."""
     run = "told-by-url"
     with metadata_server() as (url, gone, tokens):
         spec = campaign.spec(run, termination_url=url, termination_headers={"X-Token": "abc"}, **TRAINING)
@@ -116,15 +121,15 @@ def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
         gone.set()
         assert launch.wait() == 0, launch.stderr
     assert set(tokens) == {"abc"}
-    (told,) = launch.of("preempted")
-    assert (told["notice"], told["committed"]) == ("termination_url", True)
-    assert campaign.lineage(run)[-1].step == told["step"]
+    (preempted,) = launch.of("preempted")
+    assert (preempted["notice"], preempted["committed"]) == ("termination_url", True)
+    assert campaign.lineage(run)[-1].step == preempted["step"]
     finish_exactly(campaign, run)
 
 
 @pytest.mark.soak
 def test_silent_url_is_logged_once(campaign: Arena) -> None:
-    """A run on a machine without such an endpoint trains to its end, with one line in the log of rank 0."""
+    """Without such an endpoint a run trains to its end, with one line in the log of rank 0."""
     run = "nobody-answers"
     launch = campaign.launch(campaign.spec(run, termination_url="http://127.0.0.1:9/gone", **TRAINING))
     launch.wait_for("attempt")
@@ -136,7 +141,7 @@ def test_silent_url_is_logged_once(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_no_checkpoint_without_time(campaign: Arena) -> None:
-    """Commits take 3 s and the deadline is 2: the ranks leave at once, the head stays, and the log says what is lost."""
+    """Commits take 3 s and the deadline is 2 s. The ranks exit at once, the head stays, and the log has the lost work."""
     run = "no-time"
     spec = campaign.spec(run, "train_slow_commit.py", deadline_s=2.0, env={"COMMIT_SLEEPS_S": "3"}, **TRAINING)
     launch = campaign.launch(spec)
@@ -146,27 +151,27 @@ def test_no_checkpoint_without_time(campaign: Arena) -> None:
     os.kill(launch.process.pid, signal.SIGTERM)
     launch.wait()
     check_gone(ranks)
-    told = launch.of("preempted")[-1]
-    assert not told["committed"]
+    preempted = launch.of("preempted")[-1]
+    assert not preempted["committed"]
     head = campaign.lineage(run)[-1]
     assert head.step == 10
-    assert told["lost_steps"] == told["step"] - 10 > 0
-    assert told["lost_rows"] == told["lost_steps"] * 32
+    assert preempted["lost_steps"] == preempted["step"] - 10 > 0
+    assert preempted["lost_rows"] == preempted["lost_steps"] * 32
     log = "".join(path.read_text() for path in (campaign.home / "checkpoints" / run).glob("launch-*/rank-*.log"))
-    assert f"checkpoint {head.checkpoint_id!r} of step 10 stays the head, and {told['lost_steps']} steps" in log
+    assert f"checkpoint {head.checkpoint_id!r} of step 10 stays the head, and {preempted['lost_steps']} steps" in log
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 10
 
 
 @pytest.mark.soak
 def test_slow_checkpoint_is_abandoned_at_deadline(campaign: Arena) -> None:
-    """The emergency checkpoint hangs before its commit: all ranks are gone by the deadline, and the head is the one before."""
+    """The emergency checkpoint hangs before its commit. All ranks end by the deadline, and the old head stays."""
     run = "too-long"
     spec = campaign.spec(run, "train_slow_commit.py", deadline_s=4.0, env={"COMMIT_SLEEPS_S": "0,600"}, **TRAINING)
     launch = campaign.launch(spec)
     launch.wait_for("checkpoint")
     ranks = launch.ranks()
     os.kill(ranks[0].pid, signal.SIGUSR1)
-    assert launch.wait() == 86, launch.stderr  # which is not waited for as long as the commit hangs
+    assert launch.wait() == 86, launch.stderr  # the wait is shorter than the hanging commit
     check_gone(ranks)
     (error,) = launch.of("error")
     assert error["kind"] == "Preempted"
@@ -179,7 +184,7 @@ def test_slow_checkpoint_is_abandoned_at_deadline(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_rank_waiting_for_stopped_one_exits(campaign: Arena) -> None:
-    """One rank is frozen, the other waits for it in a collective, where no Python handler runs: its watchdog ends it."""
+    """One rank is frozen. The other waits for it in a collective, without Python handlers, and its watchdog ends it."""
     run = "frozen"
     launch = campaign.launch(campaign.spec(run, deadline_s=3.0, **TRAINING))
     launch.wait_for("checkpoint")
@@ -195,7 +200,7 @@ def test_rank_waiting_for_stopped_one_exits(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_checkpoint_in_progress_is_awaited(campaign: Arena) -> None:
-    """Behind training commits take 6 s and the deadline is 9: the one under way becomes the head, and no other is begun."""
+    """Background commits take 6 s and the deadline is 9 s. The one in flight becomes the head, and no other begins."""
     run = "under-way"
     changes = {"mode": "asynchronous", "deadline_s": 9.0, "env": {"COMMIT_SLEEPS_S": "6"}}
     launch = campaign.launch(campaign.spec(run, "train_slow_commit.py", every_steps=20, **changes, **TRAINING))
@@ -204,6 +209,6 @@ def test_checkpoint_in_progress_is_awaited(campaign: Arena) -> None:
     os.kill(launch.process.pid, signal.SIGTERM)
     launch.wait()
     assert [row.step for row in campaign.lineage(run)] == [20, 40]
-    told = launch.of("preempted")[-1]
-    assert told["lost_steps"] == told["step"] - 40 > 0
+    preempted = launch.of("preempted")[-1]
+    assert preempted["lost_steps"] == preempted["step"] - 40 > 0
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 40

@@ -1,4 +1,4 @@
-"""The quickstart, run as a reader runs it."""
+"""The quickstart, run with the commands of its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rehearsals of runs that real ranks trained: identical, different, impossible; and what production looks like afterwards."""
+"""Rehearsals of runs that real ranks trained: identical, different or impossible. They do not change the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Seen = tuple[object, dict[str, tuple[int, int]], set[str]]
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Others on this machine rehearse as well; short, as there are sockets in it."""
+    """A temporary folder without other rehearsals, with a short path, because it has sockets."""
     with tempfile.TemporaryDirectory(prefix="dlac-tests-") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -39,7 +39,7 @@ def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def production(arena: Arena, run: str) -> Seen:
-    """The ledger's snapshot, the run's files with size and time of change, and the sandboxes."""
+    """Return the ledger's snapshot, the run's files with size and time of change, and the sandboxes."""
     folder = arena.home / "checkpoints" / run
     files = {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
     snapshot = arena.lakehouse.own("consumption").current_snapshot()
@@ -48,26 +48,26 @@ def production(arena: Arena, run: str) -> Seen:
 
 
 def test_rehearsal_is_identical_and_clean(campaign: Arena) -> None:
-    """`dlac rehearse`: every loss behind the last checkpoint with a successor; ledger, files and journal stay as they were."""
+    """`dlac rehearse` compares every loss after the last checkpoint with a successor. Ledger, files and journal stay."""
     before, entries = production(campaign, "reference"), len(campaign.entries("reference"))
     done = dlac("rehearse", "reference", "--json", home=campaign.home)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     parent, head = campaign.lineage("reference")[-2:]
-    assert (told["checkpoint_id"], told["successor"]) == (parent.checkpoint_id, head.checkpoint_id)
-    assert (told["world_size"], told["identical"], told["config_changed"]) == (2, True, False)
-    assert [step["step"] for step in told["steps"]] == list(range(parent.step + 1, head.step + 1))
-    assert [step["replayed"] for step in told["steps"]] == list(head.losses)
+    assert (report["checkpoint_id"], report["successor"]) == (parent.checkpoint_id, head.checkpoint_id)
+    assert (report["world_size"], report["identical"], report["config_changed"]) == (2, True, False)
+    assert [step["step"] for step in report["steps"]] == list(range(parent.step + 1, head.step + 1))
+    assert [step["replayed"] for step in report["steps"]] == list(head.losses)
     assert production(campaign, "reference") == before
     assert len(campaign.entries("reference")) == entries
 
 
 @pytest.mark.soak
-def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
-    """Noise whose seed no checkpoint saves: all steps differ, the first is named with both losses; no more than asked for."""
+def test_other_environment_differs_at_every_step(campaign: Arena) -> None:
+    """Noise without a saved seed changes all steps. The report has the first one's losses, and no more steps than requested."""
     spec = campaign.spec("reference")
     tampered = spec.launch.model_copy(update={"env": {"NOISE_SEED": "1"}})
-    order = spec.order.model_copy(update={"batch_size": 64, "seed": 9})  # a newer spec's order counts for nothing
+    order = spec.order.model_copy(update={"batch_size": 64, "seed": 9})  # the order of a newer spec is ignored
     changed = spec.model_copy(update={"launch": tampered, "order": order})
     before = production(campaign, "reference")
     found = rehearse_run(campaign.lakehouse, "reference", spec=changed, steps=2)
@@ -83,8 +83,8 @@ def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
-    """One flipped byte: the error says which file; it is not quarantined, that is a recovery's business."""
+def test_damaged_checkpoint_is_named(campaign: Arena) -> None:
+    """The error names the file with a flipped byte. Only a recovery quarantines the checkpoint."""
     folder = folder_of(campaign.lineage("reference")[-2].manifest_uri)
     victim = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = victim.read_bytes()
@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_nothing_to_rehearse_names_setting(arena: Arena) -> None:
-    """Where only the head is kept there is no checkpoint whose successor is known."""
+    """If only the head is kept, no checkpoint with a successor exists."""
     arena.table(appends=(160,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
     arena.train(spec)
@@ -110,7 +110,7 @@ def test_nothing_to_rehearse_names_setting(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_live_run_is_rehearsed_and_continues(campaign: Arena) -> None:
-    """Beside a run that trains: the facts move, the rehearsal is identical, and the run's batches are the undisturbed run's."""
+    """The run trains on during an identical rehearsal, and its batches are those of the undisturbed run."""
     launch = campaign.launch(campaign.spec("watched", pause_s=0.15))
     launch.wait_for("checkpoint", 2)
     status = LiveStatus(campaign.lakehouse, "watched")
@@ -133,8 +133,8 @@ def test_live_run_is_rehearsed_and_continues(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_watching_a_finished_run_ends_with_one_line(campaign: Arena) -> None:
-    """`dlac status --watch` into a pipe: one JSON object per look, and no further look at what is over."""
+def test_watch_of_finished_run_ends(campaign: Arena) -> None:
+    """`dlac status --watch` prints one JSON object per poll into a pipe, and stops when the run is finished."""
     done = dlac("status", "reference", "--watch", home=campaign.home)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -143,9 +143,9 @@ def test_watching_a_finished_run_ends_with_one_line(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 def test_rehearsal_job_covers_every_run(arena: Arena, tmp_path: Path) -> None:
-    """Two runs, and a name that nobody has: identical is a passed check, another environment fails it by run and step."""
+    """Of two runs and an unknown name the identical one passes its check, and another environment fails by run and step."""
     arena.table(appends=(192,))
     specs = [arena.spec(run, world_size=1, passes=1, every_steps=2) for run in ("steady", "drifts")]
     for spec in specs:

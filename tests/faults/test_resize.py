@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.soak
-def test_another_number_of_ranks_continues_the_same_run(campaign: Arena) -> None:
-    """From 2 ranks to 1 to 4: the global batches are those of an undisturbed run, the losses differ by rounding only."""
+def test_run_resumes_with_other_world_size(campaign: Arena) -> None:
+    """From 2 ranks to 1 to 4 the global batches are those of an undisturbed run. The losses differ by rounding only."""
     undisturbed = campaign.launch(campaign.spec("not-resized", noise=0, world_size=1))
     run = "resized"
     for world_size in (2, 1):
@@ -37,10 +37,10 @@ def test_another_number_of_ranks_continues_the_same_run(campaign: Arena) -> None
     ("engine", "world_sizes"),
     list(itertools.product(("zero1", "zero2", "zero3", "dcp"), ((2, 1), (2, 1, 2), (2, 4), (1, 2)))),
 )
-def test_sharded_state_continues_in_another_number_of_ranks(
+def test_sharded_state_resumes_with_other_world_size(
     campaign: Arena, engine: str, world_sizes: tuple[int, ...]
 ) -> None:
-    """Stopped and resumed with more or fewer ranks: the same rows, and losses that differ by rounding only."""
+    """A run that resumes with more or fewer ranks has the same rows. Its losses differ by rounding only."""
     program = "train_fsdp2.py" if engine == "dcp" else "train_deepspeed.py"
     settings = {"stage": engine[-1], "dropout": 0, "passes": 1, "steps": 40, "env": {"DS_ACCELERATOR": "cpu"}}
     whole = f"{engine}-not-resized-{world_sizes[0]}"
@@ -64,8 +64,8 @@ def test_sharded_state_continues_in_another_number_of_ranks(
 
 
 @pytest.mark.soak
-def test_a_frozen_rank_is_noticed(campaign: Arena) -> None:
-    """A rank that sends no heartbeat is ended with its attempt, and the run finishes exact."""
+def test_frozen_rank_is_ended(campaign: Arena) -> None:
+    """A rank without heartbeats is ended with its attempt, and the run finishes exact."""
     run = "hung"
     launch = campaign.launch(campaign.spec(run, pause_s=0.02, hang_timeout_s=25))
     launch.wait_for("checkpoint")

@@ -1,4 +1,4 @@
-"""A rewind under fire: killed behind it, in its first steps and in its first commit, with a zombie of the old branch around."""
+"""Kills after a rewind, in its first steps and in its first commit, while a zombie of the old branch exists."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
-    """Sorted row ids that the ledger names for a lineage."""
+    """Return the sorted row ids that the ledger names for a lineage."""
     return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_killed_behind_a_rewind(campaign: Arena, moment: str) -> None:
-    """Whenever it is killed, the run stays on the new branch; both branches agree with the journal; the zombie never commits."""
+def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
+    """The run stays on the new branch after a kill at any time. Both branches match the journal. The zombie never commits."""
     run = f"rewound-{moment}"
     spec = campaign.spec(run, pause_s=0.02, passes=1)
     zombie = campaign.launch(spec)
@@ -62,7 +62,7 @@ def test_killed_behind_a_rewind(campaign: Arena, moment: str) -> None:
 
 @pytest.mark.soak
 def test_fork_of_two_ranks_trains_on_one(campaign: Arena) -> None:
-    """The parent was saved by two; the new run has another number of ranks, and reads all of its own table once."""
+    """Two ranks saved the parent. The new run has one rank, and reads all rows of its own table once."""
     spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
     fork_run(campaign.lakehouse, spec, "reference", step=20)
     assert campaign.lineage("forked")[0].world_size == 2
@@ -77,8 +77,8 @@ def test_fork_of_two_ranks_trains_on_one(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_a_sharded_fork_is_converted(campaign: Arena) -> None:
-    """ZeRO 1 shards of two ranks begin a run of one."""
+def test_sharded_fork_is_converted(campaign: Arena) -> None:
+    """ZeRO 1 shards of two ranks start a run of one rank."""
     parent = campaign.spec("sharded", "train_deepspeed.py", passes=1, steps=10, stage="1")
     assert campaign.launch(parent).wait() == 0
     spec = campaign.spec("unsharded", "train_deepspeed.py", world_size=1, passes=1, steps=10, stage="1", seed=8)

@@ -1,4 +1,4 @@
-"""Scripts with bugs: a run stops when the script raises the same exception at the same place, and no innocent row is left out."""
+"""Scripts with bugs: a run ends after two equal exceptions at one place, and no innocent row is left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT_FAILED = 89
 
 
 @pytest.mark.parametrize(
-    ("bug", "settings", "attempts", "said"),
+    ("bug", "settings", "attempts", "message"),
     [
         ("step", {"at": 5}, 4, "ZeroDivisionError: no way past step 5"),
         *(
@@ -37,27 +37,27 @@ SCRIPT_FAILED = 89
     ],
 )
 def test_repeated_exception_stops_run(
-    campaign: Arena, bug: str, settings: dict[str, Any], attempts: int, said: str
+    campaign: Arena, bug: str, settings: dict[str, Any], attempts: int, message: str
 ) -> None:
-    """Two attempts, or one without the rows in hand after `deaths_at_same_rows` of them where these could be to blame."""
+    """Two attempts end the run. If the rows may be to blame, one more without them follows `deaths_at_same_rows` deaths."""
     run = f"bug-{bug}-{settings.get('at', 0)}-{settings.get('every_steps', 0)}"
     spec = campaign.spec(run, "train_raising.py", **{"world_size": 1, "every_steps": 50, "bug": bug, **settings})
     launch = campaign.launch(spec)
     assert launch.wait() == SCRIPT_FAILED, launch.events
     (error,) = launch.of("error")
     assert error["kind"] == "ScriptFailed"
-    assert said in error["message"]
+    assert message in error["message"]
     assert "train_raising.py" in error["message"]
     assert "rank-0000" in error["message"]
     assert len(launch.of("attempt")) == attempts
     assert not campaign.rows(run, QuarantinedCheckpointRow)
     (gave_up,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.outcome == "gave up"]
-    assert said in gave_up.cause
+    assert message in gave_up.cause
 
 
 @pytest.mark.soak
-def test_innocent_rows_are_trained_once_mended(arena: Arena) -> None:
-    """The rows that a broken script had in hand are in no quarantine: the mended script trains all of them."""
+def test_repaired_script_trains_all_rows(arena: Arena) -> None:
+    """The rows that a broken script had in hand are not quarantined. The repaired script trains all of them."""
     arena.table(appends=(300,))
     spec = arena.spec("r", "train_raising.py", world_size=1, passes=1, every_steps=2, bug="step", at=5)
     assert arena.launch(spec).wait() == SCRIPT_FAILED
@@ -71,7 +71,7 @@ def test_innocent_rows_are_trained_once_mended(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_raising_row_is_quarantined(arena: Arena) -> None:
-    """A row for which the script raises is left out after three attempts, and the run goes to its end without it."""
+    """A row for which the script raises is left out after three attempts, and the run ends without it."""
     arena.table(appends=(300,))
     spec = arena.spec("r", "train_raising.py", world_size=1, passes=1, every_steps=2, bug="row", row=0)
     batches = arena.train(spec.model_copy(update={"run": "before"}))
@@ -87,7 +87,7 @@ def test_raising_row_is_quarantined(arena: Arena) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("bug", "attempts"), [("os_exit", 4), ("network", 3)])
 def test_unexplained_deaths_end_without_progress(campaign: Arena, bug: str, attempts: int) -> None:
-    """A bare exit status is tried with other rows first; an exception that may pass is no bug, and blames no rows."""
+    """A bare exit status leads to an attempt with other rows. A transient exception is no bug, and blames no rows."""
     run = f"unexplained-{bug}"
     settings: dict[str, Any] = {"world_size": 2, "every_steps": 50, "bug": bug, "at": 3}
     launch = campaign.launch(campaign.spec(run, "train_raising.py", **settings))
@@ -99,7 +99,7 @@ def test_unexplained_deaths_end_without_progress(campaign: Arena, bug: str, atte
 
 
 @pytest.mark.soak
-def test_last_words_of_failure_name_script(campaign: Arena) -> None:
+def test_failure_event_names_script(campaign: Arena) -> None:
     """The failure event has the rank, the line of the script and the user's frames, without those of DLAC."""
     settings: dict[str, Any] = {"world_size": 2, "every_steps": 50, "bug": "rank_1", "at": 2}
     launch = campaign.launch(campaign.spec("names-script", "train_raising.py", **settings, attempts_without_progress=1))

@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm on this host: a controller and three nodes, which are lost, preempted and restarted."""
+"""Runs as jobs of a real local Slurm: a controller and three nodes, which are lost, preempted and restarted."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ RANK = re.compile(r"dlac r1 rank 0/")
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """A Slurm with three idle nodes; jobs are submitted from the test's folder."""
+    """A Slurm with three idle nodes. Jobs are submitted from the test's folder."""
     monkeypatch.chdir(tmp_path)
     with slurm_cluster(tmp_path / "slurm", monkeypatch) as running:
         yield running
 
 
 def request_for(arena: Arena, *, nodes: str, on_node: str = "", **changes: Any) -> Request:
-    """Return a request for a job with a rank on each node; `on_node` is one that the user requires."""
+    """Return a request for a job with a rank on each node. The user requires the node `on_node`, if it is given."""
     spec = arena.spec("r1", on="slurm", nodes=nodes, nproc_per_node=1, passes=1, **changes)
     options = {"nodelist": on_node} if on_node else {}
     cluster = {"python": sys.executable, "cpu": 2, "port": own_port(), "options": options}
     return Request(spec=parse_spec(spec.model_dump() | {"cluster": cluster}, origin="the test"), repin=True)
 
 
-class Following:
+class FollowedJob:
     """`dlac train` on a thread: a job, its events, and its outcome."""
 
     def __init__(self, arena: Arena, *, nodes: str, prefers_s: float = PREFERS_S, **changes: Any) -> None:
@@ -75,7 +75,7 @@ class Following:
         return [event for event in self.events if event["event"] == kind]
 
     def wait_for(self, kind: str, count: int = 1) -> dict[str, Any]:
-        """Wait until so many events of a kind have come; return the last of them."""
+        """Wait for `count` events of a kind, and return the last one."""
         wait_until(lambda: len(self.of(kind)) >= count or bool(self._ended), what=f"{kind} event", within_s=120)
         assert len(self.of(kind)) >= count, f"{self._ended} {self.events[-5:]} {logs()}"
         return self.of(kind)[count - 1]
@@ -90,12 +90,12 @@ class Following:
 
     @property
     def states(self) -> list[str]:
-        """The states of the job, one after the other."""
+        """The successive states of the job."""
         return [event["state"] for event in self.of("job")]
 
 
 def logs() -> str:
-    """Return the end of what the nodes of all jobs wrote to standard error."""
+    """Return the end of the standard error of all jobs' nodes."""
     return "\n".join(path.read_text()[-3000:] for path in Path().glob("slurm-*.err"))
 
 
@@ -105,14 +105,14 @@ def rows_of(steps: Steps) -> list[int]:
 
 
 def check_exact(arena: Arena, rows: int = 2000) -> None:
-    """Each row of the table was consumed once, as the script and the ledger both have it."""
+    """Check that each row of the table was consumed once, by the script's journal and by the ledger."""
     assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(rows))
 
 
 def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
-    """A job of 2 to 3 nodes gets three of three, and trains each row once."""
+    """A job of 2 to 3 nodes gets all three, and trains each row once."""
     arena.table(appends=(240,))
-    following = Following(arena, nodes="2:3", batch_size=24, every_steps=5)
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, every_steps=5)
     outcome = following.outcome()
     assert (outcome.ending, outcome.step) == ("finished", 10)
     assert {row.world_size for row in arena.lineage("r1")} == {3}
@@ -144,31 +144,31 @@ def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sl
 def test_fixed_nodes_train_exactly(arena: Arena, slurm: SlurmCluster) -> None:
     """A job of 2 nodes gets two of three."""
     arena.table()
-    assert Following(arena, nodes="2").outcome().ending == "finished"
+    assert FollowedJob(arena, nodes="2").outcome().ending == "finished"
     assert {row.world_size for row in arena.lineage("r1")} == {2}
     check_exact(arena)
 
 
 @pytest.mark.soak
 def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> None:
-    """`dlac train` cancels its job, whose nodes checkpoint; the next job trains the rest."""
+    """`dlac train` cancels its job, whose nodes checkpoint. The next job trains the rest."""
     arena.table()
-    stopped = Following(arena, nodes="2", **SLOW)
+    stopped = FollowedJob(arena, nodes="2", **SLOW)
     stopped.wait_for("checkpoint")
     stopped.job.stop()
     assert stopped.outcome().ending == "stopped"
     done = arena.lineage("r1")[-1].step
     assert "JobState=CANCELLED" in slurm.job(stopped.number)
-    assert Following(arena, nodes="2").outcome().ending == "finished"
+    assert FollowedJob(arena, nodes="2").outcome().ending == "finished"
     assert done < arena.lineage("r1")[-1].step
     check_exact(arena)
 
 
 @pytest.mark.soak
 def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
-    """The nodes relaunch the attempt; Slurm sees the same job."""
+    """The nodes relaunch the attempt in the same job."""
     arena.table()
-    following = Following(arena, nodes="2", **SLOW)
+    following = FollowedJob(arena, nodes="2", **SLOW)
     following.wait_for("checkpoint")
     rank = next(one for one in psutil.process_iter(["name", "cmdline"]) if RANK.match(" ".join(one.info["cmdline"])))
     rank.kill()
@@ -180,9 +180,9 @@ def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
 
 @pytest.mark.soak
 def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
-    """A node that is not the first is lost: the two others train the rest, in the same start of the job."""
+    """A node other than the first is lost. The two others train the rest, in the same start of the job."""
     arena.table()
-    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, **SLOW)
     following.wait_for("checkpoint")
     slurm.lose("n3")
     assert following.outcome().ending == "finished"
@@ -193,9 +193,9 @@ def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
 
 @pytest.mark.soak
 def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
-    """The batch script is lost with the first node: the job is queued again, and trains the rest on the two others."""
-    arena.table()  # training outlasts the time that the controller takes to miss a node
-    following = Following(arena, nodes="2:3", batch_size=24, slow_rank=0, slow_s=1.0)
+    """The batch script is lost with the first node. The job is requeued, and the two other nodes train the rest."""
+    arena.table()  # training must outlast the controller's timeout of a node
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, slow_rank=0, slow_s=1.0)
     following.wait_for("checkpoint")
     slurm.lose("n1")
     assert following.outcome().ending == "finished"
@@ -207,7 +207,7 @@ def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
 
 @pytest.mark.soak
 def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
-    """The first node is lost, and no `dlac train` follows: the last node that ends also ends the job."""
+    """The first node is lost, and no `dlac train` follows the job. The last node that ends also ends the job."""
     arena.table()
     slurm_client = Slurm()
     job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW), near=[])
@@ -219,9 +219,9 @@ def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
 
 @pytest.mark.soak
 def test_preempted_job_is_requeued(arena: Arena, slurm: SlurmCluster) -> None:
-    """A job of a higher partition takes the nodes: the run leaves after a checkpoint, is queued again, and trains the rest."""
+    """A job of a higher partition takes the nodes. The run exits after a checkpoint, is requeued, and trains the rest."""
     arena.table()
-    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, **SLOW)
     following.wait_for("checkpoint")
     slurm.ask("sbatch", "--partition=high", "--nodes=3", "--cpus-per-task=2", "--ntasks=3", "--wrap=sleep 5")
     assert following.outcome().ending == "finished"
@@ -235,9 +235,9 @@ def test_preempted_job_is_requeued(arena: Arena, slurm: SlurmCluster) -> None:
 
 @pytest.mark.soak
 def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> None:
-    """A controller that is away has not ended the job; it is followed again once it answers."""
+    """An unavailable controller has not ended the job. The job is followed again once the controller answers."""
     arena.table()
-    following = Following(arena, nodes="2", **SLOW)
+    following = FollowedJob(arena, nodes="2", **SLOW)
     following.wait_for("checkpoint")
     slurm.stop("slurmctld")
     following.wait_for("warning")
@@ -249,9 +249,9 @@ def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> N
 
 
 def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
-    """Train on one node until a checkpoint is committed, and stop; returns the folders of the run's checkpoints."""
+    """Train on one node until a checkpoint is committed, and stop. Return the folders of the run's checkpoints."""
     places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
-    stopped = Following(arena, nodes="1", on_node=node, **places, **SLOW)
+    stopped = FollowedJob(arena, nodes="1", on_node=node, **places, **SLOW)
     stopped.wait_for("checkpoint")
     stopped.job.stop()
     assert stopped.outcome().ending == "stopped"
@@ -260,10 +260,10 @@ def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
 
 @pytest.mark.soak
 def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster) -> None:
-    """A run resumes on the node that holds its newest checkpoint, though Slurm would have taken another."""
+    """A run resumes on the node with its newest checkpoint, although Slurm would have chosen another node."""
     arena.table()
     places = leave_copy_on("n3", arena)
-    resumed = Following(arena, nodes="1", **places)
+    resumed = FollowedJob(arena, nodes="1", **places)
     assert resumed.outcome().ending == "finished"
     assert re.search(r" ReqNodeList=n3 .* NodeList=n3 ", slurm.job(resumed.number))
     check_exact(arena)
@@ -271,10 +271,10 @@ def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster) -> None:
 
 @pytest.mark.soak
 def test_lost_holder_is_not_awaited(arena: Arena, slurm: SlurmCluster) -> None:
-    """The node that holds the checkpoint is lost while the job runs: the job is queued again, and soon gets another node."""
+    """The node with the checkpoint is lost during the job. The job is requeued, and gets another node after a short time."""
     arena.table()
     places = leave_copy_on("n3", arena)
-    resumed = Following(arena, nodes="1", prefers_s=2.0, **places, **SLOW)
+    resumed = FollowedJob(arena, nodes="1", prefers_s=2.0, **places, **SLOW)
     resumed.wait_for("checkpoint")
     slurm.lose("n3")
     assert resumed.outcome().ending == "finished"
@@ -284,11 +284,11 @@ def test_lost_holder_is_not_awaited(arena: Arena, slurm: SlurmCluster) -> None:
 
 @pytest.mark.soak
 def test_down_holder_is_not_required(arena: Arena, slurm: SlurmCluster) -> None:
-    """A node that is not idle when the job is submitted is not required at all."""
+    """A node that is not idle at the submission is not required."""
     arena.table()
     places = leave_copy_on("n3", arena)
     slurm.ask("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
-    resumed = Following(arena, nodes="1", **places)
+    resumed = FollowedJob(arena, nodes="1", **places)
     assert resumed.outcome().ending == "finished"
     assert re.search(r" ReqNodeList=\(null\) .* NodeList=n[12] ", slurm.job(resumed.number))
     check_exact(arena)

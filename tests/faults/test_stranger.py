@@ -1,6 +1,6 @@
 """A stranger in another network namespace tries to join, read, stop and poison a run, and fails.
 
-The nodes and the stranger are hosts of a test's own (`tests/hosts.py`). The lakehouse is in a folder that the nodes share.
+The nodes and the stranger have their own network (`tests/network_namespaces.py`). They share the lakehouse's folder.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from tests.conftest import PROGRAMS, wait_until
-from tests.crews import SECRET, check_exact, job
-from tests.hosts import Host, host, switched
+from tests.launched_nodes import SECRET, check_exact, job
+from tests.network_namespaces import NetworkNode, network_node, open_switch
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
 
 PORT = 29400
-"""Free on every host of a test."""
+"""A port that is free on every node of a test."""
 LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
 
 @dataclass
 class Lan:
-    """A switch, and the hosts on it."""
+    """A switch, and the nodes on it."""
 
     arena: Arena
     stack: ExitStack
 
-    def host(self, name: str) -> Host:
-        """Return another host."""
-        return self.stack.enter_context(host(name))
+    def add_node(self, name: str) -> NetworkNode:
+        """Return a new node."""
+        return self.stack.enter_context(network_node(name))
 
 
 @pytest.fixture
 def lan(arena: Arena) -> Iterator[Lan]:
-    """A switch, and a lakehouse with a table in a folder that all hosts see."""
+    """A switch, and a lakehouse with a table in a folder that all nodes share."""
     arena.table()
     with ExitStack() as stack:
-        stack.enter_context(switched())
+        stack.enter_context(open_switch())
         stack.callback(arena.close)
         yield Lan(arena, stack)
 
 
 class Stranger:
-    """`tests/programs/stranger.py` on a host."""
+    """`tests/programs/stranger.py` on a node."""
 
-    def __init__(self, on: Host, rendezvous: str, prefix: str, folder: Path) -> None:
+    def __init__(self, on: NetworkNode, rendezvous: str, prefix: str, folder: Path) -> None:
         folder.mkdir()
         self._folder = folder
         self.strike = folder / "struck"
@@ -76,7 +76,7 @@ class Stranger:
             self.process = subprocess.Popen([*on.command, *program, *arguments], stdout=log, stderr=log)
 
     def report(self) -> dict[str, Any]:
-        """Have it end, and return what it did and read."""
+        """End it, and return its actions and the messages that it read."""
         (self._folder / "enough").touch()
         assert self.process.wait(60) == 0, (self._folder / "log").read_text()[-3000:]
         found: dict[str, Any] = json.loads((self._folder / "report.json").read_text())
@@ -88,21 +88,21 @@ class Stranger:
         self.process.wait()
 
 
-def with_key(on: Host, key: str) -> list[str]:
-    """Return a command that runs a program on a host with a key of its own; empty: without one."""
+def with_key(on: NetworkNode, key: str) -> list[str]:
+    """Return a command that runs a program on a node with another key, or without one if it is empty."""
     change = [f"{KEY_VARIABLE}={key}"] if key else ["-u", KEY_VARIABLE]
     return [*on.command, "env", *change]
 
 
-def opened(raw: str) -> tuple[str, Any]:
-    """Return a message that a node sealed, and the name under which it did."""
+def open_message(raw: str) -> tuple[str, Any]:
+    """Open a sealed message. Return its name and its content."""
     cipher = Fernet(base64.urlsafe_b64encode(hashlib.sha256(SECRET.encode()).digest()))
     key, message = json.loads(cipher.decrypt(raw))
     return key, message
 
 
-def listening(on: Host) -> set[tuple[str, int]]:
-    """Return the addresses, as the kernel writes them, and the ports at which processes of a host listen."""
+def listening(on: NetworkNode) -> set[tuple[str, int]]:
+    """Return the addresses, as the kernel writes them, and ports at which processes of a node listen."""
     command = ["ip", "netns", "exec", on.name, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     fields = [line.split() for line in lines if ":" in line.split()[0] and line.split()[3] == LISTENS]
@@ -110,15 +110,15 @@ def listening(on: Host) -> set[tuple[str, int]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address as the kernel writes it, in words of little-endian order, is one of loopback."""
+    """Return whether an address in the kernel's form, in little-endian words, is a loopback address."""
     raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
     family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
     text = socket.inet_ntop(family, raw).removeprefix("::ffff:")
     return text.startswith("127.") or text == "::1"
 
 
-def reached(of: Host, ports: list[int], *, by: Host) -> list[int]:
-    """Return the ports of a host that take a connection of another one."""
+def reached_ports(of: NetworkNode, ports: list[int], *, by: NetworkNode) -> list[int]:
+    """Return the ports of a node that accept a connection from another node."""
     program = (
         "import socket, sys\n"
         "for port in sys.argv[2:]:\n"
@@ -131,26 +131,26 @@ def reached(of: Host, ports: list[int], *, by: Host) -> list[int]:
     return [int(port) for port in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 
-def watch_sockets(on: Host, launch: Launch, *, by: Host) -> tuple[set[tuple[str, int]], list[int]]:
-    """Return all listening sockets of a host until a launch ends, and those of its ports that another host reached."""
+def watch_sockets(on: NetworkNode, launch: Launch, *, by: NetworkNode) -> tuple[set[tuple[str, int]], list[int]]:
+    """Return a node's listening sockets until a launch ends, and those of its ports that another node reached."""
     found: set[tuple[str, int]] = set()
     open_to: list[int] = []
     while launch.process.poll() is None:
         new = listening(on) - found
         found |= new
         if new:
-            open_to += reached(on, [port for _, port in new], by=by)
+            open_to += reached_ports(on, [port for _, port in new], by=by)
         time.sleep(0.05)
     return found, open_to
 
 
 @pytest.mark.soak
 def test_stranger_learns_and_changes_nothing(lan: Lan, tmp_path: Path) -> None:
-    """Two nodes train exactly, whatever a stranger without the key does to their store each second; it was there before, too.
+    """Two nodes train exactly, although a stranger without the key attacks their store each second from the beginning.
 
-    The nodes are stopped once, and meet again at an empty store. There the stranger writes what it saw at the first one.
+    The nodes are stopped once, and meet again at an empty store. There the stranger replays messages of the first store.
     """
-    node, other, elsewhere = (lan.host(f"dlac-{name}") for name in ("a", "b", "x"))
+    node, other, elsewhere = (lan.add_node(f"dlac-{name}") for name in ("a", "b", "x"))
     times = {"node_timeout_s": 20, "gather_timeout_s": 300}
     spec = job(lan.arena, "watched", nodes="2", rendezvous=f"{node.address}:{PORT}", **times)
     prefix = f"dlac/{spec.run}@{Ledger(lan.arena.lakehouse).table_uuid}"
@@ -158,7 +158,7 @@ def test_stranger_learns_and_changes_nothing(lan: Lan, tmp_path: Path) -> None:
     lan.stack.callback(stranger.close)
     launches = [lan.arena.launch(spec, under=each.command) for each in (node, other)]
     wait_until(lambda: bool(lan.arena.rows(spec.run, CheckpointRow)), what="a checkpoint")
-    assert reached(node, [PORT], by=elsewhere) == [PORT]
+    assert reached_ports(node, [PORT], by=elsewhere) == [PORT]
     os.kill(launches[0].process.pid, signal.SIGTERM)
     _check_ended(launches, "stopped")
     _check_ended([lan.arena.launch(spec, under=each.command) for each in (node, other)], "finished")
@@ -173,16 +173,16 @@ def test_stranger_learns_and_changes_nothing(lan: Lan, tmp_path: Path) -> None:
 
 
 def _check_ended(launches: list[Launch], ending: str) -> None:
-    """Check that all launches end so, and none failed meanwhile."""
+    """Check that all launches have this ending, and that none failed."""
     assert [launch.wait() for launch in launches] == [0, 0], [launch.stderr[-3000:] for launch in launches]
     assert [launch.of("ended")[0]["ending"] for launch in launches] == [ending] * 2
     assert [launch.of("failure") for launch in launches] == [[], []]
 
 
 def _check_unreadable(read: dict[str, list[str]], prefix: str, *, secrets: list[str]) -> None:
-    """Check that a stranger read where the run resumes and who trains, and could not make sense of it."""
+    """Check that the stranger read the resume point and the members only in sealed form."""
     values = [raw for key, found in read.items() for raw in found if key.startswith(prefix)]
-    messages = [opened(raw) for raw in values]
+    messages = [open_message(raw) for raw in values]
     assert {message["attempt"] for key, message in messages if "/resume/" in key} == {1, 2}
     known = json.dumps(messages)
     assert [secret for secret in secrets if secret not in known] == []
@@ -194,8 +194,8 @@ def _check_unreadable(read: dict[str, list[str]], prefix: str, *, secrets: list[
 @pytest.mark.soak
 @pytest.mark.parametrize("key", ["", "not the key of these nodes"])
 def test_stranger_does_not_join(lan: Lan, key: str) -> None:
-    """A node without the key is told what it lacks; two nodes that have it train on in one attempt."""
-    node, other, elsewhere = (lan.host(f"dlac-{name}") for name in ("a", "b", "x"))
+    """A node without the key reports the missing key. Two nodes with it train in one attempt."""
+    node, other, elsewhere = (lan.add_node(f"dlac-{name}") for name in ("a", "b", "x"))
     spec = job(lan.arena, "joined", nodes="2:3", rendezvous=f"{node.address}:{PORT}", batch_size=24)
     launches = [lan.arena.launch(spec, under=each.command) for each in (node, other)]
     wait_until(lambda: bool(lan.arena.rows(spec.run, CheckpointRow)), what="a checkpoint")
@@ -210,9 +210,9 @@ def test_stranger_does_not_join(lan: Lan, key: str) -> None:
 
 
 @pytest.mark.soak
-def test_lone_node_is_unreachable(lan: Lan) -> None:
-    """A run of one node, of two ranks, listens on loopback only, from its start to its end."""
-    node, elsewhere = lan.host("dlac-a"), lan.host("dlac-x")
+def test_single_node_is_unreachable(lan: Lan) -> None:
+    """A run of one node and two ranks listens on loopback only, from its start to its end."""
+    node, elsewhere = lan.add_node("dlac-a"), lan.add_node("dlac-x")
     spec = lan.arena.spec("lone", passes=1)
     launch = lan.arena.launch(spec, under=node.command)
     found, open_to = watch_sockets(node, launch, by=elsewhere)

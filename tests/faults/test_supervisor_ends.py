@@ -21,16 +21,16 @@ STEPS = 40
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
-    """Wait until all processes have ended; 30 seconds is the promise."""
+    """Wait until all processes have ended. The guarantee is 30 seconds."""
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def finish_and_compare(campaign: Arena, run: str) -> Launch:
-    """Launch the run again; it resumes, finishes, and equals the undisturbed run."""
+    """Launch the run again. Check that it resumes, finishes, and equals the undisturbed run."""
     again = campaign.launch(campaign.spec(run, steps=STEPS))
     assert again.wait() == 0, again.stderr
-    shares = [told["bytes"] / told["of"] for told in again.of("verifying")]
+    shares = [event["bytes"] / event["of"] for event in again.of("verifying")]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
     reference = campaign.journal("reference")
@@ -40,8 +40,8 @@ def finish_and_compare(campaign: Arena, run: str) -> Launch:
 
 
 @pytest.mark.soak
-def test_a_killed_supervisor_takes_its_ranks_along(campaign: Arena) -> None:
-    """After SIGKILL of the supervisor no rank is left, and the next launch resumes from the last checkpoint."""
+def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
+    """No rank remains after SIGKILL of the supervisor, and the next launch resumes from the last checkpoint."""
     run = "supervisor-killed"
     launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05))
     launch.wait_for("checkpoint", 2)
@@ -62,7 +62,7 @@ def test_a_killed_supervisor_takes_its_ranks_along(campaign: Arena) -> None:
     [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGUSR1, signal.SIGHUP))],
 )
 def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals) -> None:
-    """On a signal that ends a launch the run checkpoints where it is, and the next launch goes on there, repeating nothing."""
+    """After a signal that ends a launch the run saves a checkpoint. The next launch resumes there and repeats nothing."""
     run = f"stopped-by-{number.name}"
     launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05))
     launch.wait_for("checkpoint")
@@ -78,7 +78,7 @@ def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals)
 
 @pytest.mark.soak
 def test_stop_does_not_wait_for_starting_ranks(campaign: Arena, tmp_path: Path) -> None:
-    """Its fork server imports a library that takes an hour: told to stop, the launch ends all the same."""
+    """Its fork server imports a library for an hour. A stop ends the launch nevertheless."""
     (tmp_path / "slow.py").touch()
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(3600)\n")
     spec = campaign.spec("stopped-early", preload=["slow_library"])
@@ -91,8 +91,8 @@ def test_stop_does_not_wait_for_starting_ranks(campaign: Arena, tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_the_death_of_the_orchestrator_is_a_stop(campaign: Arena) -> None:
-    """When its standard input ends, the run checkpoints and leaves; also if it takes a checkpoint at every step."""
+def test_death_of_orchestrator_is_stop(campaign: Arena) -> None:
+    """When its standard input ends, the run exits after a checkpoint, even with a checkpoint at every step."""
     run = "orphaned"
     launch = campaign.launch(campaign.spec(run, pause_s=0.05, every_steps=1))
     launch.wait_for("checkpoint", 2)
@@ -105,8 +105,8 @@ def test_the_death_of_the_orchestrator_is_a_stop(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_a_stop_while_starting_is_an_orderly_end(campaign: Arena) -> None:
-    """Asked to stop before a rank can listen, the launch ends as stopped; there is nothing to lose."""
+def test_stop_during_start_is_orderly(campaign: Arena) -> None:
+    """A stop before a rank can receive it ends the launch as stopped. No step is lost."""
     run = "stopped-while-starting"
     launch = campaign.launch(campaign.spec(run))
     launch.wait_for("attempt")

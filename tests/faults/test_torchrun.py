@@ -1,4 +1,4 @@
-"""An unmodified torchrun on several nodes, with DLAC's rounds as its rendezvous: nodes are lost and come, and no row is."""
+"""An unmodified torchrun on several nodes, with DLAC's rounds as its rendezvous. Nodes are lost and join, and no row is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.conftest import PROGRAMS, wait_until
-from tests.crews import check_exact, job, wait_for_checkpoint
+from tests.launched_nodes import check_exact, job, wait_for_checkpoint
 from tests.ports import own_port
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ StartAgent = Callable[["JobSpec"], subprocess.Popen[bytes]]
 
 @pytest.fixture
 def start_agent(campaign: Arena) -> Iterator[StartAgent]:
-    """A function that starts torchrun as one node of a job, with a rank."""
+    """Yield a function that starts torchrun as one node of a job, with a rank."""
     agents: list[subprocess.Popen[bytes]] = []
 
-    def started(spec: JobSpec) -> subprocess.Popen[bytes]:
+    def start(spec: JobSpec) -> subprocess.Popen[bytes]:
         file = campaign.home / f"{spec.run}.yaml"
         file.write_text(yaml.safe_dump(spec.model_copy(update={"launch": _alone(spec)}).model_dump(mode="json")))
         environment = {**os.environ, "JOB_SPEC": str(file), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
@@ -45,13 +45,13 @@ def start_agent(campaign: Arena) -> Iterator[StartAgent]:
             agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
         return agents[-1]
 
-    yield started
+    yield start
     for agent in agents:
         kill(agent)
 
 
 def _alone(spec: JobSpec) -> object:
-    """Return the launch settings of a script that torchrun starts: it has no nodes of its own."""
+    """Return the launch settings of a script under torchrun, without nodes of its own."""
     return spec.launch.model_copy(update={"nodes": "", "rendezvous": ""})
 
 
@@ -74,7 +74,7 @@ def log_of(campaign: Arena, run: str) -> str:
 
 
 def test_torchrun_survives_lost_node(campaign: Arena, start_agent: StartAgent) -> None:
-    """SIGKILL of the node that does not serve the rendezvous: the other one resumes by itself."""
+    """SIGKILL of the node that does not serve the rendezvous: the other one resumes alone."""
     spec = torchrun_job(campaign, "torchrun-lost")
     stays = start_agent(spec)
     lost = start_agent(spec)
@@ -86,7 +86,7 @@ def test_torchrun_survives_lost_node(campaign: Arena, start_agent: StartAgent) -
 
 @pytest.mark.soak
 def test_torchrun_admits_newcomer(campaign: Arena, start_agent: StartAgent) -> None:
-    """A node that comes later trains with the first one after an emergency checkpoint; nothing is done again."""
+    """A new node trains with the first one after an emergency checkpoint. No step is repeated."""
     spec = torchrun_job(campaign, "torchrun-grows")
     agents = [start_agent(spec)]
     wait_until(lambda: bool(campaign.rows(spec.run, CheckpointRow)), what="a checkpoint of one rank")

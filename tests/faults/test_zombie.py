@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def freeze(launch: Launch) -> list[psutil.Process]:
-    """SIGSTOP an attempt whole; returns its ranks."""
+    """Suspend a whole attempt with SIGSTOP, and return its ranks."""
     ranks = launch.ranks()
     assert len(ranks) == 2
     launch.signal_all(signal.SIGSTOP)
@@ -21,7 +21,7 @@ def freeze(launch: Launch) -> list[psutil.Process]:
 
 
 def check_refused(zombie: Launch, ranks: list[psutil.Process]) -> None:
-    """The awakened attempt ended of `Fenced`, and none of its processes is left."""
+    """Check that the resumed attempt ended with `Fenced`, and that none of its processes is left."""
     assert zombie.wait() == 80, zombie.events[-3:]
     assert zombie.of("error")[0]["kind"] == "Fenced"
     _, alive = psutil.wait_procs(ranks, timeout=30)
@@ -29,13 +29,13 @@ def check_refused(zombie: Launch, ranks: list[psutil.Process]) -> None:
 
 
 def rows_of_attempt(campaign: Arena, run: str, attempt: int) -> list[LedgerRow]:
-    """The ledger rows that an attempt wrote."""
+    """Return the ledger rows that an attempt wrote."""
     return [row for row in campaign.rows(run) if row.attempt == attempt]
 
 
 @pytest.mark.soak
-def test_a_frozen_attempt_awakens_during_a_takeover(campaign: Arena) -> None:
-    """A second launch is refused unless it takes over; the old attempt, awakened, is fenced and leaves the ledger alone."""
+def test_frozen_attempt_is_fenced_by_takeover(campaign: Arena) -> None:
+    """A second launch is refused unless it takes over. The old attempt, resumed, is fenced and changes no ledger row."""
     run = "zombie-mid-step"
     spec = campaign.spec(run, pause_s=0.03)
     old = campaign.launch(spec)
@@ -61,7 +61,7 @@ def test_a_frozen_attempt_awakens_during_a_takeover(campaign: Arena) -> None:
 
 
 def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
-    """It has checked that the run is its own; the run is then taken over and finished; its commit is still refused."""
+    """It has verified that it owns the run. The run is then taken over and finished, and its commit is still refused."""
     run = "zombie-in-commit"
     spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "stop-before-commit@20"}, passes=1)
     old = campaign.launch(spec)
@@ -87,9 +87,9 @@ def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_frozen_launch_resumes_during_recovery(campaign: Arena) -> None:
-    """It finds its ranks dead and claims the run once more, for a Dagster run that has ended: the recovery replaces that, too."""
+    """It finds its ranks dead and claims the run for an ended Dagster run. The recovery replaces that claim too."""
     run = "zombie-recovers"
-    spec = campaign.spec(run, pause_s=0.3)  # so that it cannot end before the recovery has waited long enough
+    spec = campaign.spec(run, pause_s=0.3)  # so that it outlasts the wait of the recovery
     old = campaign.launch(spec, launched_by="dead", fence_look_s=0.5)
     old.wait_for("checkpoint")
     ranks = freeze(old)

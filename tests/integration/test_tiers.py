@@ -193,7 +193,7 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
         params |= {"machines": str(machines), "journal": str(arena.home / "journal")}
         path.write_text(yaml.safe_dump(raw | {"params": params}))
         command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-        program = str(arena.program("train_on_machines.py"))
+        program = str(arena.program("train_on_nodes.py"))
         done = subprocess.run([*command, program, str(path)], check=False, capture_output=True, text=True, timeout=120)
         return "" if done.returncode == 0 else done.stderr
 
@@ -215,7 +215,7 @@ def test_every_node_makes_run_folder(arena: Arena, spec: JobSpec) -> None:
     params = {"machines": str(machines), "journal": str(arena.home / "journal")}
     path.write_text(yaml.safe_dump(spec.model_dump() | {"params": params}))
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    program = str(arena.program("train_on_machines.py"))
+    program = str(arena.program("train_on_nodes.py"))
     done = subprocess.run([*command, program, str(path)], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert steps(arena.home / "far") == [5, 10, 15]

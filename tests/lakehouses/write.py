@@ -1,7 +1,7 @@
 """Write a small lakehouse with runs of every kind, as an archive: `python -m tests.lakehouses.write ARCHIVE`.
 
-tests/contract/test_older_lakehouse.py opens archives of earlier formats with the code of today. Write a new archive before
-what is stored changes, and keep the others.
+tests/contract/test_older_lakehouse.py opens archives of earlier formats with the current code. Write a new archive before
+a stored format changes, and keep the others.
 
 The runs: `launched` (two real ranks, one killed, stopped, rewound with an exclusion, named, exported, verified), `forked`
 from it, `mixed`, `packed`, `transformed` (one rank each, killed in the middle), `followed` (caught up with its table).
@@ -28,7 +28,7 @@ from tests.integration.test_cli import dlac
 
 _ORDER = {"batch_size": 16, "key_groups": 4, "seed": 5}
 _LAST_STEP = 33
-"""Of `packed` and `mixed`, in whose middle they were killed."""
+"""Step of `packed` and `mixed` at which they were killed."""
 
 
 def launched_spec(arena: Arena) -> JobSpec:

@@ -1,4 +1,4 @@
-"""Whole runs and datasets on a fake accelerator, in processes of their own."""
+"""Whole runs and datasets on a fake accelerator, in their own processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import PROGRAMS, Arena
 
 
 def use(arena: Arena, what: str, spec: JobSpec) -> subprocess.CompletedProcess[str]:
-    """Train or read as a spec says."""
+    """Train or read by a spec."""
     path = arena.home / f"{spec.run}.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump()))
     command = [sys.executable, str(PROGRAMS / "train_on_fake_device.py"), what, str(path)]
@@ -27,17 +27,17 @@ def use(arena: Arena, what: str, spec: JobSpec) -> subprocess.CompletedProcess[s
 
 
 def spec_of(arena: Arena, run: str, **changes: Any) -> JobSpec:
-    """One rank, a checkpoint every 5 steps."""
+    """Return the spec of one rank, with a checkpoint every 5 steps."""
     return arena.spec(run, world_size=1, passes=1, every_steps=5, **changes)
 
 
 def test_device_run_is_identical(arena: Arena) -> None:
-    """Its rows and recorded losses are those of a run on the host, and no step waits for its loss."""
+    """Rows and recorded losses are those of a run on the CPU, and no step waits for its loss."""
     arena.table(appends=(600,))
     expected = arena.train(spec_of(arena, "host"))
-    said = use(arena, "train", spec_of(arena, "device"))
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout.splitlines()[-1])
+    result = use(arena, "train", spec_of(arena, "device"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
     assert {int(step): rows for step, rows in found["seen"].items()} == expected
     assert not any(found["waited"])
     losses = [[loss for row in arena.lineage(run) for loss in row.losses] for run in ("host", "device")]
@@ -47,23 +47,23 @@ def test_device_run_is_identical(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_next_attempt_waits_for_losses(arena: Arena) -> None:
-    """Until its first checkpoint: what the device reports late would be blamed on the rows of a later step."""
+    """Each step waits for its loss until the first checkpoint. A late error would be blamed on the rows of a later step."""
     arena.table(appends=(600,))
     assert use(arena, "train", spec_of(arena, "device", dies_at=8)).returncode == 1
-    said = use(arena, "train", spec_of(arena, "device"))
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout.splitlines()[-1])
+    result = use(arena, "train", spec_of(arena, "device"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
     assert list(found["seen"]) == [str(step) for step in range(6, 20)]
     assert found["waited"] == [True] * 5 + [False] * 9
 
 
 @pytest.mark.soak
 def test_device_nan_stops_run(arena: Arena) -> None:
-    """The head is the checkpoint before the first such loss, which is found before the next one."""
+    """The head is the checkpoint before the first NaN, which is detected before the next checkpoint."""
     arena.table(appends=(600,))
-    said = use(arena, "train", spec_of(arena, "device", nan_from=9))
-    assert "LossNotFinite" in said.stderr
-    assert "at step 9" in said.stderr
+    result = use(arena, "train", spec_of(arena, "device", nan_from=9))
+    assert "LossNotFinite" in result.stderr
+    assert "at step 9" in result.stderr
     status = run_status(arena.lakehouse, "device")
     assert (status["step"], status["state"]) == (5, "open")
     assert LossNotFinite.__name__ in status["gave_up"]
@@ -71,9 +71,9 @@ def test_device_nan_stops_run(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_device_loader_is_identical(arena: Arena) -> None:
-    """Order and contents, with and without workers, of batches and of what a function makes of them."""
+    """Order and contents are the same, with and without workers, for batches and for the results of a function."""
     arena.table(appends=(600,))
-    said = use(arena, "read", spec_of(arena, "device"))
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout.splitlines()[-1])
+    result = use(arena, "read", spec_of(arena, "device"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
     assert found == {"same": dict.fromkeys(("workers 0", "workers 1", "inputs", "pinned"), True), "steps": 19}

@@ -1,4 +1,4 @@
-"""What is done for accelerators, on a fake one that a process of its own registers with PyTorch."""
+"""Work on accelerators, with a fake one that a separate process registers with PyTorch."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "use_fake_device.py"
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
-    """What the program found."""
-    said = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)
+def results() -> Any:
+    """The results of the program."""
+    result = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
-def test_batches_are_copied_beside(found: Any) -> None:
-    """The copies are on their own stream and not waited for by the host; the computation waits for them, and keeps them."""
+def test_batches_are_copied_on_own_stream(results: Any) -> None:
+    """The copies run on their own stream, and the host does not wait. The computation waits for them, and keeps their memory."""
     one = ["copied to fake on copies"] * 3 + ["default waits for copies"] + ["used on default"] * 3
-    assert found["batches"]["copied"] == one + one
-    assert found["batches"]["tokens"] == [[[1, 2, 3], [4, 5, 6]], [[2, 3, 4], [5, 6, 7]]]
+    assert results["batches"]["copied"] == one + one
+    assert results["batches"]["tokens"] == [[[1, 2, 3], [4, 5, 6]], [[2, 3, 4], [5, 6, 7]]]
 
 
-def test_pageable_memory_is_waited_for(found: Any) -> None:
-    """The reader uses such memory again: a copy that is under way would have other rows in it."""
-    assert found["batches"]["pageable"][:3] == ["waited for a copy to fake on copies"] * 3
+def test_pageable_memory_is_waited_for(results: Any) -> None:
+    """The reader reuses such memory, so an unfinished copy would have other rows in it."""
+    assert results["batches"]["pageable"][:3] == ["waited for a copy to fake on copies"] * 3
 
 
-def test_mean_waits_for_nothing(found: Any) -> None:
-    """`valid` is where the losses are; neither a `Batch` nor a dict copies it again."""
-    assert (found["batches"]["mean"], found["batches"]["computed"]) == (2.0, [])
-    assert found["batches"]["as_batch"] == 4.0
+def test_mean_needs_no_wait(results: Any) -> None:
+    """`valid` is on the device of the losses. Neither a `Batch` nor a dict copies it again."""
+    assert (results["batches"]["mean"], results["batches"]["computed"]) == (2.0, [])
+    assert results["batches"]["as_batch"] == 4.0
 
 
-def test_cursors_stay_on_host(found: Any) -> None:
-    """A state is made of them behind every batch."""
-    assert found["batches"]["devices"] == ["fake"]
-    assert found["batches"]["dict"] == ["fake", "fake", "cpu"]
+def test_cursors_stay_on_host(results: Any) -> None:
+    """Every batch needs them for the state."""
+    assert results["batches"]["devices"] == ["fake"]
+    assert results["batches"]["dict"] == ["fake", "fake", "cpu"]
 
 
-def test_loss_is_read_late(found: Any) -> None:
-    """After the first step no loss is read in its own step; a flush leaves none out."""
-    losses = found["losses"]
+def test_loss_is_read_late(results: Any) -> None:
+    """After the first step no loss is read in its own step. A flush reads all of them."""
+    losses = results["losses"]
     assert losses["beats"] == [[2, 1, [1.0]], [4, 2, [2.0]]]
     assert losses["flushed"] == [[6, [3.0, 4.0, 5.0, 6.0]]]
     waits = [step for step, log in enumerate(losses["read_at"], start=1) if "waited for an event" in log]
@@ -61,37 +61,37 @@ def test_loss_is_read_late(found: Any) -> None:
     assert not any("waited for a number" in log for log in losses["read_at"])
 
 
-def test_loss_can_be_waited_for(found: Any) -> None:
-    """An attempt after a failure has the error of a device in the step of its rows."""
-    waiting = found["waiting"]
+def test_loss_can_be_waited_for(results: Any) -> None:
+    """An attempt after a failure gets a device error in the step of its rows."""
+    waiting = results["waiting"]
     assert ["waited for a number" in log for log in waiting] == [True, True, False, False]
 
 
-def test_ranks_agree_on_late_losses(found: Any) -> None:
-    """A rank whose loss is a number, such as a stage of a pipeline, sends beats of the same steps as the others."""
-    assert found["mixed"] == [[None, None], [[1, [2.0]]] * 2, [None, None], [[2, [4.0]]] * 2]
+def test_ranks_agree_on_late_losses(results: Any) -> None:
+    """A rank whose loss is a number, such as a pipeline stage, sends messages for the same steps as the others."""
+    assert results["mixed"] == [[None, None], [[1, [2.0]]] * 2, [None, None], [[2, [4.0]]] * 2]
 
 
-def test_staged_shards_are_on_host(found: Any) -> None:
-    """The copy of a DTensor whose shard is on the device has its numbers, in host memory."""
-    copies = found["copies"]
+def test_staged_shards_are_on_host(results: Any) -> None:
+    """The copy of a DTensor whose shard is on the device has its values, in host memory."""
+    copies = results["copies"]
     assert (copies["sharded_on"], copies["whole_on"]) == ("cpu", "cpu")
     assert copies["staged_bytes"] == [
         32,
         32,
-    ]  # in memory that the next checkpoint uses again, once for DTensor and shard
+    ]  # reusable memory, once for DTensor and shard
     assert copies["numbers"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
 
 
-def test_device_generator_is_restored(found: Any) -> None:
-    """Whatever the accelerator's type; a checkpoint that has none of it leaves it alone."""
-    assert found["generators"]["found"] == found["generators"]["expected"]
-    assert found["generators"]["older_left_alone"]
+def test_device_generator_is_restored(results: Any) -> None:
+    """This holds for any accelerator type. A checkpoint without its state does not change the generator."""
+    assert results["generators"]["found"] == results["generators"]["expected"]
+    assert results["generators"]["older_left_alone"]
 
 
-def test_unknown_device_is_named(found: Any) -> None:
-    """The error lists what this machine has."""
-    assert found["unknown"].startswith("expected device to be one of ['cpu', 'fake:0'], found 'fake:3'")
+def test_unknown_device_is_named(results: Any) -> None:
+    """The error lists the devices of this node."""
+    assert results["unknown"].startswith("expected device to be one of ['cpu', 'fake:0'], found 'fake:3'")
     unknown: Any
     for unknown in ("cuda", "no such device", 1.5):
         with pytest.raises(SpecInvalid, match=r"one of \['cpu'\], found"):
@@ -99,7 +99,7 @@ def test_unknown_device_is_named(found: Any) -> None:
 
 
 def test_host_copies_nothing() -> None:
-    """Without an accelerator a batch stays what it is, also where page-locked memory is asked for."""
+    """Without an accelerator a batch is not copied, even if page-locked memory is requested."""
     batch = {"tokens": torch.ones(3)}
     assert DeviceCopies("cpu", pin_memory=True).copy(batch) is batch
     assert DeviceCopies(None, pin_memory=True).copy(batch) is batch
@@ -107,7 +107,7 @@ def test_host_copies_nothing() -> None:
 
 
 def test_host_loss_is_read_at_once() -> None:
-    """On the CPU the number is there, and a script may change its tensor."""
+    """On the CPU the loss is ready, and a script may change its tensor later."""
     loss = torch.tensor([1.5], requires_grad=True)
     reading = start_reading(loss)
     with torch.no_grad():

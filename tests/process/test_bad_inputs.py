@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 Verdict = dict[str, Any]
 QUICK = 40
-"""`make test` tries every 40th input, `make soak` all of them."""
+"""`make test` tries every 40th input, and `make soak` all of them."""
 
 
-def tried(arena: Arena, cases: list[BadInput]) -> list[Verdict]:
-    """The verdicts on these inputs, in a lakehouse with a table and a finished run."""
+def try_inputs(arena: Arena, cases: list[BadInput]) -> list[Verdict]:
+    """Return the verdicts on these inputs, in a lakehouse with a table and a finished run."""
     arena.table(appends=(320,))
     arena.train(arena.spec(FINISHED, world_size=1, passes=1, every_steps=5))
     listed = arena.home / "cases"
@@ -34,8 +34,8 @@ def tried(arena: Arena, cases: list[BadInput]) -> list[Verdict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def wrong_with(verdict: Verdict) -> str:
-    """What is wrong with how an input was treated; nothing if it was refused as it should be."""
+def fault_of(verdict: Verdict) -> str:
+    """Return the fault in the handling of an input, or an empty text if it was refused correctly."""
     output, status = verdict["output"], verdict["status"]
     faults = {
         "hang": status is None,
@@ -50,19 +50,19 @@ def wrong_with(verdict: Verdict) -> str:
 
 
 def check(arena: Arena, cases: list[BadInput]) -> None:
-    """Fail with every input that was not refused in a message, without a trace."""
+    """Fail with every input that was not refused by a message without a traceback."""
     runs = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
-    verdicts = tried(arena, cases)
+    verdicts = try_inputs(arena, cases)
     assert len(verdicts) == len(cases)
-    wrong = [f"{wrong_with(each)}: {each['kind']}: {each['name']}: {each['output'][-300:]!r} {each['made']}"
-             for each in verdicts if wrong_with(each)]  # fmt: skip
+    wrong = [f"{fault_of(each)}: {each['kind']}: {each['name']}: {each['output'][-300:]!r} {each['made']}"
+             for each in verdicts if fault_of(each)]  # fmt: skip
     assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
     after = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
     assert after - runs == {FINISHED}
 
 
 def test_list_is_long_enough() -> None:
-    """The list has 400 inputs and more, no two of them the same."""
+    """The list has at least 400 different inputs."""
     cases = bad_inputs("script.py")
     assert len(cases) >= 400
     assert len({(case.kind, case.name) for case in cases}) == len(cases)
@@ -70,11 +70,11 @@ def test_list_is_long_enough() -> None:
 
 @pytest.mark.timeout(600)
 def test_some_bad_inputs_are_refused(arena: Arena) -> None:
-    """Some of the bad inputs, of every kind, are refused in a message."""
+    """A sample of the bad inputs, of every kind, is refused by a message."""
     check(arena, bad_inputs(str(arena.program("train_tiny.py")))[::QUICK])
 
 
 @pytest.mark.soak
 def test_all_bad_inputs_are_refused(arena: Arena) -> None:
-    """No bad input leads to a traceback, to silence, to a hang, or to anything that is written."""
+    """No bad input causes a traceback, a missing message, a hang, or a written file or row."""
     check(arena, bad_inputs(str(arena.program("train_tiny.py"))))

@@ -1,4 +1,4 @@
-"""Ranks that read one dataset together: real processes, a real process group."""
+"""Ranks that read one dataset together, with real processes and a real process group."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def lakehouse(tmp_path: Path) -> Lakehouse:
-    """120 documents of very different length: key groups have different numbers of sequences."""
+    """120 documents of very different length, so that key groups have different numbers of sequences."""
     found = connect(LakehouseConfig().at_home(tmp_path))
     found.create_namespace("src")
     lengths = np.random.default_rng(1).geometric(0.04, 120).tolist()
@@ -89,12 +89,12 @@ def lakehouse(tmp_path: Path) -> Lakehouse:
 
 
 def run(folder: Path, world_size: int, workers: int, program: str = PROGRAM, **settings: Any) -> list[dict[str, Any]]:
-    """What each rank reports after the last batch."""
+    """Return the report of each rank after its last batch."""
     ranks, store = [], f"{folder}/{token_hex(4)}"
     for rank in range(world_size):
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        said = [str(folder), str(workers), json.dumps({**SETTINGS, **settings}), str(rank), str(world_size), store]
-        command = [sys.executable, "-c", program, *said]
+        reports = [str(folder), str(workers), json.dumps({**SETTINGS, **settings}), str(rank), str(world_size), store]
+        command = [sys.executable, "-c", program, *reports]
         ranks.append(Forked(command, env=env, stderr=subprocess.PIPE, text=True))
     errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     if any(rank.returncode for rank in ranks):
@@ -103,49 +103,49 @@ def run(folder: Path, world_size: int, workers: int, program: str = PROGRAM, **s
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.soak)])
-def test_ranks_read_a_streamed_dataset_together(lakehouse: Lakehouse, tmp_path: Path, workers: int) -> None:
-    """Every rank has as many batches, shorter or empty ones at the end; their parts, counts and states are those of one rank."""
-    said = run(tmp_path, 2, workers)
+def test_ranks_share_streamed_dataset(lakehouse: Lakehouse, tmp_path: Path, workers: int) -> None:
+    """Every rank has the same number of batches, short or empty at the end. Rows, counts and states are those of one rank."""
+    reports = run(tmp_path, 2, workers)
     alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
     states = {0: alone.state_dict()}
     batches = []
     for batch in alone:
         batches.append(batch)
         states[batch["dlac"]["step"]] = alone.state_dict()
-    assert [each["place"] for each in said] == [[0, 2], [1, 2]]
-    assert [len(each["steps"]) for each in said] == [len(batches)] * 2
-    assert min(len(each["steps"][-1][2]) for each in said) < 4
+    assert [each["place"] for each in reports] == [[0, 2], [1, 2]]
+    assert [len(each["steps"]) for each in reports] == [len(batches)] * 2
+    assert min(len(each["steps"][-1][2]) for each in reports) < 4
     for index, batch in enumerate(batches):
-        parts = [each["steps"][index] for each in said]
+        parts = [each["steps"][index] for each in reports]
         assert {part[0] for part in parts} == {index + 1}
         assert list(chain(*(part[1] for part in parts))) == batch["tokens"].tolist()
         assert list(chain(*(part[2] for part in parts))) == batch["dlac"]["valid"].tolist()
         assert {(part[3], part[4]) for part in parts} == {(batch["dlac"]["rows"], batch["dlac"]["tokens"])}
-    assert said[0]["state"] == said[1]["state"] == states[9]
-    assert said[0]["end"] == said[1]["end"]
-    assert list(open_dataset(lakehouse=lakehouse, state=said[0]["end"], **SETTINGS)) == []
+    assert reports[0]["state"] == reports[1]["state"] == states[9]
+    assert reports[0]["end"] == reports[1]["end"]
+    assert list(open_dataset(lakehouse=lakehouse, state=reports[0]["end"], **SETTINGS)) == []
 
 
 @pytest.mark.soak
-def test_ended_rank_gives_empty_batches(lakehouse: Lakehouse, tmp_path: Path) -> None:
-    """Resumed one batch before the end, where some ranks have no sample left, and then at the end, with workers."""
+def test_exhausted_rank_gives_empty_batches(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    """The ranks resume one batch before the end, where some have no sample left, and at the end, with workers."""
     alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
     states = [alone.state_dict() for _ in alone]
-    said = run(tmp_path, 2, 1, state=states[-2])
-    assert [len(each["steps"]) for each in said] == [1] * 2
-    assert not all(any(each["steps"][0][2]) for each in said)
+    reports = run(tmp_path, 2, 1, state=states[-2])
+    assert [len(each["steps"]) for each in reports] == [1] * 2
+    assert not all(any(each["steps"][0][2]) for each in reports)
     assert [each["steps"] for each in run(tmp_path, 2, 1, state=states[-1])] == [[]] * 2
 
 
-def test_what_rank_0_cannot_plan_ends_all_ranks(tmp_path: Path) -> None:
-    """A table that is not there: rank 0 says so, and the others do not wait for ever."""
+def test_missing_table_ends_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 reports the missing table, and the others do not wait endlessly."""
     connect(LakehouseConfig().at_home(tmp_path))
     with pytest.raises(RuntimeError, match=r"rank 0 could not plan the dataset: .* table named 'src.t'"):
         run(tmp_path, 2, 0)
 
 
 def test_counted_ranks_need_no_messages(lakehouse: Lakehouse) -> None:
-    """Every rank of a counted dataset knows the end by itself, here without a process group."""
+    """Every rank of a counted dataset knows the end. This test has no process group."""
     settings: dict[str, Any] = {"columns": ["tokens"], "ragged": ["tokens"], "length": 0}
     parts = [
         [
@@ -161,7 +161,7 @@ def test_counted_ranks_need_no_messages(lakehouse: Lakehouse) -> None:
 
 @pytest.mark.parametrize("rows", [113, pytest.param(117, marks=pytest.mark.soak)])
 def test_plain_loop_of_ranks_ends_together(lakehouse: Lakehouse, tmp_path: Path, rows: int) -> None:
-    """Under DDP with plain means: each row once, no zero rows, no rank waits, and a rank without a row spoils no weights."""
+    """With DDP and plain means each row is read once, no rank waits, and a rank without a row does not change the weights."""
     settings: dict[str, Any] = {"columns": ["row_id"], "length": 0, "row_filter": f"row_id <= {rows}"}
     found = run(tmp_path, 2, 0, PLAIN_LOOP, **settings)
     assert [len(each["rows"]) for each in found] == [15, 15]
@@ -172,7 +172,7 @@ def test_plain_loop_of_ranks_ends_together(lakehouse: Lakehouse, tmp_path: Path,
 
 
 @pytest.mark.soak
-def test_workers_that_cannot_agree_are_refused(lakehouse: Lakehouse, tmp_path: Path) -> None:
-    """A packed dataset of several ranks in the workers of a plain DataLoader would let one rank wait for ever."""
+def test_workers_without_group_are_refused(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    """A packed dataset of several ranks in the workers of a plain DataLoader would let one rank wait endlessly."""
     with pytest.raises(RuntimeError, match=r"read through dataset.loader\(\), or with num_workers=0"):
         run(tmp_path, 2, 1, PLAIN_LOOP)

@@ -1,4 +1,4 @@
-"""Engines in real processes: what a checkpoint holds comes back, in any number of ranks, and nothing in it is run."""
+"""Engines in real processes: a checkpoint is restored by any number of ranks, and code in it is never run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Wr
 from dlac_pipeline.lakehouse.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, SpecInvalid
 from tests.engine_ranks import STEPS, Saved, assert_same, save
 
-pytestmark = pytest.mark.timeout(900)  # several starts of several processes each
+pytestmark = pytest.mark.timeout(900)  # each test starts several processes several times
 
 ZERO = [
     ("zero0", "fp32"),
@@ -36,7 +36,7 @@ ZERO = [
 
 
 class Touch:
-    """Loading this runs a command."""
+    """An object whose loading runs a command."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,15 +46,15 @@ class Touch:
 
 
 def check_resizes(saved: Saved, *world_sizes: int) -> None:
-    """Loaded by so many ranks it is the state that was saved, and training goes on as it would have."""
+    """Check that ranks of each world size load the saved state and continue training as the saving ranks would have."""
     for world_size in world_sizes:
         loaded = saved.load(world_size)
-        assert not any(loaded.codes), loaded.said
+        assert not any(loaded.codes), loaded.stderr
         assert_same(loaded.state, saved.state)
 
 
 def test_fsdp2_is_loaded_by_fewer_ranks(tmp_path: Path) -> None:
-    """Copied while training goes on, from 2 ranks to 1: parameters, optimizer, groups, buffers and schedule, bit for bit."""
+    """A state copied during training goes from 2 ranks to 1: parameters, optimizer, groups, buffers and schedule, bit for bit."""
     saved = save(tmp_path, 2, engine="fsdp2", writer="copies")
     assert sorted(path.name for path in saved.folder.iterdir()) == [
         "shards-00000.pt",
@@ -66,8 +66,8 @@ def test_fsdp2_is_loaded_by_fewer_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_zero_1_is_converted_for_fewer_ranks_once(tmp_path: Path) -> None:
-    """From 2 ranks to 1, a frozen layer and buffers included; the second load uses the conversion that is there."""
+def test_zero_1_is_converted_once(tmp_path: Path) -> None:
+    """A frozen layer and buffers are converted from 2 ranks to 1 too. The second load uses the existing conversion."""
     saved = save(tmp_path, 2, engine="zero1", writer="copies", frozen=True)
     check_resizes(saved, 1)
     made = tmp_path / "converted" / saved.folder.name
@@ -81,7 +81,7 @@ def test_zero_1_is_converted_for_fewer_ranks_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("engine", "precision"), ZERO)
 @pytest.mark.parametrize("writer", ["direct", "copies"])
 def test_deepspeed_state_loads_at_any_size(tmp_path: Path, engine: str, precision: str, writer: str) -> None:
-    """2 -> 2, 1, 4 ranks: parameters, optimizer, groups, buffers, schedule, steps and loss scale, bit for bit."""
+    """2 ranks -> 2, 1 and 4: parameters, optimizer, groups, buffers, schedule, steps and loss scale, bit for bit."""
     saved = save(tmp_path, 2, engine=engine, precision=precision, writer=writer)
     if precision == "fp16":
         assert saved.state["loss_scale"] != {"scale": 2**8, "at": 0}
@@ -93,7 +93,7 @@ def test_deepspeed_state_loads_at_any_size(tmp_path: Path, engine: str, precisio
 @pytest.mark.parametrize("writer", ["direct", "copies"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_pytorch_state_loads_at_any_size(tmp_path: Path, engine: str, writer: str, world_size: int) -> None:
-    """From and to 1, 2 and 4 ranks, of which some own no row of a layer."""
+    """The state is loaded from and by 1, 2 and 4 ranks, some of which own no row of a layer."""
     check_resizes(save(tmp_path, world_size, engine=engine, writer=writer), 1, 2, 4)
 
 
@@ -103,40 +103,40 @@ def test_pytorch_state_loads_at_any_size(tmp_path: Path, engine: str, writer: st
     [{"engine": "zero3", "frozen": True}, {"engine": "zero1", "momentum": True}, {"engine": "zero3", "momentum": True}],
 )
 def test_unconvertible_state_is_refused_by_all(tmp_path: Path, what: dict[str, Any]) -> None:
-    """Frozen parameters at ZeRO 3, optimizers without Adam's moments: named, and the same number of ranks still loads."""
+    """The error names frozen parameters at ZeRO 3 and optimizers without Adam's moments. The same number of ranks still loads."""
     saved = save(tmp_path, 2, **what)
     refused = saved.load(4)
-    assert all("WorldSizeUnsupported" in said for said in refused.said), refused.said
+    assert all("WorldSizeUnsupported" in stderr for stderr in refused.stderr), refused.stderr
     check_resizes(saved, 2)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("engine", "world_size"), [("zero1", 2), ("zero1", 1)])
 def test_code_in_deepspeed_file_is_refused(tmp_path: Path, engine: str, world_size: int) -> None:
-    """A file that would run a command when it is loaded as DeepSpeed loads it, or converts it: named, and not run."""
+    """A file with code that DeepSpeed's loading or conversion would run is named, and its code is not run."""
     saved = save(tmp_path, 2, engine=engine)
     path = saved.folder / "deepspeed" / "mp_rank_00_model_states.pt"
     state = torch.load(path, weights_only=True)
     torch.save({**state, "extra": Touch(tmp_path / "was-run")}, path)
     refused = saved.load(world_size)
-    assert all("CheckpointUnsafe" in said for said in refused.said), refused.said
+    assert all("CheckpointUnsafe" in stderr for stderr in refused.stderr), refused.stderr
     assert not (tmp_path / "was-run").exists()
     torch.load(path, weights_only=False)
-    assert (tmp_path / "was-run").exists()  # it would have
+    assert (tmp_path / "was-run").exists()  # without the check it is run
 
 
 @pytest.mark.parametrize(
     "engine", ["fsdp2", *(pytest.param(each, marks=pytest.mark.soak) for each in ("ddp", "zero1", "zero2", "zero3"))]
 )
 def test_failed_write_blocks_no_rank(tmp_path: Path, engine: str) -> None:
-    """The save raises there, returns elsewhere, and all ranks train on together: it is the vote that says no."""
+    """The save raises on one rank and returns on the others. All ranks continue training, and the vote prevents the commit."""
     saved = save(tmp_path, 2, engine=engine, full_rank=1)
     assert not any("00001" in path.name or "rank_1" in path.name for path in saved.folder.rglob("*"))
     assert len(saved.state["losses"]) == STEPS + 2
 
 
 class Parts:
-    """A model that was trained a while, alone, with everything that a script may have beside it."""
+    """A model after some training on one rank, with all the objects that a script may have."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
@@ -145,7 +145,7 @@ class Parts:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
 
     def train(self, steps: int) -> None:
-        """A few steps."""
+        """Train some steps."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.scaler.scale(self.model(torch.randn(8, 4)).square().mean()).backward()
@@ -154,12 +154,12 @@ class Parts:
             self.scheduler.step()
 
     def states(self) -> list[Any]:
-        """All there is, to compare."""
+        """Return all states for a comparison."""
         parts = (self.model, self.optimizer, self.scheduler, self.scaler)
         return [tree_map_only(torch.Tensor, torch.Tensor.tolist, dict(part.state_dict())) for part in parts]
 
     def engine(self, kind: str) -> Engine:
-        """Its adapter."""
+        """Return the adapter of the objects."""
         rest = {"scheduler": self.scheduler, "scaler": self.scaler}
         if kind == "torch":
             return TorchState(model=self.model, optimizer=self.optimizer, **rest)
@@ -168,7 +168,7 @@ class Parts:
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 def test_change_after_copy_is_not_saved(tmp_path: Path, kind: str) -> None:
-    """Parameters, optimizer, schedule and loss scale come back as they were when the save returned (pytorch#144657)."""
+    """Parameters, optimizer, schedule and loss scale are restored as they were when the save returned (pytorch#144657)."""
     parts = Parts()
     parts.train(3)
     expected, copies = parts.states(), Copies(CopyMemory())
@@ -184,14 +184,14 @@ def test_change_after_copy_is_not_saved(tmp_path: Path, kind: str) -> None:
 
 
 def writer_of(kind: str) -> Writer:
-    """One that writes at once, or copies."""
+    """Return a writer that writes at once, or copies."""
     return Direct() if kind == "direct" else Copies(CopyMemory())
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 @pytest.mark.parametrize("writing", ["direct", "copies"])
-def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path, kind: str, writing: str) -> None:
-    """A learning rate that NumPy computed is the same number of Python's behind the checkpoint; the live one is left alone."""
+def test_numpy_numbers_become_python_numbers(tmp_path: Path, kind: str, writing: str) -> None:
+    """A learning rate from NumPy is restored as the same Python number. The live one is not changed."""
     parts, writer = Parts(), writer_of(writing)
     parts.train(1)
     (group,) = parts.optimizer.param_groups
@@ -213,7 +213,7 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path, kind: str, writin
 )
 @pytest.mark.parametrize("writing", ["direct", "copies"])
 def test_unloadable_state_is_not_saved(tmp_path: Path, kind: str, place: str, writing: str) -> None:
-    """An array among the optimizer's settings, an object in a part's state: named with their places, and not written."""
+    """An array in the optimizer's settings and an object in a part's state are named with their places, and not written."""
     parts, writer = Parts(), writer_of(writing)
     parts.train(1)
     parts.optimizer.param_groups[0]["table"] = np.zeros(3)
@@ -221,7 +221,7 @@ def test_unloadable_state_is_not_saved(tmp_path: Path, kind: str, place: str, wr
         parts.engine(kind).save(tmp_path, writer.write)
     del parts.optimizer.param_groups[0]["table"]
     (again := tmp_path / "again").mkdir()
-    parts.scheduler.base_lrs = [Touch(tmp_path / "was-run")]  # type: ignore[list-item]  # as scripts do
+    parts.scheduler.base_lrs = [Touch(tmp_path / "was-run")]  # type: ignore[list-item]  # some scripts do this
     with pytest.raises(SpecInvalid, match=r"Touch at scheduler\['base_lrs'\]\[0\]"):
         parts.engine(kind).save(again, writer.write)
     refused = "torch-state.pt" if kind == "torch" else "shards-00000.pt"
@@ -229,23 +229,25 @@ def test_unloadable_state_is_not_saved(tmp_path: Path, kind: str, place: str, wr
     assert not (tmp_path / "was-run").exists()
 
 
-@pytest.mark.soak  # tests/faults/test_unloadable_state.py saves some of one rank
+@pytest.mark.soak  # tests/faults/test_unloadable_state.py saves some of them on one rank
 @pytest.mark.parametrize("engine", ["zero1", "fsdp2"])
-def test_ranks_save_numbers_of_numpy_and_load_them(tmp_path: Path, engine: str) -> None:
-    """Also through DeepSpeed's own save path, and from shards."""
+def test_ranks_save_and_load_numpy_numbers(tmp_path: Path, engine: str) -> None:
+    """This holds for DeepSpeed's own save path and for shards too."""
     check_resizes(save(tmp_path, 1, engine=engine, writer="copies", keeps="number"), 1)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero1", marks=pytest.mark.soak)])
 def test_unloadable_state_blocks_no_rank(tmp_path: Path, engine: str) -> None:
-    """All are through with the save, and train on, before those that wanted to write it say so."""
+    """All ranks finish the save and continue training before the failed writers report it."""
     saved = save(tmp_path, 2, engine=engine, keeps="enum")
     assert len(saved.state["losses"]) == STEPS + 2
-    assert any("SpecInvalid: " in said and "http.HTTPStatus at optimizer" in said for said in saved.said), saved.said
+    assert any("SpecInvalid: " in stderr and "http.HTTPStatus at optimizer" in stderr for stderr in saved.stderr), (
+        saved.stderr
+    )
 
 
-def test_a_newer_format_of_shards_is_refused(tmp_path: Path) -> None:
-    """By its version, which is in the index."""
+def test_newer_shard_format_is_refused(tmp_path: Path) -> None:
+    """The index has the version of the format."""
     parts = Parts()
     parts.engine("dcp").save(tmp_path, Direct().write)
     index = torch.load(tmp_path / "shards-index.pt", weights_only=True)
@@ -254,16 +256,16 @@ def test_a_newer_format_of_shards_is_refused(tmp_path: Path) -> None:
         parts.engine("dcp").load(tmp_path, saved_world_size=1)
 
 
-def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    """A parameter that the checkpoint lacks is named."""
+def test_other_model_is_refused_by_name(tmp_path: Path) -> None:
+    """The error names a parameter that is missing in the checkpoint."""
     Parts().engine("dcp").save(tmp_path, Direct().write)
     with pytest.raises(CheckpointError, match="head"):
         DistributedState(model=torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)})).load(tmp_path, saved_world_size=1)
 
 
 @pytest.mark.parametrize("name", ["shards-index.pt", "shards-00000.pt", "torch-state.pt"])
-def test_code_in_a_file_of_shards_is_refused(tmp_path: Path, name: str) -> None:
-    """Index, shards, and what is beside them."""
+def test_code_in_shard_file_is_refused(tmp_path: Path, name: str) -> None:
+    """Code in the index, in shards and in the other files is refused."""
     Parts().engine("dcp").save(tmp_path, Direct().write)
     path = tmp_path / name
     parts = torch.load(path, weights_only=True)
@@ -275,7 +277,7 @@ def test_code_in_a_file_of_shards_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_code_in_pytorch_file_is_refused(tmp_path: Path) -> None:
-    """Also where random number generators are kept."""
+    """Code in the file of random number generators is refused too."""
     state = TorchState(model=torch.nn.Linear(2, 2))
     state.save(tmp_path, Direct().write)
     for path in (tmp_path / "torch-state.pt", rng_file(tmp_path, 0)):

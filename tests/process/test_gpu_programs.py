@@ -1,4 +1,4 @@
-"""The programs of `benchmarks.gpu`, run where no accelerator is."""
+"""The programs of `benchmarks.gpu`, run without an accelerator."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import PARTS
-from benchmarks.gpu_parts.machine import PROGRAMS
+from benchmarks.gpu_parts.node import PROGRAMS
 from benchmarks.gpu_parts.page import page_of
 
 
 @pytest.mark.soak
 def test_kernels_are_named() -> None:
-    """Of an operation that has no deterministic implementation on the CPU either."""
+    """The operation has no deterministic implementation on the CPU either."""
     code = (
         "import json, torch, gpu_kernels\n"
         "pooled, at = torch.nn.functional.max_pool1d(torch.rand(1, 1, 8), 2, return_indices=True)\n"
         "print(json.dumps(gpu_kernels.name_kernels(lambda: torch.nn.functional.max_unpool1d(pooled, at, 2))))\n"
         "print(torch.are_deterministic_algorithms_enabled())"
     )
-    said = subprocess.run([sys.executable, "-c", code], cwd=PROGRAMS, capture_output=True, text=True, check=True)
-    names, enabled = said.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", code], cwd=PROGRAMS, capture_output=True, text=True, check=True)
+    names, enabled = result.stdout.splitlines()
     assert json.loads(names) == ["max_unpooling2d_forward_out"]
     assert enabled == "False"
 
 
 @pytest.mark.soak
 def test_parts_run_on_cpu(tmp_path: Path) -> None:
-    """The program that a machine with an accelerator runs, in two of its parts; `make soak` runs all."""
+    """Two parts of the program for a node with an accelerator. `make soak` runs all parts."""
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out)]
     only = ["--only", "kernels", "--only", "loading"]
@@ -48,7 +48,7 @@ def test_parts_run_on_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_all_parts_run_on_cpu(tmp_path: Path) -> None:
-    """Every part, the demo killed and recovered with the same losses; the page has all of them."""
+    """Every part runs, the killed demo recovers with the same losses, and the page has all of them."""
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("module", "left"),
+    ("module", "unwanted"),
     [
         ("dlac_pipeline.launchers.serve", {"torch", "deepspeed", "dagster"}),
         ("dlac_pipeline.launchers.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
@@ -16,10 +16,10 @@ import pytest
     ],
     ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command"],
 )
-def test_quick_starts_import_little(module: str, left: set[str]) -> None:
-    """A supervisor begins what ranks import, which takes longest, before it imports the catalog; each Dagster run imports the
-    definitions anew, and a recovery waits for that; a command's help waits for nothing.
+def test_quick_starts_import_little(module: str, unwanted: set[str]) -> None:
+    """Slow imports are left out. A supervisor starts the slow imports of its ranks before it imports the catalog. Each Dagster
+    run imports the definitions, and a recovery waits for them. The help of a command should appear at once.
     """
-    code = f"import sys, {module}; print(sorted({left!r} & set(sys.modules)))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    code = f"import sys, {module}; print(sorted({unwanted!r} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

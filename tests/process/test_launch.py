@@ -1,4 +1,4 @@
-"""Ranks as processes: forked or spawned, signalled, ended, told of when they cannot be started. The scripts import nothing."""
+"""Ranks as processes: forked or spawned, signalled, ended, and reported if they cannot start. The scripts import nothing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ import pytest
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks import processes
 from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.elastic.ranks.launch_folder import log_file
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file
 from dlac_pipeline.elastic.ranks.processes import HANG
-from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -42,11 +41,11 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(Path(__file__).with_name("left
 Path(__file__).with_name("ready").touch()
 time.sleep(60)
 """
-"""A rank that answers SIGTERM, as one that commits a checkpoint does."""
+"""A rank that handles SIGTERM, like one that commits a checkpoint."""
 
 
 def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
-    """A job of one script."""
+    """Return a job with one script."""
     (folder / "script.py").write_text(script)
     return parse_spec(
         {
@@ -62,8 +61,8 @@ def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
 
 
 @contextmanager
-def started(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
-    """Ranks of a job, as its supervisor starts and ends them."""
+def run_ranks(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
+    """Yield ranks of a job, started and ended like those of a supervisor."""
     with closing(RankStarter()) as starter:
         local_ranks = starter.start(spec, folder, Share(world_size=ranks, ranks=ranks, port=free_port()))
         try:
@@ -72,26 +71,26 @@ def started(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
             local_ranks.end()
 
 
-def held_up(folder: Path) -> dict[str, str]:
-    """What keeps a new Python from getting to anything."""
+def delaying_environment(folder: Path) -> dict[str, str]:
+    """Return variables that delay every new Python process."""
     (folder / "sitecustomize.py").write_text(SLEEPS)
     return {"PYTHONPATH": str(folder)}
 
 
 def children(name: str) -> list[psutil.Process]:
-    """This process's living children of a name, from their first moment on; a test before may have left a dead one."""
+    """Return this process's living children of a name. An earlier test may have left a zombie."""
     found = []
-    for one in psutil.Process().children():
-        with suppress(psutil.Error):  # it ends just now
-            while one.status() != psutil.STATUS_ZOMBIE and not one.cmdline():
-                time.sleep(0.01)  # the kernel gives it its program just now
-            if one.status() != psutil.STATUS_ZOMBIE and re.search(name, " ".join(one.cmdline())):
-                found.append(one)
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it may end now
+            while child.status() != psutil.STATUS_ZOMBIE and not child.cmdline():
+                time.sleep(0.01)  # the kernel has not loaded its program yet
+            if child.status() != psutil.STATUS_ZOMBIE and re.search(name, " ".join(child.cmdline())):
+                found.append(child)
     return found
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there that has not ended; 0 is none."""
+    """Return whether a process runs. 0 is no process."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -100,10 +99,10 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
-    """Who ends a process tree signals the fork server, too: the ranks leave in good order."""
-    with started(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
+    """A signal to the process tree reaches the fork server too. The ranks still exit in order."""
+    with run_ranks(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            for process in children("fork.?server"):  # while they start
+            for process in children("fork.?server"):  # the ranks are starting
                 process.send_signal(number)
         wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
         assert ranks.failures() == []
@@ -122,7 +121,7 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_processes_have_titles(tmp_path: Path, start: str) -> None:
     """`ps` shows each rank with its run, and the fork server."""
-    with started(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
         wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
         assert ranks.failures() == []
         wait_until(
@@ -135,7 +134,7 @@ def test_processes_have_titles(tmp_path: Path, start: str) -> None:
 
 
 def test_rank_has_default_signal_handlers(tmp_path: Path) -> None:
-    """Nothing that ends a launch is blocked or ignored in the script of a forked rank, unless it is for this very process."""
+    """The script of a forked rank neither blocks nor ignores a signal that ends a launch, unless this process ignores it."""
     script = """
 import signal, sys
 from pathlib import Path
@@ -146,7 +145,7 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
 """
     spec = spec_of(tmp_path, script)
     found = Path(spec.launch.script).with_suffix(".found")
-    with started(spec, tmp_path) as ranks:
+    with run_ranks(spec, tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         assert ranks.failures() == [], ranks.log_end(0)
     forked = found.read_text()
@@ -156,10 +155,10 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
 
 
 @pytest.mark.soak
-def test_dead_server_is_the_reason(tmp_path: Path) -> None:
-    """Ranks that it has not started have no log, and the failure names that of the server."""
+def test_dead_server_is_named(tmp_path: Path) -> None:
+    """Ranks that it has not started have no log, so the failure names the log of the server."""
     (tmp_path / "own_library.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    with started(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
         assert ranks.pids == [0, 0]
         failures = ranks.failures()
         assert [(failure.rank, failure.code, failure.kind) for failure in failures] == [
@@ -172,8 +171,8 @@ def test_dead_server_is_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_long_log_is_read_at_end(tmp_path: Path) -> None:
-    """A rank that prints all day has a log which the supervisor has no room for; it may begin in the middle of a letter."""
-    with started(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
+    """The log of a rank is larger than the supervisor may read. The part read may begin inside a character."""
+    with run_ranks(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         with log_file(tmp_path, 0).open("wb") as log:
             log.truncate(2**26)
@@ -188,10 +187,10 @@ def test_long_log_is_read_at_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_log_of_talkative_rank_is_bounded(tmp_path: Path, start: str) -> None:
-    """Its last words stay, however it was started, and the record of its exception."""
+def test_log_of_rank_is_bounded(tmp_path: Path, start: str) -> None:
+    """Its last lines stay, and so does the record of its exception, whether the rank was forked or spawned."""
     script = "import os\nfor _ in range(300):\n    os.write(1, b'x' * 10**5 + b'\\n')\nraise ValueError('the end')"
-    with started(spec_of(tmp_path, script, start=start, log_mb=1), tmp_path) as ranks:
+    with run_ranks(spec_of(tmp_path, script, start=start, log_mb=1), tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         (failure,) = ranks.failures()
     assert (failure.kind, failure.origin) == ("ValueError", "script")
@@ -201,10 +200,10 @@ def test_log_of_talkative_rank_is_bounded(tmp_path: Path, start: str) -> None:
 
 
 def test_silent_server_is_a_hang(tmp_path: Path) -> None:
-    """It is waited for as long as a rank may be silent while it starts."""
-    spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=held_up(tmp_path))
+    """The wait for it is as long as for a silent rank that starts."""
+    spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=delaying_environment(tmp_path))
     began = time.monotonic()
-    with started(spec, tmp_path, ranks=2) as ranks:
+    with run_ranks(spec, tmp_path, ranks=2) as ranks:
         wait_until(lambda: bool(children("fork.?server")), what="the server")
         children("fork.?server")[0].suspend()
         assert ranks.pids == [0, 0]
@@ -225,10 +224,10 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)
     ],
 )
 def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found: str) -> None:
-    """The failure names the module and what to do."""
+    """The failure names the module and the remedy."""
     if library is not None:
         (tmp_path / "own_library.py").write_text(library)
-    with started(spec_of(tmp_path, "pass", preload=["own_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, "pass", preload=["own_library"]), tmp_path, ranks=2) as ranks:
         wait_until(ranks.all_exited, what="the ranks' end")
         failure = ranks.failures()[0]
     assert failure.kind == "TrainingFailed"
@@ -240,16 +239,16 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
 
 @pytest.mark.soak
 def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
-    """A module beside the script is imported once, in the fork server."""
+    """A module next to the script is imported once, in the fork server."""
     (tmp_path / "own_library.py").write_text("import os\nimported_by = os.getpid()")
     script = "import os, sys, own_library\nsys.exit(own_library.imported_by != os.getppid())"
-    with started(spec_of(tmp_path, script, preload=["own_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, script, preload=["own_library"]), tmp_path, ranks=2) as ranks:
         wait_until(ranks.all_exited, what="the ranks' end")
         assert ranks.failures() == []
 
 
 def test_dead_server_ends_attempt(tmp_path: Path) -> None:
-    """How its ranks ended is not known, which the failure says. The next attempt's ranks come from a new server."""
+    """The failure reports that the endings of its ranks are unknown. A new server starts the next attempt's ranks."""
     spec = spec_of(tmp_path, SLEEPS)
     with closing(RankStarter()) as starter:
         for attempt in range(2):
@@ -266,11 +265,11 @@ def test_dead_server_ends_attempt(tmp_path: Path) -> None:
 
 
 def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
-    """There is no Python to start."""
+    """The Python to start does not exist."""
     python = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable(str(tmp_path / "python"))
     try:
-        with started(spec_of(tmp_path, SLEEPS, start="spawn"), tmp_path, ranks=2) as ranks:
+        with run_ranks(spec_of(tmp_path, SLEEPS, start="spawn"), tmp_path, ranks=2) as ranks:
             wait_until(ranks.all_exited, what="that it is known")
             assert [failure.rank for failure in ranks.failures()] == [0, 1]
     finally:
@@ -279,8 +278,8 @@ def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not waited for without an end, and another attempt beside it would meet the same device."""
-    with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
+    """The wait for it has a limit. Another attempt would use the same device, so none follows."""
+    with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
         (pid,) = ranks.pids
         with monkeypatch.context() as patched:
             patched.setattr(local_ranks, "_KILLED_WITHIN_S", 0.1)
@@ -291,8 +290,8 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.soak
 def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
-    """It cannot report that a rank has ended; the ranks are ended all the same."""
-    with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
+    """It cannot report that a rank has ended. The ranks are ended nevertheless."""
+    with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
         (pid,) = ranks.pids
         (server,) = children("fork.?server")
         server.suspend()
@@ -315,9 +314,9 @@ threading.Thread(target=lambda: (time.sleep(0.2), ended.write_text("thread"))).s
 
 @pytest.mark.parametrize("start", STARTS)
 def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
-    """The threads of a script are waited for, its exit functions run, and its exit status is the rank's."""
+    """The rank waits for the threads of its script and runs its exit functions. Its exit status is the script's."""
     ends = {"pass": 0, "sys.exit()": 0, "sys.exit(7)": 7, "sys.exit('why')": 1}
-    with started(spec_of(tmp_path, f"{ENDS}exec({list(ends)}[int(rank)])", start=start), tmp_path, ranks=4) as ranks:
+    with run_ranks(spec_of(tmp_path, f"{ENDS}exec({list(ends)}[int(rank)])", start=start), tmp_path, ranks=4) as ranks:
         wait_until(ranks.all_exited, what="the end of the ranks")
         failed = {failure.rank: failure.code for failure in ranks.failures()}
         assert failed == {rank: code for rank, code in enumerate(ends.values()) if code}, ranks.log_end(0)
@@ -327,10 +326,10 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments are passed on as they are, and a module beside the script hides a library of its name.
+    """Arguments are not changed, and a module next to the script hides a library of the same name.
 
-    Variables of another launcher do not say which rank this is. PYTHONPATH counts. Standard input is empty, and processes of
-    the script start as they do without DLAC.
+    Variables of another launcher do not determine the rank. PYTHONPATH counts. Standard input is empty, and processes of
+    the script start as without DLAC.
     """
     (tmp_path / "tenacity.py").write_text("own = True")
     (tmp_path / "library").mkdir()
@@ -351,17 +350,17 @@ assert os.read(0, 1) == b""
 """
     environment = {"PYTHONPATH": str(tmp_path / "library"), "OWN": "value", "RANK": "7"}
     spec = spec_of(tmp_path, script, start=start, args=["${local_rank}", "$$", "--x=$HOME"], env=environment)
-    with started(spec, tmp_path) as ranks:
+    with run_ranks(spec, tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         assert ranks.failures() == [], ranks.log_end(0)
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
-    """No rank begins after the group was ended, and the stop does not wait for imports."""
+    """No rank starts after the end of its group, and the stop does not wait for imports."""
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(5)")
     script = "from pathlib import Path\nPath(__file__).with_name('began').touch()"
-    with started(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
         ranks.request_stop()
         assert ranks.all_exited()
         assert [failure.code for failure in ranks.failures()] == [-signal.SIGTERM] * 2
@@ -371,14 +370,14 @@ def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
 
 
 @pytest.mark.soak
-def test_one_stop_leaves_other_ranks(tmp_path: Path) -> None:
-    """Two supervisors of one process share the fork server: what one of them ends, the other does not notice."""
+def test_stop_spares_ranks_of_others(tmp_path: Path) -> None:
+    """Two supervisors in one process share the fork server. Ending the ranks of one does not end those of the other."""
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
-    with started(spec_of(folders[0], SLEEPS), folders[0]) as first:
+    with run_ranks(spec_of(folders[0], SLEEPS), folders[0]) as first:
         wait_until(lambda: all(first.pids), what="its rank")
-        with started(spec_of(folders[1], SLEEPS), folders[1]) as second:
+        with run_ranks(spec_of(folders[1], SLEEPS), folders[1]) as second:
             second.request_stop()
         assert not first.all_exited()
 
@@ -405,9 +404,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize("start", STARTS)
 def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
-    """A rank that is stopped ends with a killed supervisor, what it has started as well, and the fork server.
+    """When a supervisor is killed, its suspended rank, the processes of that rank and the fork server end.
 
-    The supervisor's own script is not run again in its ranks.
+    The ranks do not run the supervisor's own script again.
     """
     spec = spec_of(tmp_path, PARENT, start=start)
     (tmp_path / "supervisor.py").write_text(SUPERVISOR)
@@ -415,18 +414,18 @@ def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
     supervisor = subprocess.Popen(command)
     file = tmp_path / "child"
     wait_until(lambda: file.exists() and bool(file.read_text()), what="the rank's child")
-    child, rank = int(file.read_text()), pid_of(tmp_path, 0)
-    others = [one.pid for one in psutil.Process(supervisor.pid).children(recursive=True)]
+    child, rank = int(file.read_text()), int(pid_file(tmp_path, 0).read_text())
+    others = [process.pid for process in psutil.Process(supervisor.pid).children(recursive=True)]
     assert len(others) == {"fork": 4, "spawn": 3}[start]
     assert os.getpgid(child) == rank
     os.kill(rank, signal.SIGSTOP)
     supervisor.kill()
     supervisor.wait()
     for pid in (rank, child, *others):
-        wait_until(lambda pid=pid: not runs(pid), what="its end", within_s=40)  # type: ignore[misc]  # by itself it ends later
+        wait_until(lambda pid=pid: not runs(pid), what="its end", within_s=40)  # type: ignore[misc]  # its sleep is longer
 
 
 def test_unnamed_signal_shows_number() -> None:
-    """Most real-time signals have none."""
+    """Most real-time signals have no name."""
     assert str(Exit(rank=3, code=-40)) == "rank 3 was killed by signal 40"
     assert str(Exit(rank=3, code=-9)) == "rank 3 was killed by SIGKILL"

@@ -18,7 +18,7 @@ from tests.ports import own_port
 
 
 def listening(launch: Launch) -> Iterator[tuple[str, int]]:
-    """Addresses at which processes of a launch listen."""
+    """Yield the addresses at which processes of a launch listen."""
     with suppress(psutil.Error):
         root = psutil.Process(launch.process.pid)
         for process in [root, *root.children(recursive=True)]:
@@ -38,7 +38,7 @@ def listening(launch: Launch) -> Iterator[tuple[str, int]]:
     ],
 )
 def test_run_listens_on_loopback(arena: Arena, program: str, start: str) -> None:
-    """The ranks' store and their connections are on loopback, also where the script makes the process group."""
+    """The ranks' store and connections are on loopback, even if the script makes the process group."""
     arena.table()
     launch = arena.launch(arena.spec("r", program, pause_s=0.5, start=start))
     wait_until(lambda: bool(launch.of("step")), what="a step")
@@ -64,7 +64,7 @@ dist.destroy_process_group()
 
 @pytest.mark.soak
 def test_unsupervised_group_listens_at_master() -> None:
-    """Ranks that another launcher has started listen at MASTER_ADDR only."""
+    """Ranks of another launcher listen at MASTER_ADDR only."""
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     command = [sys.executable, "-c", JOINS]
     ranks = [

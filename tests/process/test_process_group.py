@@ -1,4 +1,4 @@
-"""Ranks join each other wherever they are launched, and again where torchrun restarts them."""
+"""Ranks meet in a process group under any launcher, and again after torchrun restarts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlac_pipeline.elastic.ranks.process_group import join
 
 restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 if restarted and os.environ["RANK"] == "0":
-    time.sleep(3)  # the other looks for it meanwhile
+    time.sleep(3)  # rank 1 looks for rank 0 now
 join()
 dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
 if not restarted and dist.get_rank() == 1:
@@ -26,8 +26,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.soak
-def test_ranks_that_torchrun_restarts_join_each_other(tmp_path: Path) -> None:
-    """Those of the restart find no address of the ranks that died."""
+def test_restarted_ranks_meet_again(tmp_path: Path) -> None:
+    """The restarted ranks find no address of the dead ones."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     torchrun = [

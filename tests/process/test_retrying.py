@@ -1,4 +1,4 @@
-"""How long is waited between two tries."""
+"""The wait between two retries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ for _ in range(4):
 """
 
 
-def test_forked_ranks_do_not_wait_in_lock_step() -> None:
-    """Those that lost the same race would meet again at every try."""
+def test_forked_ranks_wait_differently() -> None:
+    """Ranks that lost the same race would otherwise meet again at every retry."""
     pauses = subprocess.run([sys.executable, "-c", PAUSES], check=True, capture_output=True, text=True).stdout.split()
     assert len(set(pauses)) == 4

@@ -20,15 +20,15 @@ with sandbox(Path(sys.argv[1])) as folder:
 """
 
 
-def test_a_sandbox_is_gone_afterwards_whatever_happened(tmp_path: Path) -> None:
-    """Also when what was done in it raised."""
+def test_sandbox_is_always_removed(tmp_path: Path) -> None:
+    """The sandbox is removed even if its body raises."""
     with pytest.raises(FileNotFoundError), sandbox(tmp_path / "new") as folder:
         (folder / "nowhere" / "file").touch()
     assert not list((tmp_path / "new").iterdir())
 
 
 def test_next_sandbox_removes_killed_one_only(tmp_path: Path) -> None:
-    """The folder of an owner that lives stays, and so does what is no sandbox."""
+    """The folder of a living owner stays, and so does any folder that is no sandbox."""
     (tmp_path / "other").mkdir()
     with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None

@@ -1,4 +1,4 @@
-"""What signals do to a launcher whose main thread is busy with just what they change."""
+"""Signals to a launcher whose main thread uses the same objects as the handlers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SIGNALS = 3000
 
 
 def test_many_signals_block_nothing() -> None:
-    """The first comes while the main thread holds the event that its answer sets; then thousands while it waits for that."""
-    command = [sys.executable, str(PROGRAMS / "hears_signals.py")]
+    """The first signal arrives while the main thread holds the event that its handler sets. Thousands follow during the wait."""
+    command = [sys.executable, str(PROGRAMS / "wait_for_signals.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         killer = threading.Timer(60, process.kill)
@@ -37,22 +37,22 @@ def test_many_signals_block_nothing() -> None:
 
 @pytest.fixture
 def hangup() -> Iterator[None]:
-    """What this process does at SIGHUP stays as it was, as for the other signals that end a launch."""
-    before = {
+    """Restore this process's handlers of SIGHUP and of the other signals that end a launch."""
+    handlers = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     }
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("hangup")
 def test_ignored_signal_stays_ignored() -> None:
-    """`nohup` has a launch outlive its terminal; the second signal is answered as the first was."""
-    answers = threading.Semaphore(0)
-    on_ending_signals(answers.release)
+    """With `nohup` a launch outlives its terminal. A second signal is handled like the first."""
+    handled = threading.Semaphore(0)
+    on_ending_signals(handled.release)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
         os.kill(os.getpid(), number)
-        assert answers.acquire(timeout=60)
+        assert handled.acquire(timeout=60)

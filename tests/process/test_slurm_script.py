@@ -9,7 +9,7 @@ import pytest
 
 from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.launch_request import unpack
-from tests.cluster import asked
+from tests.cluster import cluster_request
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
     "options": {"constraint": "ib"},
@@ -19,8 +19,8 @@ SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "parti
 
 
 def test_slurm_script_asks_for_range() -> None:
-    """The script asks for nodes from least to most, warns them in time for a checkpoint, and no node ends another."""
-    script = render_job(asked("slurm", SLURM))
+    """The script requests a range of nodes, gets a signal in time for a checkpoint, and no node's end ends another."""
+    script = render_job(cluster_request("slurm", SLURM))
     assert set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)) == {
         "--job-name=dlac-web-text-v2",
         "--requeue",
@@ -46,14 +46,14 @@ def test_slurm_script_asks_for_range() -> None:
 
 
 def test_slurm_script_carries_request() -> None:
-    """Variables reach the nodes as they are written, and the request as it went in."""
+    """Variables and the request reach the nodes unchanged."""
     env = {"NCCL_DEBUG": "WARN", "A": "pa$$word, 'x' $(HOME) ${app_id}\n%"}
-    script = render_job(asked("slurm", {**SLURM, "env": env}))
+    script = render_job(cluster_request("slurm", {**SLURM, "env": env}))
     exports = script[script.index("export ") : script.index("export DLAC_FIRST_NODE")]
-    said = subprocess.run(["bash"], input=f"{exports}\nenv -0", text=True, check=True, capture_output=True).stdout
-    environment = dict(pair.split("=", 1) for pair in said.rstrip("\0").split("\0"))
+    output = subprocess.run(["bash"], input=f"{exports}\nenv -0", text=True, check=True, capture_output=True).stdout
+    environment = dict(pair.split("=", 1) for pair in output.rstrip("\0").split("\0"))
     assert {name: environment[name] for name in env} == env
-    assert unpack(environment) == asked("slurm", {**SLURM, "env": env})
+    assert unpack(environment) == cluster_request("slurm", {**SLURM, "env": env})
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_slurm_script_carries_request() -> None:
     ids=["finished", "preempted", "cancelled", "at the time limit", "failed", "failed too often"],
 )
 def test_slurm_script_requeues_itself(tmp_path: Path, code: int, restarts: int, facts: str, again: bool) -> None:
-    """A preempted job is queued again whatever Slurm does with it, and a failed one as often as `retries` says."""
-    script = render_job(asked("slurm", SLURM))
+    """A preempted job is requeued even if Slurm does not requeue it, and a failed one up to `retries` times."""
+    script = render_job(cluster_request("slurm", SLURM))
     programs = f"""
         srun() {{ return {code}; }}
         sleep() {{ :; }}

@@ -1,4 +1,4 @@
-"""A state's file that cannot grow: the failure is the operating system's own."""
+"""The file of a state that cannot grow: the failure is the operating system's own error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ except OSError as err:
 
 
 @pytest.mark.parametrize("room", [10 << 20, *(pytest.param(room, marks=pytest.mark.soak) for room in (0, 40 << 20))])
-def test_a_file_that_cannot_grow_is_an_oserror(tmp_path: Path, room: int) -> None:
-    """At the first byte, in the middle of a tensor and in the last part: never torch's RuntimeError about a position."""
+def test_file_that_cannot_grow_raises_oserror(tmp_path: Path, room: int) -> None:
+    """The error is the same at the first byte, inside a tensor and in the last part, and never torch's RuntimeError."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     program = [sys.executable, "-c", _FILLS_UP, str(tmp_path / "state.pt"), str(room)]
     done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)

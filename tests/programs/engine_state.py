@@ -1,7 +1,7 @@
-"""One rank that trains a tiny model under an engine, and saves or loads it through its adapter, without a run around it.
+"""One rank that trains a tiny model with an engine, and saves or loads it through its adapter, without a run.
 
 $REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, bf16, fp16), whether a layer is frozen and the
-optimizer is SGD with momentum, what it `keeps` (a number of NumPy's, an enum), folder, and what to do: save after
+optimizer is SGD with momentum, an object that it `keeps` (a NumPy number, an enum), folder, and the action: save after
 `steps` steps with writer `direct` or `copies`, or load what `saved_world_size` ranks saved. Rank 0 writes the whole state to
 `dump`: parameters, optimizer, parameter groups, buffers, schedule and loss scale.
 """
@@ -31,11 +31,11 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 KEPT = {"number": np.float64(0.1), "enum": HTTPStatus.OK}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAMPLES = 8
-"""In one global batch."""
+"""Samples of one global batch."""
 
 
 class Tiny(nn.Module):
-    """Uneven layers, a frozen one if asked for, and a buffer that counts calls."""
+    """Uneven layers, a frozen one if requested, and a buffer that counts calls."""
 
     seen: torch.Tensor
 
@@ -48,19 +48,19 @@ class Tiny(nn.Module):
         self.still.requires_grad_(not frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One number per sample."""
+        """Return one number per sample."""
         self.seen += 1
         out: torch.Tensor = self.head(torch.relu(self.still(torch.relu(self.body(x)))))
         return out
 
     def groups(self) -> list[dict[str, Any]]:
-        """Two groups of parameters with settings of their own."""
+        """Return two groups of parameters with different settings."""
         rest = [*self.body.parameters(), *(p for p in self.still.parameters() if p.requires_grad)]
         return [{"params": rest, "weight_decay": 0.1}, {"params": [*self.head.parameters()], "weight_decay": 0.0}]
 
 
-class Trained:
-    """The model under its engine: one step, and all of its state."""
+class TrainedModel:
+    """The model with its engine, its step and its state."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.kind, self.precision = request["engine"], request.get("precision", "fp32")
@@ -113,12 +113,12 @@ class Trained:
         return DistributedState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
 
     def groups(self) -> list[dict[str, Any]]:
-        """The model's, and what the optimizer keeps."""
+        """Return the model's groups, with the object that the optimizer keeps."""
         kept = {} if self.keeps is None else {"kept": self.keeps}
         return [{**group, **kept} for group in self.model.groups()]
 
     def step(self, number: int) -> float:
-        """One step on this rank's part of a global batch that is the same for any number of ranks."""
+        """Train one step on this rank's part of a global batch that is the same for any number of ranks."""
         mine = SAMPLES // dist.get_world_size()
         x = torch.sin(torch.arange(SAMPLES * 4.0).reshape(SAMPLES, 4) + number)
         x = x[dist.get_rank() * mine :][:mine].to(DTYPES[self.precision])
@@ -136,8 +136,8 @@ class Trained:
         dist.all_reduce(total)
         return float(total.item()) / dist.get_world_size()
 
-    def everything(self) -> dict[str, Any]:
-        """The whole state, gathered. Collective."""
+    def whole_state(self) -> dict[str, Any]:
+        """Return the whole state, gathered. This call is collective."""
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         rest = {"buffers": buffers, "scheduler": dict(self.scheduler.state_dict())}
         found = self._deepspeed_state() if self.stage is not None else self._torch_state()
@@ -148,7 +148,7 @@ class Trained:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         tensors = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-        if self.stage in (1, 2):  # DeepSpeed links the states of later groups before there are any
+        if self.stage in (1, 2):  # DeepSpeed links the states of later groups before they exist
             self.deepspeed.optimizer._hp_optimizer_states_linked = False
             self.deepspeed.optimizer._lazy_init_hp_params_optimizer_state()
         if self.stage == 0:
@@ -184,7 +184,7 @@ class Trained:
 
 
 def fail_to_write(path: Path, state: Any) -> None:
-    """As on a full disk."""
+    """Fail as on a full disk."""
     raise OSError(errno.ENOSPC, "no space left on device", str(path))
 
 
@@ -193,7 +193,7 @@ def main() -> None:
     request = json.loads(os.environ["REQUEST"])
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank() if request["do"] == "load" else 0)
-    trained = Trained(request)
+    trained = TrainedModel(request)
     folder, first = Path(request["folder"]), 1
     if request["do"] == "load":
         tree = RankTree(dist.get_rank(), dist.get_world_size(), None)
@@ -202,7 +202,7 @@ def main() -> None:
         load_state(trained.engine, folder, saved_world_size=saved, tree=tree, converts=first_rank, patience_s=150.0)
         first += request["after"]
     losses = [trained.step(number) for number in range(first, first + request.get("steps", 0))]
-    state = trained.everything()
+    state = trained.whole_state()
     if request["do"] == "save":
         folder.mkdir(parents=True, exist_ok=True)
         writer = Direct() if request.get("writer", "direct") == "direct" else Copies(CopyMemory())
@@ -210,11 +210,11 @@ def main() -> None:
         try:
             trained.engine.save(folder, fail_to_write if full else writer.write)
         except OSError:
-            assert full  # only the rank that could not write says so
+            assert full  # only the rank that could not write raises
         except SpecInvalid as err:
             sys.stderr.write(f"SpecInvalid: {err}\n")
         writer.handed_over()
-        losses += [trained.step(number) for number in range(99, 101)]  # nothing of these is in the checkpoint
+        losses += [trained.step(number) for number in range(99, 101)]  # the checkpoint has none of these
         writer.finish()
         dist.barrier()
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Finishes the run, then fails: what comes after the last batch is the script's own business, and not to be hidden."""
+"""Finishes the run, then fails. An error of the script after the last batch must not be hidden."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rank 1 fails in its second step and takes a while to be gone; rank 0, whose connection broke, is gone long before it."""
+"""Rank 1 fails in its second step and exits slowly. Rank 0, whose connection broke, exits long before it."""
 
 import os
 import time
@@ -11,8 +11,8 @@ import dlac_pipeline as dlac
 
 
 @contextmanager
-def leaving_slowly(rank: int) -> Iterator[None]:
-    """As with a large heap, or a busy machine."""
+def exit_slowly(rank: int) -> Iterator[None]:
+    """Exit slowly, as with a large heap or on a busy node."""
     try:
         yield
     finally:
@@ -20,7 +20,7 @@ def leaving_slowly(rank: int) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    with leaving_slowly(rank=int(os.environ["RANK"])), dlac.training_run() as run:
+    with exit_slowly(rank=int(os.environ["RANK"])), dlac.training_run() as run:
         run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
         for batch in run.batches():
             if run.rank == 1 and batch.step == 2:

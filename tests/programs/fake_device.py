@@ -1,8 +1,8 @@
-"""An accelerator that computes on the CPU, registered with PyTorch's own interface for backends in Python.
+"""An accelerator that computes on the CPU, registered through PyTorch's own interface for backends in Python.
 
-`register()` makes this process have one device, "fake". Its tensors hold a tensor of the CPU, refuse to be mixed with others, and
-`LOG` has in order what would concern a real device: copies with the stream that they are on, what waits for what, and every read
-that the host waits for.
+`register()` gives this process one device, "fake". Its tensors have a CPU tensor inside and refuse to be mixed with others.
+`LOG` lists in order the events of a real device: copies with their stream, waits, and every read for which the host
+waits.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _aten = torch.ops.aten
 
 
 class FakeTensor(torch.Tensor):
-    """A tensor on the device; `host` has its numbers."""
+    """A tensor on the device. `host` has its values."""
 
     host: torch.Tensor
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> FakeTensor:
-        """Put a tensor of the CPU on the device."""
+        """Move a CPU tensor to the device."""
         made: FakeTensor = torch.Tensor._make_wrapper_subclass(
             cls, host.size(), strides=host.stride(), dtype=host.dtype, device=torch.device("fake")
         )
         made.host = host
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument that nobody gives
-        """Show the numbers."""
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an optional argument
+        """Show the values."""
         return f"FakeTensor({self.host!r})"
 
     def record_stream(self, stream: Any) -> None:
-        """Note that another stream uses the memory."""
+        """Record that another stream uses the memory."""
         LOG.append(f"used on {stream.name}")
 
     @classmethod
@@ -72,7 +72,7 @@ def _on_device(value: Any) -> Any:
 
 
 class FakeEvent:
-    """The end of what was launched until now."""
+    """The end of the work launched so far."""
 
     def synchronize(self) -> None:
         """Wait for it."""
@@ -86,12 +86,12 @@ class FakeStream:
         self.name = name
 
     def __enter__(self) -> FakeStream:
-        """Make it the current one."""
+        """Make it the current stream."""
         _CURRENT.append(self.name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Make the one before current."""
+        """Restore the stream before it."""
         _CURRENT.pop()
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -99,12 +99,12 @@ class FakeStream:
         LOG.append(f"{self.name} waits for {other.name}")
 
     def record_event(self) -> FakeEvent:
-        """Name this moment."""
+        """Return an event of this moment."""
         return FakeEvent()
 
 
 class FakeModule:
-    """What `torch.cuda` is for CUDA."""
+    """The counterpart of `torch.cuda` for this device."""
 
     Stream = FakeStream
 
@@ -112,19 +112,19 @@ class FakeModule:
         self.generator = torch.Generator()
 
     def is_initialized(self) -> bool:
-        """It is."""
+        """Return true."""
         return True
 
     def is_available(self) -> bool:
-        """It is."""
+        """Return true."""
         return True
 
     def current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def device_count(self) -> int:
-        """One."""
+        """Return one."""
         return 1
 
     def _is_in_bad_fork(self) -> bool:
@@ -139,12 +139,12 @@ class FakeModule:
         return self.generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: object = "fake") -> None:
-        """Set it."""
+        """Set the state of the device's generator."""
         self.generator.set_state(state)
 
 
 def register(*, pins: bool = True) -> FakeModule:
-    """Have the device from now on; `pins`: with page-locked memory, of which only the mark is real."""
+    """Register the device. With `pins` it has page-locked memory, which is only a mark."""
     module = FakeModule()
     set_up("fake", module)
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -167,7 +167,7 @@ def _empty(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> FakeTensor
 
 
 def _pin_by_mark() -> None:
-    """Let tensors be marked as page-locked: by the memory that they have."""
+    """Mark tensors as page-locked, by their memory."""
     empty = torch.empty
 
     def pin(tensor: torch.Tensor, *_: object) -> torch.Tensor:

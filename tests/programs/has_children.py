@@ -1,4 +1,4 @@
-"""A rank that starts a process of its own, as data loaders and profilers do, and trains slowly."""
+"""A rank that starts a child process, as data loaders and profilers do, and trains slowly."""
 
 import subprocess
 import time

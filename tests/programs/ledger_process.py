@@ -1,8 +1,8 @@
-"""A process at a ledger, without the training: `ledger_process.py ROLE JSON`; it says what it has done in JSON lines.
+"""A process at a ledger, without training: `ledger_process.py ROLE JSON`. It prints its results as JSON lines.
 
 `commit`: claims a run and commits checkpoints. `first`: the same, in one empty lakehouse after another, all processes at once.
-`upkeep`: upkeep without a pause, until a file named stop is there. `delayed`: a commit that stops itself (SIGSTOP) when it
-has been built, before it is sent.
+`upkeep`: upkeep without a pause, until a file named stop exists. `delayed`: a commit that stops itself (SIGSTOP) when it
+has been prepared, before it is sent.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
 
 def lakehouse_at(home: str) -> Lakehouse:
-    """That of a home, in the catalog that $CATALOG names, or in an SQLite file."""
+    """Return the lakehouse of a home, in the catalog that $CATALOG names, or in an SQLite file."""
     return connect(LakehouseConfig(uri=os.environ.get("CATALOG", "")).at_home(Path(home)))
 
 
-def say(**facts: Any) -> None:
-    """One line to whoever started this."""
+def report(**facts: Any) -> None:
+    """Print one line for the parent process."""
     print(json.dumps(facts), flush=True)
 
 
 def commit(home: str, run: str, commits: int, finishes: bool = False) -> None:
-    """Claim, and commit so many checkpoints of two advances each."""
+    """Claim the run, and commit `commits` checkpoints of two advances each."""
     ledger = Ledger(lakehouse_at(home))
     number = claim(ledger, run, nonce=run, replaces=0, detail={}).fence.attempt
     attempt = Attempt(run=run, number=number, nonce=run)
     parent = None
     for step in range(1, commits + 1):
         parent = checkpoint(ledger, attempt, step, parent)
-        say(committed=parent)
+        report(committed=parent)
     if finishes:
         finish(ledger, attempt, step=commits)
-    say(run=run, table=ledger.table_uuid)
+    report(run=run, table=ledger.table_uuid)
 
 
 def checkpoint(ledger: Ledger, attempt: Attempt, step: int, parent: str | None) -> str:
-    """Commit one checkpoint; returns its id."""
+    """Commit one checkpoint, and return its id."""
     name = f"{attempt.run}-{step}-{attempt.nonce}"
     rows: list[LedgerRow] = [
         CheckpointRow(checkpoint_id=name, parent=parent, step=step),
@@ -74,15 +74,15 @@ def first(home: str, run: str, times: int, processes: int) -> None:
         commit(str(place / "home"), run, 1)
 
 
-def keep_up(home: str, stop: str) -> None:
-    """Upkeep, again and again."""
+def repeat_upkeep(home: str, stop: str) -> None:
+    """Run upkeep repeatedly."""
     while not Path(stop).exists():
         done = run_upkeep(lakehouse_at(home), keep=2)
-        say(merged=sum(each.merged_files for each in done), removed=sum(each.removed_files for each in done))
+        report(merged=sum(each.merged_files for each in done), removed=sum(each.removed_files for each in done))
 
 
-def delayed(home: str, run: str, nonce: str) -> None:
-    """As attempt 1, commit the second checkpoint; stop before it is sent."""
+def commit_late(home: str, run: str, nonce: str) -> None:
+    """Commit the second checkpoint of attempt 1, and stop before it is sent."""
     ledger = Ledger(lakehouse_at(home))
     attempt = Attempt(run=run, number=1, nonce=nonce)
     real = SqlCatalog.commit_table
@@ -93,14 +93,19 @@ def delayed(home: str, run: str, nonce: str) -> None:
         return real(self, *request)
 
     setattr(SqlCatalog, "commit_table", commit_table)  # noqa: B010  # a program, not a library
-    say(committed=checkpoint(ledger, attempt, 2, f"{run}-1-{nonce}"))
+    report(committed=checkpoint(ledger, attempt, 2, f"{run}-1-{nonce}"))
 
 
-ROLES: dict[str, Callable[..., None]] = {"commit": commit, "first": first, "upkeep": keep_up, "delayed": delayed}
+ROLES: dict[str, Callable[..., None]] = {
+    "commit": commit,
+    "first": first,
+    "upkeep": repeat_upkeep,
+    "delayed": commit_late,
+}
 
 if __name__ == "__main__":
     try:
         ROLES[sys.argv[1]](**json.loads(sys.argv[2]))
     except DlacError as err:
-        say(error=type(err).__name__, message=str(err))
+        report(error=type(err).__name__, message=str(err))
         sys.exit(err.exit_code)

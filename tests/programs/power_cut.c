@@ -1,4 +1,4 @@
-/* What a power cut would leave, recorded: preloaded into the processes of a test (LD_PRELOAD), read by tests/power.py.
+/* Records the result of a power cut. Preloaded into the processes of a test (LD_PRELOAD), read by tests/power_cut.py.
  *
  * Every fsync and fdatasync of something below $POWER_ROOT appends one record to the file $POWER_LOG/log:
  *
@@ -6,7 +6,7 @@
  *     folder ID NAMES TREE    the names in this folder are durable from here on; NAMES lists them
  *
  * Each record ends with one more NAMES: every path below $POWER_ROOT at that moment, durable or not.
- * An ID names an inode for ever: device, number and time of birth; `root` is $POWER_ROOT itself. A line of NAMES is "KIND ID NAME\n", KIND being f or d.
+ * An ID names an inode permanently: device, number and time of birth; `root` is $POWER_ROOT itself. A line of NAMES is "KIND ID NAME\n", KIND being f or d.
  * The content is copied before the real call and recorded after it, under a lock that all processes share.
  */
 #define _GNU_SOURCE
@@ -63,7 +63,7 @@ static void list(int into, int folder, const char *above, int deep) {
     closedir(names);
 }
 
-/* Without opening the file again where it can be read: closing another descriptor of it would drop SQLite's locks. */
+/* Copies without opening a readable file again: closing another descriptor of it would drop SQLite locks. */
 static void copy(int into, int file) {
     char buffer[65536], path[64];
     int readable = (fcntl(file, F_GETFL) & O_ACCMODE) != O_WRONLY;

@@ -1,7 +1,7 @@
-"""An Iceberg REST catalog over HTTP, on an SQLite catalog of pyiceberg's: `rest_catalog.py PORT FOLDER`.
+"""An Iceberg REST catalog over HTTP, on an SQLite catalog of pyiceberg: `rest_catalog.py PORT FOLDER`.
 
-What DLAC asks of one and no more; requirements are checked and metadata is written by pyiceberg's own SQL catalog. A commit
-whose FOLDER has a file `drop-answer` lands, and its client never hears of it.
+It has only the endpoints that DLAC uses. pyiceberg's own SQL catalog checks requirements and writes metadata. If FOLDER has a
+file `drop-answer`, a commit succeeds, and its client gets no answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STATUS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the tables of a folder."""
+    """A server of the tables of a folder."""
 
     def __init__(self, port: int, folder: Path) -> None:
         super().__init__(("127.0.0.1", port), Handler)
@@ -46,31 +46,31 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """A handler of one request."""
 
     server: Server
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The configuration, or a table."""
+        """Return the configuration, or a table."""
         if self._path == ["config"]:
             self._answer(200, {"defaults": {}, "overrides": {}})
         else:
-            self._try(lambda: _said(self.server.catalog.load_table(self._table)))
+            self._try(lambda: _answer_of(self.server.catalog.load_table(self._table)))
 
     def do_POST(self) -> None:
-        """A namespace or a table is made; or a commit to a table."""
-        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        """Make a namespace or a table, or commit to a table."""
+        request = self.rfile.read(int(self.headers["Content-Length"]))
         if self._path == ["namespaces"]:
-            self._try(lambda: self._make_namespace(json.loads(asked)))
+            self._try(lambda: self._make_namespace(json.loads(request)))
         elif self._path[2:] == ["tables"]:
-            unsaid = dict.fromkeys(("location", "partition-spec", "write-order"))
-            self._try(lambda: self._make_table(CreateTableRequest.model_validate({**unsaid, **json.loads(asked)})))
+            defaults = dict.fromkeys(("location", "partition-spec", "write-order"))
+            self._try(lambda: self._make_table(CreateTableRequest.model_validate({**defaults, **json.loads(request)})))
         else:
-            self._try(lambda: self._commit(CommitTableRequest.model_validate_json(asked)))
+            self._try(lambda: self._commit(CommitTableRequest.model_validate_json(request)))
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     @property
     def _path(self) -> list[str]:
@@ -80,22 +80,22 @@ class Handler(BaseHTTPRequestHandler):
     def _table(self) -> tuple[str, str]:
         return self._path[1], self._path[3]
 
-    def _make_namespace(self, asked: dict[str, Any]) -> dict[str, Any]:
-        self.server.catalog.create_namespace(tuple(asked["namespace"]))
-        return asked
+    def _make_namespace(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.server.catalog.create_namespace(tuple(request["namespace"]))
+        return request
 
-    def _make_table(self, asked: CreateTableRequest) -> dict[str, Any]:
+    def _make_table(self, request: CreateTableRequest) -> dict[str, Any]:
         made = self.server.catalog.create_table(
-            (self._path[1], asked.name),
-            asked.table_schema,
-            partition_spec=asked.partition_spec or UNPARTITIONED_PARTITION_SPEC,
-            properties=asked.properties,
+            (self._path[1], request.name),
+            request.table_schema,
+            partition_spec=request.partition_spec or UNPARTITIONED_PARTITION_SPEC,
+            properties=request.properties,
         )
-        return _said(made)
+        return _answer_of(made)
 
-    def _commit(self, asked: CommitTableRequest) -> dict[str, Any]:
+    def _commit(self, request: CommitTableRequest) -> dict[str, Any]:
         table = self.server.catalog.load_table(self._table)
-        landed = self.server.catalog.commit_table(table, asked.requirements, asked.updates)
+        landed = self.server.catalog.commit_table(table, request.requirements, request.updates)
         return json.loads(landed.model_dump_json())  # type: ignore[no-any-return]  # an object
 
     def _try(self, work: Callable[[], dict[str, Any]]) -> None:
@@ -113,8 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, found)
 
-    def _answer(self, status: int, said: dict[str, Any]) -> None:
-        content = json.dumps(said).encode()
+    def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def _said(table: Table) -> dict[str, Any]:
+def _answer_of(table: Table) -> dict[str, Any]:
     metadata = json.loads(table.metadata.model_dump_json())
     return {"metadata-location": table.metadata_location, "metadata": metadata, "config": {}}
 

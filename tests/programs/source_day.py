@@ -1,8 +1,8 @@
-"""A day of a source table, as others than DLAC write it: `python -m tests.programs.source_day HOME JSON`.
+"""A day of a source table that other writers change: `python -m tests.programs.source_day HOME JSON`.
 
-An hour begins with a line on standard input. Each appends rows; some of them delete rows (copy-on-write, or by a delete
-file), merge all data files into one, expire snapshots and delete what only these had, add a column, rename the table. One JSON
-line per snapshot or change says what was done, once it is done: evidence that is not DLAC's.
+An hour begins with a line on standard input. Each hour appends rows. Some hours delete rows (copy-on-write, or by a delete
+file), merge all data files into one, expire snapshots and delete their files, add a column, or rename the table. One JSON
+line per snapshot or change records it afterwards, as evidence that is independent of DLAC.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """What happens when."""
+    """The changes of a day and their times."""
 
     seed: int
     hours: int = 24
@@ -43,11 +43,11 @@ class Day:
     renamed: str = "src.renamed"
     log: str
     job: str
-    """The job spec that has to name the table by its new name."""
+    """The job spec that must have the table's new name."""
     rows: int = 120
-    """That are appended in an hour, more or less."""
+    """Rows that are appended in an hour, on average."""
     kept_hours: int = 4
-    """Snapshots of this age are expired."""
+    """Snapshots older than this are expired."""
     deletes: tuple[int, ...] = (2, 3, 5, 7, 8, 10, 11, 13, 15, 18, 19, 21, 22)
     compactions: tuple[int, ...] = (4, 9, 14, 20, 23)
     expiries: tuple[int, ...] = (6, 12, 17, 23)
@@ -57,7 +57,7 @@ class Day:
 
 @dataclass
 class Source:
-    """The table, and what was done to it."""
+    """The table, and a log of its changes."""
 
     home: Path
     table: str
@@ -80,7 +80,7 @@ class Source:
         self.live += ids
 
     def delete(self, ids: Iterable[int]) -> None:
-        """Delete rows, by turns as pyiceberg does (data files are rewritten) and as others do (by a delete file)."""
+        """Delete rows, alternately as pyiceberg does (data files are rewritten) and as others do (by a delete file)."""
         chosen = sorted(ids)
         self.by_file = not self.by_file
         how = "delete by file" if self.by_file else "delete"
@@ -99,7 +99,7 @@ class Source:
         self._commit(merge, "compact", [])
 
     def expire(self, before_ms: int) -> None:
-        """Expire the snapshots from before that time that nothing names, and delete the files that only these had."""
+        """Expire the older snapshots without a name, and delete the files that only these had."""
         table = self._load()
         old = [one.snapshot_id for one in table.snapshots() if one.timestamp_ms < before_ms]
         named = {ref.snapshot_id for ref in table.refs().values()}
@@ -112,7 +112,7 @@ class Source:
         removed = [path for path in files if path not in reached]
         for path in removed:
             path.unlink()
-        self._say("expire", [], expired=len(gone), kept=len(old) - len(gone), files=len(removed))
+        self._log("expire", [], expired=len(gone), kept=len(old) - len(gone), files=len(removed))
 
     def evolve(self) -> None:
         """Add a column."""
@@ -122,10 +122,10 @@ class Source:
                 update.add_column("lang", StringType())
 
         self._retrying(add)
-        self._say("evolve", [])
+        self._log("evolve", [])
 
     def rename(self, name: str, job: Path) -> None:
-        """Give the table another name, and the job spec, too."""
+        """Rename the table, and change the job spec too."""
         self._lakehouse.catalog.rename_table(self.table, name)
         self.table = name
         spec = yaml.safe_load(job.read_text())
@@ -133,7 +133,7 @@ class Source:
         new = job.with_suffix(".new")
         new.write_text(yaml.safe_dump(spec))
         new.replace(job)
-        self._say("rename", [])
+        self._log("rename", [])
 
     def _deleted(self, table: Table, ids: list[int]) -> None:
         if not self.by_file:
@@ -152,10 +152,10 @@ class Source:
         after = self._load().current_snapshot()
         assert after is not None
         assert before is None or before.snapshot_id != after.snapshot_id, what
-        self._say(what, ids, snapshot_id=after.snapshot_id)
+        self._log(what, ids, snapshot_id=after.snapshot_id)
 
     def _retrying(self, change: Callable[[Table], Any]) -> None:
-        """Do it again as long as pins of runs come in between."""
+        """Repeat a change while pins of runs conflict with it."""
         for _ in range(20):
             try:
                 change(self._load())
@@ -167,7 +167,7 @@ class Source:
     def _load(self) -> Table:
         return self._lakehouse.load(self.table)
 
-    def _say(self, what: str, ids: Iterable[int], **facts: Any) -> None:
+    def _log(self, what: str, ids: Iterable[int], **facts: Any) -> None:
         with self.log.open("a") as stream:
             stream.write(json.dumps({"what": what, "rows": list(ids), "at": time.time(), **facts}) + "\n")
 
@@ -176,8 +176,8 @@ def _paths(table: Table) -> list[str]:
     return [str(task.file.file_path) for task in table.scan().plan_files()]
 
 
-def live_through(day: Day, home: Path) -> None:
-    """All hours of a day."""
+def run_day(day: Day, home: Path) -> None:
+    """Run all hours of a day."""
     dice = random.Random(day.seed)
     source = Source(home, day.table, Path(day.log))
     began: list[float] = []
@@ -200,9 +200,9 @@ def live_through(day: Day, home: Path) -> None:
 
 
 def day_json(day: Day) -> str:
-    """The day as the process takes it."""
+    """Return the day as the process's argument."""
     return json.dumps(asdict(day))
 
 
 if __name__ == "__main__":
-    live_through(Day(**json.loads(sys.argv[2])), Path(sys.argv[1]))
+    run_day(Day(**json.loads(sys.argv[2])), Path(sys.argv[1]))

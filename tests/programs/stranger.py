@@ -1,8 +1,8 @@
 """A stranger at the store of a run: it knows address, port and prefix, and has no key. It reads, forges, replays and deletes.
 
-Usage: stranger.py HOST PORT PREFIX REPORT STRIKE. Each second it does the next of its deeds to every key, until a file `enough`
-exists beside REPORT. It then writes there as JSON which deeds it did, and all values of nodes that it saw. A process that
-unpickles what it wrote makes the folder STRIKE.
+Usage: stranger.py HOST PORT PREFIX REPORT STRIKE. Each second it attacks every key in another way, until a file `enough`
+exists next to REPORT. It then writes its attacks and all values of nodes that it read as JSON to REPORT. A process that
+unpickles one of its values makes the folder STRIKE.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cryptography.fernet import Fernet
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 PACE_S = 1.0
-"""Seconds between two deeds: many more of them would be a flood, which may keep nodes apart."""
+"""Seconds between two attacks. Many more of them would be a flood, which may keep nodes apart."""
 SLOTS = range(1, 6)
 END = {
     "id": "0123456789abcdef",
@@ -44,11 +44,11 @@ RESUME = {"attempt": 9, "nonce": "0", "replaces": 0, "leg": "{}", "leg_is_new": 
 
 
 class Enough(Exception):
-    """It is enough, and no store answers."""
+    """The stranger should stop, and no store answers."""
 
 
 class Strike:
-    """A pickle that makes a folder where it is read."""
+    """A pickle that makes a folder when it is loaded."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -58,10 +58,10 @@ class Strike:
 
 
 class Stranger:
-    """One connection, and what was seen through it."""
+    """One connection, and the values read through it."""
 
     def __init__(self, host: str, port: int, prefix: str, strike: str, enough: Path) -> None:
-        """`enough` is a file: once it exists, a store that does not answer is not waited for."""
+        """`enough` is a file. Once it exists, an unanswering store is not waited for."""
         self._where = (host, port)
         self._enough = enough
         self._prefix = prefix
@@ -70,7 +70,7 @@ class Stranger:
         self._of_store_before: dict[str, list[bytes]] = {}
         self._store = self._connect()
         self.seen: dict[str, list[bytes]] = {}
-        """Values by key, in the order in which they were seen, of all stores that there were at this address."""
+        """Values by key, in reading order, of all stores that have had this address."""
         self.done: dict[str, int] = {}
 
     def _connect(self) -> TCPStore:
@@ -83,8 +83,8 @@ class Stranger:
             time.sleep(0.1)
         raise Enough
 
-    def deeds(self) -> list[Callable[[], None]]:
-        """Return what it does to the run, one after the other."""
+    def attacks(self) -> list[Callable[[], None]]:
+        """Return the attacks in order."""
         return [
             self.write_garbage,
             self.write_pickles,
@@ -98,20 +98,20 @@ class Stranger:
             self.break_protocol,
         ]
 
-    def look(self) -> None:
-        """Note the value of each key that the store lists."""
+    def record_values(self) -> None:
+        """Record the value of each key that the store lists."""
         for key in self._store.list_keys():
-            with suppress(RuntimeError):  # it was deleted meanwhile
+            with suppress(RuntimeError):  # it was deleted since
                 raw = self._store.get(key) if self._store.check([key]) else b""
                 if raw and raw not in self.seen.setdefault(key, []):
                     self.seen[key].append(raw)
 
-    def act(self, deed: Callable[[], None]) -> None:
-        """Do something, and count it; a store that closes the connection is connected with again."""
+    def attack_once(self, attack: Callable[[], None]) -> None:
+        """Attack once, and count it. Reconnect if the store closes the connection."""
         try:
-            self.look()
-            deed()
-            self.done[deed.__name__] = self.done.get(deed.__name__, 0) + 1
+            self.record_values()
+            attack()
+            self.done[attack.__name__] = self.done.get(attack.__name__, 0) + 1
         except (OSError, RuntimeError):
             self._store = self._connect()
             if not any(key.startswith(self._prefix) for key in self._store.list_keys()):
@@ -123,7 +123,7 @@ class Stranger:
             self._store.set(key, b"\xff\xfe garbage")  # type: ignore[arg-type]  # bytes as well
 
     def write_pickles(self) -> None:
-        """Write pickles that make a folder where they are read."""
+        """Write pickles that make a folder when they are loaded."""
         for key in self._keys():
             self._store.set(key, self._strike)
 
@@ -134,7 +134,7 @@ class Stranger:
             self._store.set(key, json.dumps([key, message]))
 
     def write_messages_of_another_key(self) -> None:
-        """Write the same, encrypted and authenticated with a key of its own."""
+        """Write the same messages, encrypted and authenticated with another key."""
         for name, message in self._forged().items():
             key = f"{self._prefix}/{name}"
             self._store.set(key, self._cipher.encrypt(json.dumps([key, message]).encode()).decode())
@@ -145,7 +145,7 @@ class Stranger:
             self._store.set(key, found[0].decode())
 
     def replay_last_values(self) -> None:
-        """Write the last values that nodes wrote to the store before this one, if there was one; else to this one."""
+        """Write the last values that nodes wrote to the earlier store, or to this one if there was none."""
         for key, found in {**self._sealed(), **self._of_store_before}.items():
             self._store.set(key, found[-1].decode())
 
@@ -170,7 +170,7 @@ class Stranger:
                 self._connect().add(key, 1)
 
     def break_protocol(self) -> None:
-        """Send what no client of a store sends."""
+        """Send bytes that no client of a store sends."""
         for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"\x00" + b"\xff" * 64, b"\x01" + b"\x7f" * 64):
             with suppress(OSError), socket.create_connection(self._where, 1.0) as connection:
                 connection.sendall(sent)
@@ -178,12 +178,12 @@ class Stranger:
                 connection.recv(64)
 
     def _keys(self) -> list[str]:
-        """Return the run's keys, also those that it may use soon."""
+        """Return the run's keys, including those that it may use soon."""
         found = [key for key in self._store.list_keys() if key.startswith(self._prefix)]
         return [*found, *(key for name in self._forged() if (key := f"{self._prefix}/{name}") not in found)]
 
     def _sealed(self) -> dict[str, list[bytes]]:
-        """Return the values that nodes wrote with the key: those that this stranger cannot have made."""
+        """Return the values that nodes wrote with the key, which this stranger cannot have made."""
         found = {key: [raw for raw in values if self._is_foreign(raw)] for key, values in self.seen.items()}
         return {key: values for key, values in found.items() if values}
 
@@ -207,21 +207,21 @@ class Stranger:
         return forged
 
     def report(self) -> dict[str, Any]:
-        """Return what it did, and what nodes had written when it looked."""
+        """Return its attacks, and the values of nodes that it read."""
         read = {key: [raw.decode("latin-1") for raw in values] for key, values in self._sealed().items()}
         return {"done": self.done, "read": read}
 
 
 def main() -> None:
-    """Do one deed a second until it is enough."""
+    """Attack once a second until it should stop."""
     host, port, prefix, report, strike = sys.argv[1:]
     enough = Path(report).with_name("enough")
     stranger = Stranger(host, int(port), prefix, strike, enough)
     with suppress(Enough):
-        for deed in cycle(stranger.deeds()):
+        for attack in cycle(stranger.attacks()):
             if enough.exists():
                 break
-            stranger.act(deed)
+            stranger.attack_once(attack)
             time.sleep(PACE_S)
     Path(report).write_text(json.dumps(stranger.report()))
 

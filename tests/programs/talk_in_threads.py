@@ -1,6 +1,6 @@
-"""Five ranks whose threads talk over one process group at once: two trees with tags, and sums; prints "exact" if all arrived.
+"""Five ranks with threads that use one process group at once: two trees with tags, and sums. Prints "exact" if all succeed.
 
-Every round makes a group of its own, so that threads connect at the same time.
+Every round makes a new group, so that threads connect at the same time.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ RANKS, ROUNDS = 5, 20
 
 
 def talk(tree: RankTree, name: str) -> None:
-    """Gather, decide and find the lowest failure, beginning with each rank in turn."""
+    """Gather, decide and find the lowest failure, with each rank as the first in turn."""
     for turn in range(RANKS):
         votes = tree.gather(f"{name} {turn} {tree.rank}".encode())
         expected = [f"{name} {turn} {rank}".encode() for rank in range(RANKS)]
@@ -33,7 +33,7 @@ def talk(tree: RankTree, name: str) -> None:
 
 
 def run(rank: int, port: int) -> None:
-    """Be one rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
@@ -64,7 +64,7 @@ def run(rank: int, port: int) -> None:
 
 
 def main() -> int:
-    """Run all ranks; returns the exit status."""
+    """Run all ranks, and return the exit status."""
     os.environ |= {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}
     port = free_port()
     fork = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""A small model under DeepSpeed: params say the ZeRO `stage` (1), `dropout` (0.1), and `bf16`."""
+"""A small model with DeepSpeed. Params: the ZeRO `stage` (1), `dropout` (0.1), and `bf16`."""
 
 import os
 import time
@@ -18,7 +18,7 @@ CONFIG: dict[str, Any] = {
 
 def main() -> None:
     """Train to the end of the order."""
-    with dlac.training_run(os.environ.get("JOB_SPEC")) as run:  # named under other launchers than DLAC's
+    with dlac.training_run(os.environ.get("JOB_SPEC")) as run:  # set under other launchers than DLAC's
         params = run.spec.params
         dropout = float(params.get("dropout", "0.1"))
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))

@@ -1,4 +1,4 @@
-"""A small model under FSDP2, its shards checkpointed through torch.distributed.checkpoint; param `dropout` (0.1)."""
+"""A small model with FSDP2, whose shards are saved through torch.distributed.checkpoint. Param: `dropout` (0.1)."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""As `train_tiny.py`, in a script that initializes the process group by itself before the training run does."""
+"""`train_tiny.py` in a script that initializes the process group itself, before the training run does."""
 
 import runpy
 from pathlib import Path

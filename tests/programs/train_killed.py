@@ -1,9 +1,9 @@
-"""train_deepspeed or train_fsdp2, of which one rank kills itself in one phase of one checkpoint of each of the first attempts.
+"""train_deepspeed or train_fsdp2, one of whose ranks kills itself in one phase of a checkpoint in each of the first attempts.
 
 $KILL is a list of PHASE@STEP, one for each attempt. Phases copy, write, sync and vote kill the last rank: after the copy of
 its first file, when half of a file is written, before the first file is durable, before its vote is sent. Phases manifest,
-before-commit and after-commit kill the coordinator: when the manifest has its bytes but not its name, and around the ledger's
-commit. $ENGINE is dcp or zero, of which param `stage` is the stage.
+before-commit and after-commit kill the coordinator: when the manifest has its content but not its name, and around the
+ledger's commit. $ENGINE is dcp or zero. The stage of zero is param `stage`.
 """
 
 import os
@@ -19,22 +19,22 @@ from dlac_pipeline.checkpoint.stage import copies, durable_writer
 
 KILLS = [kill.split("@") for kill in os.environ["KILL"].split(",")]
 _due = ""
-"""The phase in which this attempt dies, while the checkpoint in question is under way in this process."""
+"""The phase in which this attempt dies, while this process writes that checkpoint."""
 
 
 def die() -> NoReturn:
-    """As when the kernel's OOM killer comes."""
+    """Die as by the kernel's OOM killer."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
 
 
 def replace(home: Any, name: str, made: Callable[[Any], Any]) -> None:
-    """Put something around the real thing, which must be there."""
+    """Wrap an existing function."""
     setattr(home, name, made(getattr(home, name)))
 
 
-def noting(real: Any) -> Any:
-    """Learn which checkpoint is being staged."""
+def record_stage(real: Any) -> Any:
+    """Record which checkpoint is being staged."""
 
     def stage_name(*args: Any, attempt: int, step: int, **rest: Any) -> Any:
         global _due  # noqa: PLW0603 - a program, not a library
@@ -45,10 +45,10 @@ def noting(real: Any) -> Any:
     return stage_name
 
 
-def before(phase: str) -> Callable[[Any], Any]:
-    """Die instead, in a phase."""
+def die_before(phase: str) -> Callable[[Any], Any]:
+    """Die before the function, in a phase."""
 
-    def dying(real: Any) -> Any:
+    def wrap(real: Any) -> Any:
         def replaced(*args: Any, **rest: Any) -> Any:
             if _due == phase:
                 die()
@@ -56,13 +56,13 @@ def before(phase: str) -> Callable[[Any], Any]:
 
         return replaced
 
-    return dying
+    return wrap
 
 
-def after(phase: str) -> Callable[[Any], Any]:
-    """Die when it is done, in a phase."""
+def die_after(phase: str) -> Callable[[Any], Any]:
+    """Die after the function, in a phase."""
 
-    def dying(real: Any) -> Any:
+    def wrap(real: Any) -> Any:
         def replaced(*args: Any, **rest: Any) -> Any:
             done = real(*args, **rest)
             if _due == phase:
@@ -71,10 +71,10 @@ def after(phase: str) -> Callable[[Any], Any]:
 
         return replaced
 
-    return dying
+    return wrap
 
 
-def halfway(real: Any) -> Any:
+def die_halfway(real: Any) -> Any:
     """Die with half of a file written."""
 
     def write_state(state: Any, path: Path, **rest: Any) -> Any:
@@ -87,8 +87,8 @@ def halfway(real: Any) -> Any:
     return write_state
 
 
-def unnamed(real: Any) -> Any:
-    """Die with the content under its temporary name."""
+def die_before_rename(real: Any) -> Any:
+    """Die when the content has only its temporary name."""
 
     def write_durably(path: Path, content: bytes) -> None:
         if _due == "manifest":
@@ -100,21 +100,21 @@ def unnamed(real: Any) -> Any:
 
 
 def sabotage() -> None:
-    """Arrange for this rank's deaths."""
-    replace(manager, "stage_name", noting)
+    """Prepare this rank's deaths."""
+    replace(manager, "stage_name", record_stage)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        replace(copies.Copies, "write", after("copy"))
-        replace(durable_writer, "write_state", halfway)
-        replace(durable_writer, "sync_file", before("sync"))
-        replace(RankTree, "gather", before("vote"))
+        replace(copies.Copies, "write", die_after("copy"))
+        replace(durable_writer, "write_state", die_halfway)
+        replace(durable_writer, "sync_file", die_before("sync"))
+        replace(RankTree, "gather", die_before("vote"))
     if os.environ["RANK"] == "0":
-        replace(committing, "write_durably", unnamed)
-        replace(committing, "commit_checkpoint", before("before-commit"))
-        replace(committing, "commit_checkpoint", after("after-commit"))
+        replace(committing, "write_durably", die_before_rename)
+        replace(committing, "commit_checkpoint", die_before("before-commit"))
+        replace(committing, "commit_checkpoint", die_after("after-commit"))
 
 
 def main() -> None:
-    """Train, until then."""
+    """Train until this rank dies."""
     sabotage()
     if os.environ["ENGINE"] == "dcp":
         import train_fsdp2 as program  # type: ignore[import-not-found]  # the rank puts this folder on the path

@@ -1,6 +1,6 @@
-"""A tiny model whose learning rate NumPy computes, so that the optimizer's state has its scalars; dies once at `dies_at`.
+"""A tiny model whose learning rate NumPy computes, so that the optimizer's state has NumPy scalars. It dies once at `dies_at`.
 
-With param `schedule`, the optimizer has an array of NumPy's beside its learning rate.
+With param `schedule` the optimizer also has a NumPy array.
 """
 
 import os

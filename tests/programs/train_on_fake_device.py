@@ -1,4 +1,4 @@
-"""Train and read on a fake accelerator: `train_on_fake_device.py train|read SPEC`; prints what was seen as JSON."""
+"""Train and read on a fake accelerator: `train_on_fake_device.py train|read SPEC`. Prints its results as JSON."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import sys
 from typing import Any
 
-import fake_device  # type: ignore[import-not-found]  # beside this file
+import fake_device  # type: ignore[import-not-found]  # in this folder
 import torch
 
 import dlac_pipeline as dlac
 
 
 def train(path: str) -> dict[str, Any]:
-    """Train a model of the host with batches and losses of the device.
+    """Train a model of the CPU with batches and losses of the device.
 
-    Params: losses are NaN from step `nan_from` on; the process ends behind step `dies_at`.
+    Params: losses are NaN from step `nan_from` on, and the process ends after step `dies_at`.
     """
     model = torch.nn.Linear(4, 1)
     seen: dict[int, Any] = {}
@@ -37,7 +37,7 @@ def train(path: str) -> dict[str, Any]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read a dataset's batches on the device, and as what a model takes."""
+    """Read a dataset's batches on the device, as batches and as the input of a model."""
     whole = [each["row_id"].tolist() for each in dlac.open_dataset(path).loader()]
     found = {}
     for workers in (0, 1):
@@ -53,7 +53,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what is asked, on the device."""
+    """Run the requested program on the device."""
     fake_device.register()
     print(json.dumps({"train": train, "read": read}[sys.argv[1]](sys.argv[2])))
 

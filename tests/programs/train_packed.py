@@ -1,6 +1,6 @@
 """A tiny model trained on packed documents of a mixture, with a journal of the tokens of every sequence.
 
-Every token of a document is its row's number, so the journal tells which rows were read, how far, and in which order.
+Every token of a document is its row's number, so the journal shows which rows were read, how far, and in which order.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A script with a bug, which param `bug` names; `at` is the step, and `row` the row, at which it shows.
+"""A script with a bug that param `bug` names. It occurs at the step `at` or the row `row`.
 
-It prints a line before it fails, and journals nothing.
+It prints a line before it fails, and writes no journal.
 """
 
 import os
@@ -14,7 +14,7 @@ import dlac_pipeline as dlac
 
 
 def compute(run: dlac.TrainingRun, batch: dlac.Batch, model: torch.nn.Module) -> torch.Tensor:
-    """The loss of a batch, unless the bug is in here."""
+    """Return the loss of a batch, or fail with the bug."""
     bug, at = run.spec.params["bug"], int(run.spec.params.get("at", "0"))
     if bug == "row" and int(run.spec.params["row"]) in batch["row_id"][batch.valid].tolist():
         raise ValueError(f"the label of step {batch.step} is no number")
@@ -36,7 +36,7 @@ def compute(run: dlac.TrainingRun, batch: dlac.Batch, model: torch.nn.Module) ->
 
 
 def main() -> None:
-    """Train, until then."""
+    """Train until the bug."""
     with dlac.training_run() as run:
         bug, at = run.spec.params["bug"], int(run.spec.params.get("at", "0"))
         if bug == "start":

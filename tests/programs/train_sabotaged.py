@@ -1,7 +1,7 @@
-"""train_tiny, whose coordinator kills or stops itself around one commit of the run's first attempt, or of $SABOTAGED_ATTEMPT.
+"""train_tiny, whose coordinator kills or stops itself around a commit of the run's first attempt, or of $SABOTAGED_ATTEMPT.
 
-$SABOTAGE is WHAT@STEP: kill-before-commit, kill-after-commit, sleep-before-commit or stop-before-commit (between reading
-the fence and committing) at the checkpoint of that step; kill-after-finish behind the end of the run at that step.
+$SABOTAGE is ACTION@STEP: kill-before-commit, kill-after-commit, sleep-before-commit or stop-before-commit (between reading
+the fence and committing) at the checkpoint of that step, or kill-after-finish after the end of the run at that step.
 """
 
 import os
@@ -24,7 +24,7 @@ _armed = False
 
 
 def sabotaged_commit(ledger: Ledger, attempt: Attempt, *, checkpoint_id: str, **rest: Any) -> RunState:
-    """The real commit, with what `sabotage` asks for."""
+    """Commit, with the requested sabotage."""
     global _armed  # noqa: PLW0603 - a program, not a library
     sabotage, step = os.environ["SABOTAGE"].split("@")
     due = attempt.number == int(os.environ.get("SABOTAGED_ATTEMPT", "1")) and f"-{int(step):09d}-" in checkpoint_id
@@ -40,7 +40,7 @@ def sabotaged_commit(ledger: Ledger, attempt: Attempt, *, checkpoint_id: str, **
 
 
 def sabotaged_check(state: RunState, attempt: Attempt) -> None:
-    """The real check of the fence just read, then a stop, once."""
+    """Check the fence that was just read, then stop, once."""
     global _armed  # noqa: PLW0603 - a program, not a library
     _check_mine(state, attempt)
     if _armed:
@@ -49,7 +49,7 @@ def sabotaged_check(state: RunState, attempt: Attempt) -> None:
 
 
 def sabotaged_finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
-    """The real end of the run, and then the coordinator's."""
+    """End the run, and then the coordinator."""
     state = _finish(ledger, attempt, step=step)
     if os.environ["SABOTAGE"] == f"kill-after-finish@{step}":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +57,7 @@ def sabotaged_finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState
 
 
 if __name__ == "__main__":
-    run_end.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced where it is used
-    coordinator.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
+    run_end.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced in the calling module
+    coordinator.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced in the calling module
     dlac_pipeline.lakehouse.ledger.commits.check_mine = sabotaged_check
     train_tiny.main()

@@ -1,4 +1,4 @@
-"""train_tiny, whose first attempt sleeps before its commits: $COMMIT_SLEEPS_S one after the other, the last one ever after."""
+"""train_tiny, whose first attempt sleeps before its commits: $COMMIT_SLEEPS_S in order, the last one for all later commits."""
 
 import os
 import time
@@ -14,12 +14,12 @@ _sleeps_s = [float(each) for each in os.environ["COMMIT_SLEEPS_S"].split(",")]
 
 
 def slow_commit(ledger: Ledger, attempt: Attempt, **rest: Any) -> RunState:
-    """The real commit, after a sleep."""
+    """Commit after a sleep."""
     if attempt.number == 1:
         time.sleep(_sleeps_s.pop(0) if len(_sleeps_s) > 1 else _sleeps_s[0])
     return commit_checkpoint(ledger, attempt, **rest)
 
 
 if __name__ == "__main__":
-    coordinator.commit_checkpoint = slow_commit  # type: ignore[attr-defined]  # replaced where it is used
+    coordinator.commit_checkpoint = slow_commit  # type: ignore[attr-defined]  # replaced in the calling module
     train_tiny.main()

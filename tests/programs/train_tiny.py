@@ -1,10 +1,10 @@
-"""A tiny model trained on a table of (row_id, x): plain PyTorch, gradients averaged by hand, and a journal of its own.
+"""A tiny model trained on a table of (row_id, x): plain PyTorch, gradients averaged by hand, and its own journal.
 
-Params let it misbehave: `dies_at` a step, `deadly_row`: die of SIGSEGV where that is in the batch, `deadlock_at` a step,
-`slow_rank` by `slow_s` seconds in each forward part, `nan_from` a step: losses are NaN.
+Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
+`slow_rank` is slow by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN.
 $NOISE_SEED adds noise to the loss that no saved generator knows.
 
-The journal holds the row ids that were in the tensors of each finished step: evidence that is not DLAC's.
+The journal has the row ids in the tensors of each finished step, as evidence that is independent of DLAC.
 """
 
 import json
@@ -20,7 +20,7 @@ import dlac_pipeline as dlac
 
 
 def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) -> None:
-    """Append a finished step to this rank's journal; a rehearsal leaves none."""
+    """Append a finished step to this rank's journal. A rehearsal writes none."""
     if "DLAC_REHEARSAL" in os.environ:
         return
     point = run.resume_point
@@ -54,7 +54,7 @@ def train(run: dlac.TrainingRun) -> None:
         if run.rank == int(params.get("slow_rank", "-1")):
             time.sleep(float(params["slow_s"]))
         if batch.step == int(params.get("deadlock_at", "0")) and run.resume_point.attempt == 1 and run.rank == 1:
-            dist.recv(torch.zeros(1), src=0)  # which waits for this rank's gradients
+            dist.recv(torch.zeros(1), src=0)  # rank 0 waits for this rank's gradients
         features = batch["x"].to(torch.float32)
         residual = model(features).squeeze(-1) - features.sum(-1)
         loss = batch.mean(residual**2 + noise * torch.rand(len(features)))
@@ -77,7 +77,7 @@ def train(run: dlac.TrainingRun) -> None:
 
 
 def main() -> None:
-    """Train the run that the launch folder tells of, or that $JOB_SPEC describes under other launchers than DLAC's."""
+    """Train the run of the launch folder, or that of $JOB_SPEC under other launchers than DLAC's."""
     with dlac.training_run(os.environ.get("JOB_SPEC")) as run:
         train(run)
 

@@ -1,4 +1,4 @@
-"""Try bad inputs, each in a process forked from one that has imported everything: cases in, verdicts as JSON lines out."""
+"""Try bad inputs, each in a process forked after all imports. Reads cases, and prints verdicts as JSON lines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _verdict(case: BadInput) -> dict[str, object]:
         child = os.fork()
         if not child:
             _run(case, folder)
-        status = _waited_for(child)
+        status = _wait_for(child)
         made = {path.relative_to(folder) for path in folder.rglob("*")} - before
         output = (folder / "output").read_text(errors="replace") if (folder / "output").exists() else ""
         return {
@@ -62,8 +62,8 @@ def _verdict(case: BadInput) -> dict[str, object]:
         }
 
 
-def _waited_for(child: int) -> int | None:
-    """Return the exit status of the child; None if it had to be killed."""
+def _wait_for(child: int) -> int | None:
+    """Return the exit status of the child, or None if it had to be killed."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)

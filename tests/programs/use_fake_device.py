@@ -1,4 +1,4 @@
-"""Everything of DLAC's that treats accelerators apart, on a fake one; prints what was found as JSON."""
+"""Use all of DLAC's code for accelerators on a fake one, and print the results as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import fake_device  # type: ignore[import-not-found]  # beside this file
+import fake_device  # type: ignore[import-not-found]  # in this folder
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ LOG = fake_device.LOG
 
 
 def batch_of(step: int) -> Batch:
-    """Some batch."""
+    """Return any batch."""
     return Batch(
         step=step,
         tensors={"tokens": torch.arange(6).reshape(2, 3) + step},
@@ -42,7 +42,7 @@ def batch_of(step: int) -> Batch:
 
 
 def use_batches() -> dict[str, Any]:
-    """Copy batches; take a mean of losses on the device."""
+    """Copy batches, and take a mean of losses on the device."""
     copies = DeviceCopies("fake")
     LOG.clear()
     batches = [batch_of(step).copy_with(copies) for step in (1, 2)]
@@ -70,7 +70,7 @@ def _pageable() -> list[str]:
 
 
 def use_losses() -> dict[str, Any]:
-    """Report steps; the loss of step n is n."""
+    """Report steps. The loss of step n is n."""
     pulse, beats = StepSyncs(1, None), []
     LOG.clear()
     read_at = []
@@ -83,8 +83,8 @@ def use_losses() -> dict[str, Any]:
     return {"beats": beats, "flushed": flushed, "read_at": read_at}
 
 
-def use_waiting_pulse() -> list[list[str]]:
-    """Report steps whose losses are waited for, and then some that are not."""
+def use_waiting_syncs() -> list[list[str]]:
+    """Report steps that wait for their losses, and then some that do not."""
     pulse, logs = StepSyncs(1, None), []
     for step in range(1, 5):
         pulse.waits_for_losses = step <= 2
@@ -95,11 +95,11 @@ def use_waiting_pulse() -> list[list[str]]:
 
 
 def use_mixed_losses() -> list[Any]:
-    """Report steps of two ranks, of which only one has its loss on a device; the beats that each of them hears."""
+    """Report steps of two ranks, only one of which has its loss on a device, and return the messages that each receives."""
     sent: list[torch.Tensor] = []
 
-    def add(said: torch.Tensor, **_: object) -> None:
-        sent.append(said)
+    def add(message: torch.Tensor, **_: object) -> None:
+        sent.append(message)
         if len(sent) == 2:
             sent[0].copy_(sent[0] + sent[1])
             sent[1].copy_(sent[0])
@@ -107,19 +107,19 @@ def use_mixed_losses() -> list[Any]:
 
     patched: Any = dist
     patched.all_reduce, kept = add, dist.all_reduce
-    pulses, heard = [StepSyncs(2, None), StepSyncs(2, None)], []
+    pulses, received = [StepSyncs(2, None), StepSyncs(2, None)], []
     for step in range(1, 5):
         losses = [fake_device.FakeTensor(torch.tensor(float(step))), 3.0 * step]
         beats = [
             pulse.step_done(step, loss=loss, report=RankReport()) for pulse, loss in zip(pulses, losses, strict=True)
         ]
-        heard.append([None if beat is None else [beat.step, beat.losses] for beat in beats])
+        received.append([None if beat is None else [beat.step, beat.losses] for beat in beats])
     patched.all_reduce = kept
-    return heard
+    return received
 
 
 def use_copies(folder: Path) -> dict[str, Any]:
-    """Stage tensors of the device and a DTensor whose shard is there."""
+    """Stage tensors of the device, and a DTensor whose shard is on it."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     plain = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
@@ -144,7 +144,7 @@ def use_copies(folder: Path) -> dict[str, Any]:
 
 
 def use_generators(folder: Path, module: Any) -> dict[str, Any]:
-    """Save and restore the device's generator with the others, and one from before there were others than CUDA's."""
+    """Save and restore the device's generator with the others, and a state that has only CUDA's."""
     save_rng(folder, 0, Direct().write)
     expected = torch.rand((), generator=module.generator).item()
     torch.rand((), generator=module.generator)
@@ -160,7 +160,7 @@ def use_generators(folder: Path, module: Any) -> dict[str, Any]:
 
 
 def use_unknown() -> str:
-    """Ask for a device that is not there."""
+    """Request a device that does not exist."""
     try:
         DeviceCopies("fake:3")
     except SpecInvalid as err:
@@ -169,14 +169,14 @@ def use_unknown() -> str:
 
 
 def main() -> None:
-    """Use all, and print what was found."""
+    """Run all parts, and print the results."""
     module = fake_device.register()
     with tempfile.TemporaryDirectory() as folder:
         found = {
             "batches": use_batches(),
             "losses": use_losses(),
             "mixed": use_mixed_losses(),
-            "waiting": use_waiting_pulse(),
+            "waiting": use_waiting_syncs(),
             "copies": use_copies(Path(folder)),
             "generators": use_generators(Path(folder), module),
             "unknown": use_unknown(),

@@ -1,4 +1,4 @@
-"""Addresses of folders, buckets and catalogs: one spelling of each, and typos refused by name."""
+"""Addresses of folders, buckets and catalogs: each has one spelling, and a typo is refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHERS = ("file://host/x", "file:x", " ", "a\0b", "a\nb", "~no-such-user-here/x
 
 @pytest.mark.parametrize("address", [*_TYPOS, *_OTHERS])
 def test_malformed_address_is_refused(address: str) -> None:
-    """It would become a local folder of that name: the warehouse and the store both refuse it."""
+    """The warehouse and the store refuse it. It would otherwise become a local folder of that name."""
     for make in (checked_address, lambda one: CheckpointSpec(store=one), lambda one: LakehouseConfig(warehouse=one)):
         with pytest.raises((ValueError, ValidationError), match="expected a folder"):
             make(address)
@@ -40,13 +40,13 @@ def test_malformed_address_is_refused(address: str) -> None:
     ],
 )
 def test_address_has_one_spelling(address: str, spelling: str) -> None:
-    """Absolute, `~` expanded, and the same if it is read again."""
+    """The address is absolute, `~` is expanded, and reading it again changes nothing."""
     assert checked_address(address) == spelling
     assert checked_address(spelling) == spelling
 
 
 def test_relative_warehouse_is_durable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is resolved once, and its files are written by the file I/O that syncs."""
+    """The address is resolved once, and the file I/O that syncs writes its files."""
     monkeypatch.chdir(tmp_path)
     config = LakehouseConfig(uri="sqlite:///own.db", warehouse="tables")
     assert config.warehouse == f"file://{tmp_path}/tables"
@@ -59,21 +59,21 @@ def test_relative_warehouse_is_durable(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.parametrize("home", [" ", "s3://bucket", "gs:/x", "a\0b", "~no-such-user-here"])
 def test_home_is_a_local_folder(home: str) -> None:
-    """A bucket or a name that no folder can have is refused by name."""
+    """A bucket, or a name that no folder can have, is refused by name."""
     with pytest.raises(SpecInvalid, match="local folder as home"):
         checked_home(Path(home))
 
 
 @pytest.mark.parametrize("name", ["", " ", "a..b", ".a", "a\n"])
 def test_blank_namespace_is_refused(name: str) -> None:
-    """A namespace of DLAC's tables has a name in each of its parts."""
+    """Each part of the namespace of DLAC's tables needs a name."""
     with pytest.raises(ValidationError, match="expected a name"):
         LakehouseConfig(namespace=name)
 
 
 @pytest.mark.parametrize("name", ["a?b", "a#b", "a%20b", "a b", "雪"])
 def test_sqlite_file_is_found_again(name: str, tmp_path: Path) -> None:
-    """What is an escape or a separator in an address is part of a folder's name."""
+    """An escape or a separator of an address may be part of a folder's name."""
     home = tmp_path / name
     assert sqlite_file(LakehouseConfig().at_home(home).uri) == home / "catalog.db"
 
@@ -96,7 +96,7 @@ def test_sqlite_file_is_found_again(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_catalog_address_is_no_outage(kind: str, uri: str) -> None:
-    """Waiting does not mend it: nothing is repeated, and the setting is named."""
+    """Waiting does not help: nothing is retried, and the error names the setting."""
     with pytest.raises(CatalogMisconfigured, match=r"lakehouse\.uri"):
         connect(LakehouseConfig.model_validate({"type": kind, "uri": uri, "warehouse": "/tmp/none"}))
     assert not CatalogMisconfigured.transient
@@ -117,8 +117,8 @@ def test_variable_can_be_set(env: dict[str, str]) -> None:
         LaunchSpec(script="x.py", env=env)
 
 
-def test_relocation_goes_both_ways() -> None:
-    """Paths are translated as whole names, the deepest folder first, and addresses keep their escapes."""
+def test_relocation_is_reversible() -> None:
+    """Paths are translated as whole names, the deepest folder first. Addresses keep their escapes."""
     moved = Relocation(moves=(("/a/wh", "/x"), ("/a", "/b c")))
     assert [moved.here(path) for path in ("/a", "/a/wh/t", "/ab", "/a/z")] == ["/b c", "/x/t", "/ab", "/b c/z"]
     assert moved.uri_here("file:///a/z%23") == "file:///b%20c/z%23"

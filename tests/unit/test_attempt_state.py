@@ -35,7 +35,7 @@ CHANGES = {
     (At.DRAINING, On.RANKS_EXITED): (At.ENDED, Do.END_AS_REPORTED),
     (At.DRAINING, On.DEADLINE_PASSED): (At.ENDED, Do.FAIL),
 }
-"""Transitions that depend on the state. They are written out, and not computed as those of the module are."""
+"""Transitions that depend on the state. The list is written out, not computed from the module."""
 ENDS = {
     On.RANKS_FAILED: Do.FAIL,
     On.HANG_FOUND: Do.FAIL,
@@ -43,7 +43,7 @@ ENDS = {
     On.RANKS_TERMINATED: Do.END_AS_STOPPED,
     On.VERDICT_RECEIVED: Do.END_AS_REPORTED,
 }
-"""Decisions of observations that end an attempt in every state."""
+"""Decisions of the observations that end an attempt in every state."""
 IMPOSSIBLE = {
     *((state, On.CHECKPOINT_REQUESTED) for state in LIVE if state is not At.TRAINING),
     *((state, On.DEADLINE_PASSED) for state in LIVE if state is not At.DRAINING),
@@ -51,7 +51,7 @@ IMPOSSIBLE = {
 
 
 def machine_in(state: AttemptState, *, has_others: bool = True) -> AttemptMachine:
-    """A machine that has reached a state."""
+    """Return a machine in a state."""
     machine = AttemptMachine(has_others=has_others)
     for observation in PATHS[state]:
         machine.observe(observation)
@@ -75,25 +75,25 @@ def test_observation_leads_to_decision(state: AttemptState, observation: Observa
 
 
 def test_table_is_complete() -> None:
-    """No state is left without a transition, and an ended attempt stays ended."""
+    """Every state has its transitions, and an ended attempt stays ended."""
     assert set(TRANSITIONS) == set(product(AttemptState, Observation))
     assert {TRANSITIONS[At.ENDED, each] for each in Observation} == {(At.ENDED, Do.CONTINUE)}
 
 
 @pytest.mark.parametrize("state", [At.STARTING, At.TRAINING])
-def test_notice_of_single_node_is_ignored(state: AttemptState) -> None:
+def test_notice_on_single_node_is_ignored(state: AttemptState) -> None:
     """No other node can resume the run, and the ranks exit themselves after a checkpoint."""
     machine = machine_in(state, has_others=False)
     assert (machine.observe(On.NOTICE_RECEIVED), machine.state) == (Do.CONTINUE, state)
 
 
-def test_notice_while_rescaling_leaves() -> None:
-    """The nodes that wait can resume the run."""
+def test_notice_during_rescale_exits() -> None:
+    """The waiting nodes can resume the run."""
     assert machine_in(At.RESCALING, has_others=False).observe(On.NOTICE_RECEIVED) is Do.LEAVE
 
 
 def test_growth_waits_for_training() -> None:
-    """Ranks that load would lose the time of the load."""
+    """Ranks that are loading their state would lose the load time."""
     machine = machine_in(At.STARTING)
     assert machine.observe(On.ROOM_TO_GROW) is Do.CONTINUE
     machine.observe(On.TRAINING_BEGAN)
@@ -108,7 +108,7 @@ def test_unwritten_request_is_repeated() -> None:
 
 
 def test_stopped_ranks_still_rescale() -> None:
-    """Their deadline begins, and later requests reach no rank."""
+    """The deadline of the ranks begins, and later requests reach no rank."""
     machine = machine_in(At.RESCALING)
     assert machine.observe(On.TRAINING_STOPPED) is Do.START_DEADLINE
     assert machine.observe(On.TRAINING_STOPPED) is Do.CONTINUE
@@ -117,7 +117,7 @@ def test_stopped_ranks_still_rescale() -> None:
 
 
 def test_stop_ends_rescale() -> None:
-    """The notice of a rank is then the supervisor's own signal, and the run is not left to other nodes."""
+    """The termination notice of a rank is then the supervisor's own signal, and the run is not left to other nodes."""
     machine = machine_in(At.RESCALING)
     assert machine.observe(On.STOP_REQUESTED) is Do.REQUEST_STOP
     assert not machine.rescales

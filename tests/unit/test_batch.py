@@ -10,7 +10,7 @@ from dlac_pipeline.read.batch import Batch
 
 
 def packed() -> Batch:
-    """One of two ranks' part of a packed global batch of 3 samples: one slot is empty."""
+    """Return one of two ranks' part of a packed global batch of 3 samples. One slot is empty."""
     return Batch(
         step=1,
         tensors={"document": torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0]])},
@@ -23,17 +23,17 @@ def packed() -> Batch:
     )
 
 
-def test_what_is_empty_does_not_count() -> None:
-    """Neither an empty slot nor padding, whatever the model makes of it."""
+def test_empty_slots_do_not_count() -> None:
+    """The values of empty slots and of padding have no effect, whatever the model returns for them."""
     nan = float("nan")
     assert packed().mean(torch.tensor([6.0, nan])) == 6.0 * 2 / 3
     assert packed().token_mean(torch.tensor([[1.0, 2.0, 3.0, nan], [nan] * 4])) == pytest.approx(6.0 * 2 / 10)
 
 
-def test_losses_may_be_on_an_accelerator() -> None:
-    """Their share is there too, and no device is mixed with another; the batch itself stays where it is."""
+def test_losses_may_be_on_accelerator() -> None:
+    """The shares of the losses are on their device, and devices are not mixed. The batch stays on its own device."""
     batch = packed()
-    with FakeTensorMode(allow_non_fake_inputs=True):  # refuses devices that are mixed, as CUDA does
+    with FakeTensorMode(allow_non_fake_inputs=True):  # refuses mixed devices, as CUDA does
         assert batch.mean(torch.ones(2, device="cuda")).device.type == "cuda"
         assert batch.token_mean(torch.ones(2, 4, device="cuda")).device.type == "cuda"
     assert batch.mean(torch.ones(2, device="meta")).device.type == "meta"
@@ -41,8 +41,8 @@ def test_losses_may_be_on_an_accelerator() -> None:
     assert {batch.valid.device.type, batch["document"].device.type} == {"cpu"}
 
 
-def test_a_batch_that_was_moved_takes_losses_there() -> None:
-    """Such as Accelerate moves dicts."""
+def test_moved_batch_takes_losses_on_device() -> None:
+    """Accelerate moves dicts to the device in this way."""
     given = as_dict(packed())
     given["document"] = given["document"].to("meta")
     given["dlac"] = {**given["dlac"], "valid": given["dlac"]["valid"].to("meta")}

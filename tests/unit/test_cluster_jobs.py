@@ -1,4 +1,4 @@
-"""How a job of a cluster is followed and judged, with a scheduler that answers as the test says."""
+"""Following and judging the job of a cluster, with a scheduler whose answers the test chooses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,18 @@ from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
-from tests.cluster import CANCELLED, COMPLETED, FAILED, GOOD, LOST, PENDING, PREEMPTED, RUNNING, Scripted, asked
+from tests.cluster import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    GOOD,
+    LOST,
+    PENDING,
+    PREEMPTED,
+    RUNNING,
+    Scripted,
+    cluster_request,
+)
 
 RUN = GOOD["run"]
 STEP = '{"event": "checkpoint", "step": 5}\n'
@@ -43,7 +54,7 @@ Events = list[dict[str, Any]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the lakehouse; nodes have a second for their last events."""
+    """The folder of the lakehouse. Nodes have one second for their last events."""
     monkeypatch.setattr(cluster_job, "LISTENS_S", 1.0)
     return tmp_path
 
@@ -51,21 +62,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def job_of(
     home: Path,
     scheduler: Scripted,
-    hear: Callable[[dict[str, Any]], None] = lambda event: None,
+    react: Callable[[dict[str, Any]], None] = lambda event: None,
     *,
     silent_s: float = SILENT_S,
     gone_s: float = 60.0,
 ) -> tuple[ClusterJob, Events]:
     """Return a job, and the events that it reports."""
-    raw = asked("slurm", {}, nodes="1", deadline_s=0.1).spec.model_dump() | {"lakehouse": {}}
+    raw = cluster_request("slurm", {}, nodes="1", deadline_s=0.1).spec.model_dump() | {"lakehouse": {}}
     request = Request(spec=parse_spec(raw, origin="the test").resolved(home))
     events: Events = []
 
-    def take(event: dict[str, Any]) -> None:
+    def record(event: dict[str, Any]) -> None:
         events.append(event)
-        hear(event)
+        react(event)
 
-    return ClusterJob(request, scheduler, take, look_s=0.01, silent_s=silent_s, gone_s=gone_s), events
+    return ClusterJob(request, scheduler, record, look_s=0.01, silent_s=silent_s, gone_s=gone_s), events
 
 
 def commit(home: Path, step: int, *, finish: bool = False) -> None:
@@ -85,7 +96,7 @@ def warnings_of(events: Events) -> list[str]:
 
 
 def test_node_events_are_followed(home: Path) -> None:
-    """Events are reported, other lines are not; one node's word that the run is done outweighs another's loss."""
+    """Events are reported, and other lines are not. A node that reports the run finished outweighs the loss of another node."""
     log = f"hello\n{{\n{STEP}{LEFT}{DONE}{NO_PROGRESS}"
     job, events = job_of(home, Scripted(PENDING, RUNNING, COMPLETED, log=log))
     assert job.run() == Outcome(ending="finished", attempts=2, step=9)
@@ -95,14 +106,14 @@ def test_node_events_are_followed(home: Path) -> None:
 
 
 def test_node_error_is_raised(home: Path) -> None:
-    """The class and message that a node reported, whatever left before."""
+    """The error has the class and message that a node reported, whatever the job printed before."""
     job, _ = job_of(home, Scripted(FAILED, log=LEFT + NO_PROGRESS))
     with pytest.raises(NoProgress, match="three times"):
         job.run()
 
 
 def test_unknown_error_is_failure(home: Path) -> None:
-    """The image has another version, whose error does not exist here."""
+    """The image has another version, and its error does not exist here."""
     job, _ = job_of(home, Scripted(FAILED, log=NO_PROGRESS.replace("NoProgress", "ClassVar")))
     with pytest.raises(TrainingFailed, match="ClassVar: three times"):
         job.run()
@@ -110,22 +121,22 @@ def test_unknown_error_is_failure(home: Path) -> None:
 
 @pytest.mark.parametrize("state", [FAILED, COMPLETED, CANCELLED])
 def test_unfinished_silent_job_failed(home: Path, state: JobState) -> None:
-    """Whatever Slurm calls its end: the ledger does not have the run as finished."""
+    """The state that Slurm reports does not matter: the run is not finished in the ledger."""
     commit(home, step=5)
     job, _ = job_of(home, Scripted(state))
     with pytest.raises(TrainingFailed, match=f"job 7 to report how it ended, found {state.name} in Slurm"):
         job.run()
 
 
-def test_ledger_says_finished(home: Path) -> None:
-    """Slurm's commands say FAILED, for a node was lost; its log was lost as well."""
+def test_finished_ledger_outweighs_scheduler(home: Path) -> None:
+    """Slurm reports FAILED, because a node was lost. The node's log was lost as well."""
     commit(home, step=5, finish=True)
     job, _ = job_of(home, Scripted(FAILED, log=LEFT))
     assert job.run() == Outcome(ending="finished", attempts=0, step=5)
 
 
 def test_preempted_job_is_reported(home: Path) -> None:
-    """A cluster does not queue it again: it has not completed, and the message names the step to resume from."""
+    """The cluster does not requeue the job. The job has not completed, and the message names the step to resume from."""
     commit(home, step=5)
     job, events = job_of(home, Scripted(RUNNING, PREEMPTED, log=LEFT))
     with pytest.raises(TrainingFailed, match="queue job 7 again after its preemption, found it ended at step 5"):
@@ -134,13 +145,13 @@ def test_preempted_job_is_reported(home: Path) -> None:
 
 
 def test_requeued_job_is_followed(home: Path) -> None:
-    """It is over for one look, waits in the queue, and ends as its last start did; what nodes reported before is past."""
+    """The job is over for one poll, waits in the queue, and ends as its last start did. Events of the first start are dropped."""
 
-    def started() -> JobState:
+    def first_start() -> JobState:
         scheduler.log += AGAIN + LEFT
         return RUNNING
 
-    scheduler = Scripted(RUNNING, FAILED, PENDING, started, COMPLETED, log=FIRST + NO_PROGRESS)
+    scheduler = Scripted(RUNNING, FAILED, PENDING, first_start, COMPLETED, log=FIRST + NO_PROGRESS)
     job, events = job_of(home, scheduler)
     assert job.run() == Outcome(ending="stopped", attempts=1, step=5)
     states = [event["state"] for event in events if event["event"] == "job"]
@@ -148,7 +159,7 @@ def test_requeued_job_is_followed(home: Path) -> None:
 
 
 def test_lost_first_node_requeues(home: Path) -> None:
-    """No process is left that would end the job."""
+    """No remaining process would end the job."""
     scheduler = Scripted(RUNNING, LOST, PENDING, RUNNING, COMPLETED, log=DONE)
     job, events = job_of(home, scheduler)
     assert job.run().ending == "finished"
@@ -157,7 +168,7 @@ def test_lost_first_node_requeues(home: Path) -> None:
 
 
 def test_refused_requeue_cancels(home: Path) -> None:
-    """A cluster without requeueing: the job is cancelled, and the run has failed."""
+    """On a cluster without requeueing the job is cancelled, and the run has failed."""
     scheduler = Scripted(LOST, CANCELLED)
     scheduler.refuses["requeue"] = [ConnectionError("Requested operation is presently disabled")]
     job, events = job_of(home, scheduler)
@@ -168,7 +179,7 @@ def test_refused_requeue_cancels(home: Path) -> None:
 
 
 def test_lost_first_node_after_finish(home: Path) -> None:
-    """The run is finished: nothing is to start again."""
+    """The run is finished, so nothing has to start again."""
     commit(home, step=5, finish=True)
     scheduler = Scripted(LOST, CANCELLED)
     job, _ = job_of(home, scheduler)
@@ -177,8 +188,8 @@ def test_lost_first_node_after_finish(home: Path) -> None:
     assert "requeue" not in scheduler.calls
 
 
-def test_silent_scheduler_is_given_up(home: Path) -> None:
-    """It is reported once, and in the end where the job can be looked at. The job is not cancelled."""
+def test_unavailable_scheduler_ends_follow(home: Path) -> None:
+    """The outage is reported once, and again at the end with the command that shows the job. The job is not cancelled."""
     scheduler = Scripted(RUNNING, PermissionError("the credentials have expired"))
     job, events = job_of(home, scheduler, silent_s=0.1)
     with pytest.raises(ClusterSilent, match=r"job 7, found PermissionError: .* left as it is.*dlac status"):
@@ -189,7 +200,7 @@ def test_silent_scheduler_is_given_up(home: Path) -> None:
 
 
 def test_outage_is_outlasted(home: Path) -> None:
-    """The scheduler answers again, and the run ends as its nodes report; the outage is reported once."""
+    """The scheduler answers again, and the run ends as its nodes report. The outage is reported once."""
     away = [ConnectionError("Unable to contact slurm controller")] * 8
     job, events = job_of(home, Scripted(RUNNING, *away, RUNNING, COMPLETED, log=DONE))
     assert job.run() == Outcome(ending="finished", attempts=2, step=9)
@@ -197,7 +208,7 @@ def test_outage_is_outlasted(home: Path) -> None:
 
 
 def test_failed_cancel_is_repeated(home: Path) -> None:
-    """The job was not cancelled: it is at the next look, not after the time that it would have had."""
+    """The cancellation is repeated at the next poll, without waiting for the job's own deadline."""
     scheduler = Scripted(lambda: CANCELLED if scheduler.calls.count("cancel") == 2 else RUNNING)
     scheduler.refuses["cancel"] = [ConnectionError("away")]
     job, events = job_of(home, scheduler)
@@ -208,7 +219,7 @@ def test_failed_cancel_is_repeated(home: Path) -> None:
 
 
 def test_cancel_works_without_state(home: Path) -> None:
-    """Asking and cancelling are two commands."""
+    """The state and the cancellation are two commands. A failure of the first does not stop the second."""
     scheduler = Scripted(ConnectionError("away"))
     job, _ = job_of(home, scheduler)
     job.stop()
@@ -218,21 +229,21 @@ def test_cancel_works_without_state(home: Path) -> None:
 
 
 def test_cancelled_job_without_events(home: Path) -> None:
-    """Its log may be lost; its checkpoint is not."""
+    """The log of the job may be lost. Its checkpoint exists."""
     commit(home, step=5)
     job, _ = job_of(home, Scripted(RUNNING, CANCELLED))
     job.stop()
     assert job.run() == Outcome(ending="stopped", attempts=0, step=5)
 
 
-def test_forgotten_job_ends_with_its_events(home: Path) -> None:
-    """Without accounting Slurm forgets a job after its end; the log exists."""
+def test_forgotten_job_ends_with_events(home: Path) -> None:
+    """Slurm without accounting forgets a job after its end. The log still exists."""
     job, _ = job_of(home, Scripted(RUNNING, None, log=DONE))
     assert job.run() == Outcome(ending="finished", attempts=2, step=9)
 
 
 def test_unknown_job_has_ended(home: Path) -> None:
-    """But not at the first look, which is reported."""
+    """The first poll that does not find the job reports this, and does not end it."""
     job, events = job_of(home, Scripted(RUNNING, None), gone_s=0.1)
     with pytest.raises(TrainingFailed, match="to report how it ended"):
         job.run()
@@ -240,22 +251,22 @@ def test_unknown_job_has_ended(home: Path) -> None:
 
 
 def test_committing_job_has_not_ended(home: Path) -> None:
-    """Whatever Slurm knows of it."""
+    """A job that commits has not ended, whatever Slurm reports of it."""
     scheduler = Scripted(RUNNING, None)
 
-    def hear(event: dict[str, Any]) -> None:
+    def record(event: dict[str, Any]) -> None:
         if event["event"] == "warning":
             commit(home, step=5)
             scheduler.log = STEP
 
-    job, events = job_of(home, scheduler, hear, gone_s=0.3)
+    job, events = job_of(home, scheduler, record, gone_s=0.3)
     with pytest.raises(TrainingFailed):
         job.run()
     assert events[-1]["event"] == "checkpoint"
 
 
-def test_rest_of_finished_job_is_cancelled(home: Path) -> None:
-    """Pods for which there was never room: no scheduler ends them."""
+def test_pending_pods_are_cancelled(home: Path) -> None:
+    """The pods that never found room are cancelled, as no scheduler ends them."""
     scheduler = Scripted(RUNNING, log=FIRST + DONE)
     job, _ = job_of(home, scheduler)
     assert job.run() == Outcome(ending="finished", attempts=2, step=9)
@@ -263,7 +274,7 @@ def test_rest_of_finished_job_is_cancelled(home: Path) -> None:
 
 
 def test_working_nodes_are_not_cancelled(home: Path) -> None:
-    """A script may do more after its run, on one node for longer than on the others."""
+    """A script may work after its run, on one node for longer than on others."""
     scheduler = Scripted(*[RUNNING] * 50, COMPLETED, log=FIRST + FIRST + DONE)
     job, _ = job_of(home, scheduler)
     assert job.run().ending == "finished"
@@ -271,19 +282,19 @@ def test_working_nodes_are_not_cancelled(home: Path) -> None:
 
 
 def test_listener_fault_ends_launcher(home: Path) -> None:
-    """A fault of the function that takes events is not taken for the scheduler's."""
+    """A fault of the function that receives events is not taken for a fault of the scheduler."""
 
-    def hear(event: dict[str, Any]) -> None:
+    def record(event: dict[str, Any]) -> None:
         if event["event"] == "checkpoint":
             raise ZeroDivisionError
 
-    job, _ = job_of(home, Scripted(RUNNING, log=STEP), hear)
+    job, _ = job_of(home, Scripted(RUNNING, log=STEP), record)
     with pytest.raises(ZeroDivisionError):
         job.run()
 
 
 def test_refused_job_names_reason(home: Path) -> None:
-    """The words of the scheduler's command."""
+    """The error has the text of the scheduler's command."""
     scheduler = Scripted(RUNNING)
     scheduler.refuses["submit"] = [ConnectionError("sbatch: error: invalid account")]
     job, _ = job_of(home, scheduler)
@@ -292,7 +303,7 @@ def test_refused_job_names_reason(home: Path) -> None:
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[tuple[str, ...]]:
-    """Have Slurm's commands answer by their name and first words; a missing answer is an error. Return what is asked."""
+    """Make Slurm's commands answer by their name and first words, with an error if no answer is given. Return the commands."""
     calls: list[tuple[str, ...]] = []
 
     def answer(*command: str, script: str | None = None) -> str:
@@ -319,38 +330,38 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> lis
     ids=["running", "first node lost", "being preempted", "preempted", "cancelled", "queued again"],
 )
 def test_slurm_facts_give_state(monkeypatch: pytest.MonkeyPatch, facts: str, state: JobState) -> None:
-    """Slurm before 24.05 calls a preempted job COMPLETED; a lost batch host is no state at all."""
+    """Slurm before 24.05 reports a preempted job as COMPLETED. A lost batch node is no state at all."""
     answer_with(monkeypatch, {"scontrol --oneliner": f"JobId=7 JobName=x {facts}\n", "scontrol show": "n1\nn2\nn3\n"})
     assert Slurm().state("7") == state
 
 
 def test_slurm_asks_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that the controller has forgotten may be in the accounting, or nowhere."""
+    """A job that the controller has forgotten may be in the accounting, or may be unknown."""
     answer_with(monkeypatch, {"sacct": "CANCELLED by 0\n"})
     assert Slurm().state("7") == CANCELLED
     answer_with(monkeypatch, {})
     assert Slurm().state("7") is None
 
 
-@pytest.mark.parametrize(("finished", "asked_for"), [(True, "scancel"), (False, "scontrol requeue")])
-def test_orphaned_job_is_ended(monkeypatch: pytest.MonkeyPatch, finished: bool, asked_for: str) -> None:
-    """The last node ends a job whose first node is lost; a node of any other job changes nothing."""
+@pytest.mark.parametrize(("finished", "requested"), [(True, "scancel"), (False, "scontrol requeue")])
+def test_orphaned_job_is_ended(monkeypatch: pytest.MonkeyPatch, finished: bool, requested: str) -> None:
+    """The last node ends a job whose first node is lost. A node of any other job changes nothing."""
     facts = "JobId=7 JobState=RUNNING NodeList=n[2-3] BatchHost={}\n"
     answers = {"scontrol show": "n2\nn3\n", "scontrol requeue": "", "scancel": ""}
     calls = answer_with(monkeypatch, {"scontrol --oneliner": facts.format("n1"), **answers})
     end_orphan("7", finished=finished)
-    assert " ".join(calls[-1]) == f"{asked_for} 7"
+    assert " ".join(calls[-1]) == f"{requested} 7"
     calls = answer_with(monkeypatch, {"scontrol --oneliner": facts.format("n2"), **answers})
     end_orphan("7", finished=finished)
     assert len(calls) == 2
 
 
 def test_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the nodes have written so far, each line once."""
+    """Each line that the nodes have written is read once."""
     monkeypatch.chdir(tmp_path)
     answer_with(monkeypatch, {"sbatch": "7;cluster\n"})
     client = Slurm()
-    assert client.submit(asked("slurm", {}), near=[]) == "7"
+    assert client.submit(cluster_request("slurm", {}), near=[]) == "7"
     log = tmp_path / "slurm-7-nodes.out"
     log.write_text(f"{STEP}{DONE[:9]}")
     assert client.read("7") == [("", STEP)]
@@ -359,16 +370,16 @@ def test_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_default_store_is_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether all nodes reach it only the cluster knows."""
+    """Only the cluster knows whether all nodes reach the store."""
     monkeypatch.setenv("DLAC_HOME", str(tmp_path))
-    spec = asked("slurm", {}).spec.resolved(tmp_path)
+    spec = cluster_request("slurm", {}).spec.resolved(tmp_path)
     assert store_in_doubt(spec) is None
     unnamed = spec.model_copy(update={"checkpoint": type(spec.checkpoint)()}).resolved(tmp_path)
     assert f"checkpoints go to '{tmp_path}/checkpoints'" in str(store_in_doubt(unnamed))
 
 
 def test_nodes_share_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Slurm, where they share a log; a pod has its own, and each of its processes another number."""
+    """Nodes on Slurm share a log, and so a start number. A pod has a log of its own, and each of its processes another number."""
     assert this_start({"SLURM_JOB_ID": "7"}) == "0"
     assert this_start({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "2"
     numbers = iter(range(2))
@@ -377,7 +388,7 @@ def test_nodes_share_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever buffers standard output has: on Slurm the nodes share a file."""
+    """An event is written at once, whatever the buffer of standard output: on Slurm the nodes share a file."""
     pieces: list[str] = []
 
     class Stream(io.StringIO):
@@ -391,7 +402,7 @@ def test_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_events_share_a_line() -> None:
-    """A log comes in pieces, nodes' lines run together, and a line may begin with its time."""
+    """A log arrives in pieces, lines of several nodes may be joined, and a line may begin with its time."""
     events: Events = []
     node_events = NodeEvents(events.append)
     step = '{"event": "step", "step": 1}'
@@ -401,8 +412,8 @@ def test_events_share_a_line() -> None:
     assert (len(events), len(node_events.last_events)) == (2, 1)
 
 
-def test_replaced_pod_starts_anew() -> None:
-    """The pod that takes a lost one's place has its log; how the one before ended is past."""
+def test_replacement_pod_starts_fresh() -> None:
+    """A replacement pod has its own log. The end of the pod before it does not count."""
     node_events = NodeEvents(lambda event: None)
     node_events.read("0", FIRST + LEFT)
     node_events.read("1", FIRST + LEFT)
@@ -414,7 +425,7 @@ def test_replaced_pod_starts_anew() -> None:
 
 
 def test_stop_from_thread(home: Path) -> None:
-    """A person's Ctrl-C comes while the job is followed: the pause between two looks ends at once."""
+    """Ctrl-C during the pause between two polls ends the pause at once."""
     scheduler = Scripted(lambda: CANCELLED if "cancel" in scheduler.calls else RUNNING, log="")
     job, _ = job_of(home, scheduler)
     threading.Timer(0.1, job.stop).start()

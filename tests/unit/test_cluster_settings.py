@@ -10,29 +10,29 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from tests.cluster import GOOD, asked
+from tests.cluster import GOOD, cluster_request
 
 DOLLARS = "pa$$word $x $(HOME) ${app_id}"
 
 
 def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pods of a job."""
+    """Return the pods of a job."""
     (jobset,) = [
         one
-        for one in yaml.safe_load_all(render_job(asked("kubernetes", {"image": "i", **cluster})))
+        for one in yaml.safe_load_all(render_job(cluster_request("kubernetes", {"image": "i", **cluster})))
         if one["kind"] == "JobSet"
     ]
     return [job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]]
 
 
 def test_option_without_value_is_flag() -> None:
-    """Nothing follows its name, not even an equals sign."""
-    script = render_job(asked("slurm", {"options": {"exclusive": "", "comment": "word"}}))
+    """Its name stands alone, without an equals sign."""
+    script = render_job(cluster_request("slurm", {"options": {"exclusive": "", "comment": "word"}}))
     assert {"--exclusive", "--comment=word"} <= set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE))
 
 
 def test_node_container_is_merged() -> None:
-    """A container named node is merged into the pod's own; others are added."""
+    """The container named `node` is merged into the pod's own, and others are added."""
     secret = {"secretRef": {"name": "db"}}
     volume = {"name": "key", "secret": {"secretName": "key"}}
     node = {"name": "node", "envFrom": [secret], "volumeMounts": [{"name": "key", "mountPath": "/key"}]}
@@ -46,7 +46,7 @@ def test_node_container_is_merged() -> None:
 
 
 def test_dollars_reach_pods_unchanged() -> None:
-    """On Kubernetes two dollars are one, and a name in parentheses after two is left alone."""
+    """Kubernetes reads two dollars as one, and leaves a name in parentheses after two dollars alone."""
     own = pods({"env": {"A": DOLLARS}})[0]["containers"][0]
     (value,) = [one["value"] for one in own["env"] if one["name"] == "A"]
     assert value == DOLLARS.replace("$", "$$")
@@ -77,10 +77,10 @@ def test_dollars_reach_pods_unchanged() -> None:
     ],
 )
 def test_lost_setting_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
-    """By name, with what was found, before anything is submitted."""
+    """The error comes before a submission, and names the setting and the value found."""
     image = {"image": "i"} if on == "kubernetes" else {}
     with pytest.raises(SpecInvalid, match=message):
-        render_job(asked(on, image | cluster))
+        render_job(cluster_request(on, image | cluster))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_lost_setting_is_refused(on: str, cluster: dict[str, Any], message: str)
     ],
 )
 def test_pod_local_folder_is_refused(section: str, place: dict[str, str]) -> None:
-    """It must be in a mount that can be written."""
+    """The store must be in a writable mount."""
 
     def job(**mount: Any) -> Request:
         mounts = [{"source": "claim", "path": "/scratch", **mount}]

@@ -42,19 +42,19 @@ from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, con
 
 
 def optional(field_id: int, name: str, kind: IcebergType, **more: Any) -> NestedField:
-    """An optional field."""
+    """Return an optional field."""
     return NestedField(field_id, name, kind, required=False, **more)
 
 
 def parquet(table: pa.Table, schema: Schema | None = None) -> pq.ParquetFile:
-    """The rows as a Parquet file, with the field ids of `schema` if there is one."""
+    """Return the rows as a Parquet file, with the field ids of `schema` if it is given."""
     stream = io.BytesIO()
     pq.write_table(table if schema is None else table.cast(schema_to_pyarrow(schema)), stream, row_group_size=3)
     return pq.ParquetFile(stream)
 
 
 def read(file: pq.ParquetFile, schema: Schema, *names: str, **options: Any) -> pa.Table:
-    """The named columns of all rows, as a reader reads them: nothing but `in_file`."""
+    """Return the named columns of all rows. A reader reads only the columns of `in_file`."""
     columns = FileColumns.of(file.schema_arrow, schema, names or [field.name for field in schema.fields], **options)
     return columns.align(file.read(columns=columns.in_file), file.metadata.num_rows)
 
@@ -76,7 +76,7 @@ ROWS = pa.table(
 
 
 def test_columns_are_found_by_field_id() -> None:
-    """Renamed, reordered, widened and dropped columns, and a new column under an old name, read as the schema says."""
+    """Renamed, reordered, widened and dropped columns, and a new column under an old name, are read by the schema."""
     new = Schema(
         optional(3, "real", DoubleType()),
         optional(2, "a", StringType()),
@@ -92,7 +92,7 @@ def test_columns_are_found_by_field_id() -> None:
 
 
 def test_file_without_ids_uses_name_mapping() -> None:
-    """The mapping decides if there is one, an empty one too; without one the schema's names do."""
+    """A name mapping decides, even an empty one. Without a mapping the schema's names decide."""
     schema = Schema(optional(1, "a", LongType()), optional(2, "b", StringType()))
     file = parquet(pa.table({"a": [1], "old_b": ["x"], "b": ["not this"]}))
     mapping = NameMapping.model_validate(
@@ -116,8 +116,8 @@ DEFAULTS: list[tuple[IcebergType, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "default", "value"), DEFAULTS)
-def test_later_columns_are_their_initial_default(kind: IcebergType, default: Any, value: Any) -> None:
-    """Of any type, in the table's Arrow type, also when the column is required and nothing else is read."""
+def test_later_columns_have_initial_default(kind: IcebergType, default: Any, value: Any) -> None:
+    """The default has the table's Arrow type, for any type, for a required column too, and if no other column is read."""
     schema = Schema(*OLD.fields, NestedField(9, "later", kind, required=True, initial_default=default))
     found = read(parquet(ROWS, OLD), schema, "later")
     assert found["later"].to_pylist() == [value, value]
@@ -125,16 +125,16 @@ def test_later_columns_are_their_initial_default(kind: IcebergType, default: Any
 
 
 def test_partition_values_fill_missing_columns() -> None:
-    """They come before the default, as Iceberg keeps them (days since 1970), null too; a column in the file wins."""
+    """Partition values, null too, come before the default and are stored as Iceberg stores them. A column in the file wins."""
     schema = Schema(*OLD.fields, optional(9, "day", DateType(), initial_default=dt.date(2000, 1, 1)))
     file = parquet(ROWS, OLD)
-    for value, wanted in ((1, dt.date(1970, 1, 2)), (None, None)):
-        assert read(file, schema, "day", partition_values={9: value})["day"].to_pylist() == [wanted] * 2
+    for value, expected in ((1, dt.date(1970, 1, 2)), (None, None)):
+        assert read(file, schema, "day", partition_values={9: value})["day"].to_pylist() == [expected] * 2
     assert read(file, schema, "a", partition_values={1: 99})["a"].to_pylist() == [1, None]
 
 
-def test_what_the_file_cannot_give_is_named() -> None:
-    """A required column without default, an unknown name, and a type that does not promote are refused with both sides."""
+def test_unreadable_columns_are_refused() -> None:
+    """A required column without a default, an unknown name, and a type that is not promoted are refused with both sides."""
     file = parquet(ROWS, OLD)
     with pytest.raises(NoSuchColumn, match=r"required column 'must' \(field id 9\)"):
         read(file, Schema(*OLD.fields, NestedField(9, "must", LongType(), required=True)))
@@ -168,7 +168,7 @@ def test_what_the_file_cannot_give_is_named() -> None:
     ],
 )
 def test_encodings_share_one_arrow_type(stored: Any, kind: IcebergType) -> None:
-    """Whatever a writer chose (dictionaries, large or fixed lists, other units), the table's Arrow type comes out."""
+    """Dictionaries, large or fixed lists and other units in the file are all read as the table's Arrow type."""
     found = read(parquet(pa.table({"v": stored})), Schema(optional(1, "v", kind)))["v"]
     assert found.type == arrow_type(kind)
     assert found.null_count == 1
@@ -187,7 +187,7 @@ STRUCTS = st.none() | st.fixed_dictionaries({"x": st.none() | st.integers(0, 9),
 
 
 def fresh(field_id: int, inner: StructType) -> StructType:
-    """The struct with ids of its own, as every struct in a schema has."""
+    """Return the struct with its own ids, as every struct of a schema has."""
     return StructType(*(one.model_copy(update={"field_id": one.field_id + field_id}) for one in inner.fields))
 
 
@@ -200,7 +200,7 @@ PAIRS = st.dictionaries(st.text(max_size=2), st.none() | st.integers(0, 9), max_
     named=st.lists(st.none() | PAIRS, min_size=7, max_size=7),
 )
 def test_nested_fields_are_found_by_id(one: list[Any], many: list[Any], named: list[Any]) -> None:
-    """Renamed, widened, dropped and added fields inside nested columns; every null stays where it was."""
+    """Fields inside nested columns may be renamed, widened, dropped or added. Every null stays in its place."""
     old = Schema(
         optional(1, "one", fresh(100, INNER_OLD)),
         optional(2, "many", ListType(20, fresh(200, INNER_OLD), element_required=False)),
@@ -230,12 +230,12 @@ def test_nested_fields_are_found_by_id(one: list[Any], many: list[Any], named: l
 
 
 def projected(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    """An old struct as the new type has it."""
+    """Convert an old struct to the new type."""
     return None if row is None else {"new": "d", "y": row["x"]}
 
 
-def test_nested_columns_without_ids_are_read_by_name() -> None:
-    """A struct of a file without ids gives its fields by name."""
+def test_nested_columns_are_read_by_name() -> None:
+    """The fields of a struct are matched by name in a file without ids."""
     schema = Schema(optional(1, "s", StructType(optional(2, "b", LongType()), optional(3, "c", LongType()))))
     assert read(parquet(pa.table({"s": [{"a": 1, "b": 2}, None]})), schema)["s"].to_pylist() == [
         {"b": 2, "c": None},
@@ -243,8 +243,8 @@ def test_nested_columns_without_ids_are_read_by_name() -> None:
     ]
 
 
-def test_statistics_are_told_in_the_tables_types() -> None:
-    """Bounds of widened and renamed columns are the table's values; what is absent or nested has none."""
+def test_statistics_have_table_types() -> None:
+    """Bounds of widened and renamed columns are values of the table's type. An absent or nested column has no bounds."""
     new = Schema(
         optional(1, "n", LongType()),
         optional(2, "text", StringType()),
@@ -274,7 +274,7 @@ def test_statistics_are_told_in_the_tables_types() -> None:
 
 
 def test_values_beyond_32_bit_offsets() -> None:
-    """What does not fit one array with offsets of 32 bits gets offsets of 64, or is cut into several arrays."""
+    """Values that do not fit one array with 32-bit offsets get 64-bit offsets, or several arrays."""
     lists = pa.ListArray.from_arrays([0, 2**30], pa.nulls(2**30))  # nulls take no memory
     joined = concat_chunks([lists] * 3, lists.type)
     assert (pa.types.is_large_list(joined.type), len(joined), len(joined.values)) == (True, 3, 3 * 2**30)
@@ -293,7 +293,7 @@ def test_values_beyond_32_bit_offsets() -> None:
 
 
 def test_timestamps_that_overflow_are_refused() -> None:
-    """Microseconds of the year 9999 do not fit a column of nanoseconds, and are not wrapped into another year."""
+    """Microseconds of the year 9999 do not fit a column of nanoseconds, and are not wrapped to another year."""
     schema = Schema(optional(1, "t", TimestampNanoType()))
     far = pa.table({"t": pa.array([dt.datetime(9999, 12, 31)], pa.timestamp("us"))})
     with pytest.raises(UnsupportedColumn, match="out of bounds timestamp"):

@@ -66,13 +66,13 @@ def kind(name: str, *, ragged: bool = False, nullable: bool = False) -> ColumnKi
 
 
 def chunked(name: str, *chunks: list[Any]) -> pa.ChunkedArray:
-    """A column of SCHEMA in its Arrow type."""
-    wanted = arrow_type(TYPES[name])
-    return pa.chunked_array([pa.array(chunk, type=wanted) for chunk in chunks], type=wanted)
+    """Return a column of SCHEMA in its Arrow type."""
+    column_type = arrow_type(TYPES[name])
+    return pa.chunked_array([pa.array(chunk, type=column_type) for chunk in chunks], type=column_type)
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "wanted"),
+    ("name", "rows", "expected"),
     [
         ("flag", [True, False], np.array([True, False])),
         ("small", [1, -2], np.array([1, -2], dtype=np.int32)),
@@ -85,21 +85,21 @@ def chunked(name: str, *chunks: list[Any]) -> pa.ChunkedArray:
         ("tokens", [[1, 2], [3, 4]], np.array([[1, 2], [3, 4]], dtype=np.int64)),
     ],
 )
-def test_dense_columns_become_arrays_of_their_type(name: str, rows: list[Any], wanted: np.ndarray[Any, Any]) -> None:
+def test_dense_columns_become_typed_arrays(name: str, rows: list[Any], expected: np.ndarray[Any, Any]) -> None:
     """Numbers, booleans, times, fixed bytes and lists of one length are arrays [rows] or [rows, length]."""
     column = to_column(chunked(name, rows), kind(name), origin="here")
-    assert column.values.dtype == wanted.dtype == np.dtype(kind(name).items)
-    assert np.array_equal(column.values, wanted)
+    assert column.values.dtype == expected.dtype == np.dtype(kind(name).items)
+    assert np.array_equal(column.values, expected)
     assert column.offsets is None
     assert column.valid is None
     assert column.rows == len(rows)
     split = to_column(chunked(name, rows[:1], [], rows[1:]), kind(name), origin="here")
-    assert np.array_equal(split.values, wanted)
+    assert np.array_equal(split.values, expected)
 
 
 @pytest.mark.parametrize("name", ["text", "blob", "tokens"])
-def test_ragged_columns_are_flat_with_offsets(name: str) -> None:
-    """Row i is values[offsets[i]:offsets[i + 1]], also for a slice of a longer array, and in a copy of its own."""
+def test_ragged_columns_have_offsets(name: str) -> None:
+    """Row i is values[offsets[i]:offsets[i + 1]], for a slice of a longer array and for a copy too."""
     examples: dict[str, list[Any]] = {
         "text": ["", "né", "x"],
         "blob": [b"", b"\0\xff", b"y"],
@@ -126,8 +126,8 @@ def test_ragged_columns_are_flat_with_offsets(name: str) -> None:
         ("tokens", [[1, 2], None], [0, 0]),
     ],
 )
-def test_nulls_need_a_declaration(name: str, rows: list[Any], zero: Any) -> None:
-    """Undeclared nulls are refused with the way out; declared ones read as zeros beside `valid`."""
+def test_nulls_need_declaration(name: str, rows: list[Any], zero: Any) -> None:
+    """Undeclared nulls are refused with the setting that allows them. Declared nulls are zeros, with a mask in `valid`."""
     with pytest.raises(
         UnsupportedColumn, match=rf"no nulls in column '{name}', found 1 in here.*nullable = \[\"{name}\"\]"
     ):
@@ -140,15 +140,15 @@ def test_nulls_need_a_declaration(name: str, rows: list[Any], zero: Any) -> None
 
 
 def test_null_strings_are_empty() -> None:
-    """A null string has no bytes, and is told from an empty one by `valid`."""
+    """A null string has no bytes, and `valid` distinguishes it from an empty string."""
     column = to_column(chunked("text", ["ab", None, ""]), kind("text", nullable=True), origin="here")
     assert column.offsets is not None
     assert column.valid is not None
     assert (column.offsets.tolist(), column.valid.tolist()) == ([0, 2, 2, 2], [True, False, True])
 
 
-def test_lists_of_different_lengths_need_a_declaration() -> None:
-    """The refusal says how to pack them or to declare them; two batches' worth of different lengths are refused too."""
+def test_ragged_lists_need_declaration() -> None:
+    """The error names packing and the declaration. Two batches with lists of different lengths are refused too."""
     with pytest.raises(UnsupportedColumn, match=r"found 1 to 2 in here: pack them with \[sequences\], or declare"):
         to_column(chunked("tokens", [[1], [1, 2]]), kind("tokens"), origin="here")
     one, two = (to_column(chunked("tokens", rows), kind("tokens"), origin="here") for rows in ([[1]], [[1, 2]]))
@@ -158,20 +158,20 @@ def test_lists_of_different_lengths_need_a_declaration() -> None:
 
 
 def test_nulls_inside_lists_are_refused() -> None:
-    """There is no tensor for them, declared or not."""
+    """No tensor can represent them, declared or not."""
     with pytest.raises(UnsupportedColumn, match="inside the lists"):
         to_column(chunked("tokens", [[1, None]]), kind("tokens", ragged=True, nullable=True), origin="here")
 
 
 @pytest.mark.parametrize("name", ["price", "pair", "words"])
-def test_what_cannot_become_a_tensor_is_named(name: str) -> None:
-    """Decimals, structs and lists of strings are refused when planning."""
+def test_columns_without_tensor_are_refused(name: str) -> None:
+    """Decimals, structs and lists of strings are refused in planning."""
     with pytest.raises(UnsupportedColumn, match=name):
         check_columns(SCHEMA, [name])
 
 
 def test_declarations_are_checked() -> None:
-    """A declared column must be there, and only lists are declared ragged; strings are ragged as they are."""
+    """A declared column must exist, and only lists are declared ragged. Strings are ragged without a declaration."""
     check_columns(SCHEMA, ["text", "tokens"], ragged=["tokens"], nullable=["text"])
     with pytest.raises(NoSuchColumn, match="'nothing'"):
         check_columns(SCHEMA, ["text"], nullable=["nothing"])
@@ -189,8 +189,8 @@ ROWS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @given(st.data())
-def test_batches_hold_the_rows_that_were_put_in(data: st.DataObject) -> None:
-    """Any rows of any pieces into any slots: every slot holds its row or nothing, whatever the order of the pieces."""
+def test_batches_hold_their_rows(data: st.DataObject) -> None:
+    """Every slot holds its row or is empty, for any rows of any pieces in any slots and any order of the pieces."""
     name = data.draw(st.sampled_from(sorted(ROWS)))
     nullable = data.draw(st.booleans())
     row = st.none() | ROWS[name] if nullable else ROWS[name]
@@ -215,7 +215,7 @@ def test_batches_hold_the_rows_that_were_put_in(data: st.DataObject) -> None:
 
 
 def rows_of(tensors: dict[str, Any], made: ColumnKind, slots: int) -> list[Any]:
-    """The batch's rows as Python values; torch takes every array without a warning."""
+    """Return the batch's rows as Python values. torch takes every array without a warning."""
     assert set(tensors) == set(made.tensors)
     values = torch.from_numpy(tensors[made.name])
     if not made.ragged:
@@ -227,14 +227,14 @@ def rows_of(tensors: dict[str, Any], made: ColumnKind, slots: int) -> list[Any]:
 
 
 def plain(name: str, row: Any) -> Any:
-    """A row as its tensor's list says it; nothing, and null, as zero or empty."""
+    """Convert a row to its tensor's list: an empty slot and a null are zero or empty."""
     if name == "text":
         return list((row or "").encode())
     return row or {"big": 0, "flag": False, "tokens": []}[name]
 
 
 def test_empty_batch_has_given_length() -> None:
-    """Slots that no row fills are zeros of the lists' length."""
+    """Empty slots are zeros of the lists' length."""
     assert assemble(kind("tokens"), [], 3, length=5)["tokens"].shape == (3, 5)
     assert assemble(kind("four"), [], 2, length=4)["four"].shape == (2, 4)
     assert assemble(kind("big"), [], 2)["big"].tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""The digest of a run's configuration follows what is trained, and nothing else; manifests without one are still read."""
+"""The digest of a run's configuration: it depends on the training settings only, and older manifests have none."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A training script."""
+    """Write a training script."""
     path = tmp_path / "train.py"
     path.write_text("print(1)\n")
     return path
 
 
 def spec(script: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job spec with more in some sections."""
+    """Return a job spec with further settings in some sections."""
     raw: dict[str, Any] = {
         "run": "r",
         "source": {"table": "src.t", "columns": ["x"]},
@@ -42,13 +42,13 @@ def spec(script: Path, **sections: dict[str, Any]) -> JobSpec:
         {"launch": {"args": ["--lr=0.1"]}},
     ],
 )
-def test_what_is_trained_is_in_it(script: Path, sections: dict[str, Any]) -> None:
-    """Data, order, sequences, params and arguments."""
+def test_training_settings_change_digest(script: Path, sections: dict[str, Any]) -> None:
+    """Data, order, sequences, params and arguments change the digest."""
     assert config_digest(spec(script, **sections)) != config_digest(spec(script))
 
 
-def test_the_script_counts_by_its_content(script: Path, tmp_path: Path) -> None:
-    """The same file elsewhere is the same; another content is another."""
+def test_script_content_changes_digest(script: Path, tmp_path: Path) -> None:
+    """A copy of the file has the same digest, and other content has another one."""
     before = config_digest(spec(script))
     copy = tmp_path / "copy.py"
     copy.write_text(script.read_text())
@@ -60,13 +60,13 @@ def test_the_script_counts_by_its_content(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sections", [{"checkpoint": {"every_steps": 7}}, {"launch": {"world_size": 4}}, {"read": {"threads": 9}}]
 )
-def test_how_it_is_run_is_not_in_it(script: Path, sections: dict[str, Any]) -> None:
-    """Checkpoints, ranks and reading threads."""
+def test_launch_settings_keep_digest(script: Path, sections: dict[str, Any]) -> None:
+    """Checkpoints, ranks and reading threads do not change the digest."""
     assert config_digest(spec(script, **sections)) == config_digest(spec(script))
 
 
-def test_a_manifest_of_before_has_none() -> None:
-    """A manifest that was written without the field is read, with an empty digest."""
+def test_older_manifest_has_no_digest() -> None:
+    """A manifest without the field is read, with an empty digest."""
     manifest = Manifest(
         ledger_uuid="u",
         run="r",

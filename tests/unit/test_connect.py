@@ -1,4 +1,4 @@
-"""The address that a catalog is opened with."""
+"""Connections to catalogs: their addresses, timeouts, outages and locks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.ports import own_port
         ("https://rest.example/catalog", "https://rest.example/catalog"),
     ],
 )
-def test_an_embedded_catalog_waits_for_its_lock(uri: str, found: str) -> None:
-    """Unless the address says how long; that of another catalog stays as it is."""
+def test_embedded_catalog_waits_for_lock(uri: str, found: str) -> None:
+    """A timeout in the address stays, and so does the address of another kind of catalog."""
     assert LakehouseConfig(uri=uri).catalog_properties()["uri"] == found
 
 
-def test_a_connection_to_postgresql_ends_when_nobody_answers() -> None:
-    """The kernel's own patience is a quarter of an hour; what the address says itself stands."""
+def test_unanswered_postgresql_connection_ends() -> None:
+    """The kernel's own timeout is a quarter of an hour. A timeout in the address stays."""
     uri = LakehouseConfig(uri="postgresql+psycopg2://me@db/lake?connect_timeout=3").catalog_properties()["uri"]
     settings = dict(pair.split("=") for pair in uri.partition("?")[2].split("&"))
     assert settings["connect_timeout"] == "3"
@@ -48,8 +48,8 @@ def test_a_connection_to_postgresql_ends_when_nobody_answers() -> None:
     assert int(settings["keepalives_idle"]) + 2 * int(settings["keepalives_interval"]) <= 30
 
 
-def test_a_rest_catalog_that_never_answers_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken the connection, and says nothing."""
+def test_silent_rest_catalog_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog has accepted the connection and never answers."""
     monkeypatch.setattr(safe_commit, "_REST_TIMEOUT_S", (1.0, 0.5))
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CatalogUnreachable, match="timed out"):
         connect(LakehouseConfig(type="rest", uri=f"http://127.0.0.1:{silent.getsockname()[1]}"))
@@ -68,14 +68,14 @@ def test_a_rest_catalog_that_never_answers_is_unreachable(monkeypatch: pytest.Mo
         ("sqlite:////a/catalog.db", "sqlite:////a/catalog.db"),
     ],
 )
-def test_an_address_is_shown_without_its_password(uri: str, shown: str) -> None:
-    """What names it for people leaves everything else as it is."""
+def test_shown_address_has_no_password(uri: str, shown: str) -> None:
+    """The shown address differs from the real one in the password only."""
     assert LakehouseConfig(uri=uri).address == shown
 
 
 @pytest.mark.parametrize("kind", ["sql", "rest"])
-def test_no_error_tells_the_password_of_the_catalog(kind: Literal["sql", "rest"]) -> None:
-    """One that is away, through SQLAlchemy's words and those of HTTP."""
+def test_catalog_errors_have_no_password(kind: Literal["sql", "rest"]) -> None:
+    """The messages of SQLAlchemy and HTTP about an unavailable catalog have no password."""
     scheme = {"sql": "postgresql+psycopg2", "rest": "http"}[kind]
     with pytest.raises(LakehouseError, match=r"me:\*\*\*@") as caught:
         connect(LakehouseConfig(type=kind, uri=f"{scheme}://me:s3cr3t@127.0.0.1:{own_port()}/lake"))
@@ -87,25 +87,25 @@ def test_no_error_tells_the_password_of_the_catalog(kind: Literal["sql", "rest"]
     [(401, CatalogMisconfigured), (403, CatalogMisconfigured), (404, CatalogMisconfigured), (503, CatalogUnreachable)],
 )
 def test_rest_refusal_differs_from_outage(status: int, kind: type[Exception]) -> None:
-    """Credentials do not mend themselves: nothing is repeated."""
-    with answering(status) as uri, pytest.raises(DlacError) as caught:
+    """Refused credentials do not recover, so nothing is retried."""
+    with serve_status(status) as uri, pytest.raises(DlacError) as caught:
         connect(LakehouseConfig(type="rest", uri=uri))
     assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("status", [404, 405])
 def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor of a rank has opened this catalog before; a password that is refused is no outage."""
+    """The supervisor of a rank has opened this catalog before. A refused password is no outage."""
     monkeypatch.setattr(startup, "RETRY_WITHIN_S", 0.0)
     for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
-        with answering(code) as uri, pytest.raises(DlacError) as caught:
+        with serve_status(code) as uri, pytest.raises(DlacError) as caught:
             startup.open_lakehouse(spec_with_catalog("rest", uri), supervised=True)
         assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(("answered", "kind"), [(True, CatalogUnreachable), (False, CatalogMisconfigured)])
 def test_unopened_file_is_outage(answered: bool, kind: type[Exception], tmp_path: Path) -> None:
-    """SQLite cannot open a file of which the journal is a folder, as it cannot where a mount is absent."""
+    """SQLite cannot open a file whose journal is a folder, nor a file on an absent mount."""
     config = LakehouseConfig().at_home(tmp_path)
     connect(config)
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection:
@@ -116,8 +116,8 @@ def test_unopened_file_is_outage(answered: bool, kind: type[Exception], tmp_path
     assert type(caught.value) is kind
 
 
-def test_refused_host_is_outage_later() -> None:
-    """The standby that a failover promotes may not list the nodes yet."""
+def test_refused_node_is_outage_later() -> None:
+    """The standby that a failover promotes may not list the nodes at first."""
     refused = OperationalError("", None, Exception('FATAL: no pg_hba.conf entry for host "10.0.0.1"'))
     assert is_misconfigured(refused)
     assert not is_misconfigured(refused, answered=True)
@@ -126,7 +126,7 @@ def test_refused_host_is_outage_later() -> None:
 
 
 def spec_with_catalog(kind: str, uri: str) -> JobSpec:
-    """A job spec whose lakehouse has this catalog."""
+    """Return a job spec whose lakehouse has this catalog."""
     return parse_spec(
         {
             "run": "r",
@@ -154,15 +154,15 @@ def spec_with_catalog(kind: str, uri: str) -> JobSpec:
     ],
 )
 def test_passing_warehouse_failure_is_awaited(failure: OSError, kind: type[Exception]) -> None:
-    """One that is full or closed is not; a file that is gone may have been removed by upkeep."""
+    """A full or forbidden warehouse is no outage, nor is a missing file, which upkeep may have removed."""
     with pytest.raises((LakehouseError, OSError)) as caught, reachable("sqlite:///catalog.db"):
         raise failure
     assert type(caught.value) is kind
 
 
 @contextmanager
-def answering(status: int) -> Iterator[str]:
-    """A server that answers everything so; its address."""
+def serve_status(status: int) -> Iterator[str]:
+    """Serve one status for every request, and yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -171,7 +171,7 @@ def answering(status: int) -> Iterator[str]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -184,7 +184,7 @@ def answering(status: int) -> Iterator[str]:
 
 
 def hold_lock(file: Path, *statements: str, for_s: float) -> threading.Timer:
-    """Lock an SQLite file in this process, as another one would, and let go of it after a while."""
+    """Lock an SQLite file in this process, as another process would, and release it after a while."""
     other = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
     for statement in statements:
         other.execute(statement).fetchall()
@@ -194,8 +194,8 @@ def hold_lock(file: Path, *statements: str, for_s: float) -> threading.Timer:
 
 
 @pytest.fixture
-def reporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_locks.ReportingConnection]:
-    """A connection that reports after 0.2 s."""
+def reporting_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_locks.ReportingConnection]:
+    """Open a connection that reports a wait after 0.2 s."""
     monkeypatch.setattr(sqlite_locks, "_REPORT_AFTER_S", 0.2)
     file = tmp_path / "catalog.db"
     with closing(sqlite_locks.ReportingConnection(str(file), file=file, timeout=5.0)) as connection:
@@ -213,40 +213,40 @@ def reporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlit
     ids=["read", "write", "commit"],
 )
 def test_lock_wait_is_reported(
-    reporting: sqlite_locks.ReportingConnection,
+    reporting_connection: sqlite_locks.ReportingConnection,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     held: tuple[str, ...],
     statement: str,
 ) -> None:
-    """Each statement that can wait reports it once, and succeeds when the lock is released."""
+    """Each statement that can wait reports the wait once, and succeeds when the lock is released."""
     release = hold_lock(tmp_path / "catalog.db", *held, for_s=0.6)
-    reporting.cursor().execute(statement)
-    reporting.commit()
+    reporting_connection.cursor().execute(statement)
+    reporting_connection.commit()
     release.join()
     assert len(caplog.messages) == 1
     assert "found it locked for 0 s; waiting for at most 5 s" in caplog.text
 
 
 def test_deadlock_is_not_waited_for(
-    reporting: sqlite_locks.ReportingConnection, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    reporting_connection: sqlite_locks.ReportingConnection, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SQLite refuses one of two transactions that wait for each other at once: to repeat its statement would be in vain."""
+    """SQLite refuses one of two transactions that wait for each other at once. A retry of its statement could not succeed."""
     with closing(sqlite3.connect(tmp_path / "catalog.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        reporting.execute("BEGIN")
-        reporting.execute("SELECT * FROM t").fetchall()
+        reporting_connection.execute("BEGIN")
+        reporting_connection.execute("SELECT * FROM t").fetchall()
         other.execute("INSERT INTO t VALUES (1)")
         other.execute("PRAGMA busy_timeout = 0")
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             other.execute("COMMIT")  # it waits for the reader
         with pytest.raises(sqlite3.OperationalError, match="locked"):
-            reporting.execute("INSERT INTO t VALUES (2)")
+            reporting_connection.execute("INSERT INTO t VALUES (2)")
     assert not caplog.messages
 
 
 def test_catalog_starts_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A catalog that is not locked is asked without a thread that watches."""
+    """No watching thread starts for a catalog without a lock."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path))
     monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail(f"started {self.name}"))
     lakehouse.create_namespace("made")

@@ -1,4 +1,4 @@
-"""Cursors: what the ranks vote, and what a checkpoint restores, must be what the order says."""
+"""Cursors: those that ranks vote for, and those that a checkpoint restores, must match the order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = 3
 
 
 def votes(**changes: Any) -> list[Vote]:
-    """The votes of two ranks after a step, with something else in the second one."""
+    """Return the votes of two ranks after a step, with changed fields in the second vote."""
     state = ORDER.reader_state(STEP)
     nothing: Vote = {
         "failure": None,
@@ -36,13 +36,13 @@ def votes(**changes: Any) -> list[Vote]:
     return [made[0], {**made[1], **changes}]
 
 
-def test_agreeing_ranks_are_believed() -> None:
-    """The reader state is the cursors of all key groups, by source."""
+def test_agreeing_ranks_are_accepted() -> None:
+    """The reader state has the cursors of all key groups, by source."""
     assert agreed_reader_state(ORDER, votes(), STEP) == [[list(each) for each in ORDER.reader_state(STEP)[0]]]
 
 
 def test_disagreeing_rank_is_refused() -> None:
-    """A rank that stands elsewhere than the order says, or at another step, keeps the checkpoint from being committed."""
+    """A rank whose cursor contradicts the order, or whose step differs, prevents the commit of the checkpoint."""
     shifted = [[[0, 0, 1, 0]], [[0, 0, 1, 0]]]
     with pytest.raises(CursorMismatch, match=r"key group 2 at .* after step 3, rank 1 reported \[\[0, 0, 1, 0\]\]"):
         agreed_reader_state(ORDER, votes(cursors=shifted), STEP)
@@ -51,7 +51,7 @@ def test_disagreeing_rank_is_refused() -> None:
 
 
 def test_shifted_cursor_is_named() -> None:
-    """A restored cursor that is not where the order says is refused with its source and key group."""
+    """A restored cursor that contradicts the order is refused, and the error names its source and key group."""
     state = ORDER.reader_state(STEP)
     check_restored(ORDER, STEP, state)
     state[0][1] = Cursor(0, 0, state[0][1].position + 1)

@@ -1,4 +1,4 @@
-"""What Dagster is given: names, descriptions, and one definition of the job spec."""
+"""The Dagster definitions: names, descriptions, and one definition of the job spec."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CONFIG = {"resources": {"job": {"config": {"spec": SPEC}}}}
 
 
 def test_code_location_has_exact_definitions() -> None:
-    """Renaming or dropping a definition breaks schedules and links of users, and must be meant."""
+    """Renaming or dropping a definition breaks schedules and links of users, so it must be deliberate."""
     repository = defs.get_repository_def()
     assets = {key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()}
     assert assets == {"corpus", "tokens", "pinned_snapshot", "work_plan", "model_checkpoint"}
@@ -63,7 +63,7 @@ def test_code_location_has_exact_definitions() -> None:
 
 
 def test_every_asset_has_description() -> None:
-    """An asset without a description tells a user of the graph nothing."""
+    """An asset without a description is useless to a user of the graph."""
     graph = defs.get_repository_def().asset_graph
     for key in graph.get_all_asset_keys():
         description = graph.get(key).description
@@ -72,7 +72,7 @@ def test_every_asset_has_description() -> None:
 
 
 def test_launchpad_shows_every_spec_field() -> None:
-    """The Dagster configuration is made from the pydantic model: same fields, same words, in every section."""
+    """The Dagster configuration is generated from the pydantic model, with the same fields and descriptions in every section."""
     pairs = [(JobSpec, JobSpecConfig)]
     seen = 0
     for model, config in pairs:
@@ -90,8 +90,8 @@ def test_launchpad_shows_every_spec_field() -> None:
     assert seen > len(JobSpec.model_fields)
 
 
-def test_only_recovery_begins_by_itself() -> None:
-    """Loading the code location heals what dies, and starts no training, upkeep, verification or alert of its own accord."""
+def test_only_recovery_starts_automatically() -> None:
+    """Loading the code location starts recoveries only: no training, upkeep, verification or alert starts automatically."""
     repository = defs.get_repository_def()
     for sensor in repository.sensor_defs:
         running = sensor.default_status == dg.DefaultSensorStatus.RUNNING
@@ -103,7 +103,7 @@ def test_only_recovery_begins_by_itself() -> None:
 
 
 def test_model_has_pool_owner_and_kinds() -> None:
-    """A limit of the pool bounds how many training runs share a machine; the page of an asset says whose it is."""
+    """The limit of the pool bounds how many training runs share a node. The page of an asset names its owner."""
     graph = defs.get_repository_def().asset_graph
     assert graph.get(dg.AssetKey("model_checkpoint")).pools == {"trainers"}
     for key in graph.get_all_asset_keys():
@@ -112,7 +112,7 @@ def test_model_has_pool_owner_and_kinds() -> None:
 
 
 def test_configuration_without_spec_has_none() -> None:
-    """The queue tags whatever is launched: keys that are missing, empty in YAML or of another kind are no spec."""
+    """The queue tags every launched run. Missing, empty or mistyped keys in the YAML mean that the run has no spec."""
     spec = {"run": "r"}
     assert raw_spec_of({"resources": {"job": {"config": {"spec": spec}}}}) == spec
     assert raw_spec_of({}) is None
@@ -122,18 +122,18 @@ def test_configuration_without_spec_has_none() -> None:
 
 
 def test_training_job_has_two_checks() -> None:
-    """A rehearsal costs a launch: it has a job of its own."""
+    """A rehearsal costs a launch, so it has its own job."""
     for name, before in (("train_job", {"pinned_snapshot", "work_plan"}), ("recover_job", set())):
         steps = {node.name for node in defs.resolve_job_def(name).nodes}
         assert steps == {*before, "model_checkpoint", "consumption_audit", "model_checkpoint_checkpoint_restorable"}
 
 
 def test_lakehouse_jobs_allow_any_catalog() -> None:
-    """The resource of upkeep, verification and rehearsals has the settings that a job spec has for its lakehouse."""
+    """The resource of upkeep, verification and rehearsals has the lakehouse settings of a job spec."""
     assert list(LakehouseResource.model_fields) == list(LakehouseConfig.model_fields)
-    wanted = LakehouseConfig()
+    expected = LakehouseConfig()
     given = LakehouseResource()
-    assert {name: getattr(given, name) for name in LakehouseConfig.model_fields} == wanted.model_dump()
+    assert {name: getattr(given, name) for name in LakehouseConfig.model_fields} == expected.model_dump()
     dg.validate_run_config(
         defs.resolve_job_def("upkeep_job"),
         {
@@ -145,7 +145,7 @@ def test_lakehouse_jobs_allow_any_catalog() -> None:
 
 
 def test_launchpad_refuses_unknown_choice() -> None:
-    """A misspelt word is told before anything is queued, in every section; the choices are told for completion."""
+    """A misspelt choice is reported before anything is queued, in every section. The choices are listed for completion."""
     job = defs.resolve_job_def("train_job")
 
     def configured(mixture: dict[str, str], launch: dict[str, str]) -> None:
@@ -159,8 +159,8 @@ def test_launchpad_refuses_unknown_choice() -> None:
 
 
 @pytest.mark.parametrize("of_steps", [True, False])
-def test_dagster_itself_retries_no_run_that_trains(of_steps: bool) -> None:
-    """Also where somebody has turned its retries on for everything: recovery has one owner."""
+def test_dagster_retries_no_training(of_steps: bool) -> None:
+    """Dagster's own retries stay off for training, even if they are enabled for everything. Only the sensor recovers runs."""
     retries = {"enabled": True, "max_retries": 3, "retry_on_asset_or_op_failure": of_steps}
     with dg.DagsterInstance.ephemeral(settings={"run_retries": retries}) as instance:
 
@@ -176,7 +176,7 @@ def test_dagster_itself_retries_no_run_that_trains(of_steps: bool) -> None:
 
 
 def test_queue_has_no_limit_and_tags() -> None:
-    """Recoveries wait behind no backlog; what *Materialize* in the UI launches has the tags that a job of DLAC's gives."""
+    """Recoveries wait for no backlog. A launch by *Materialize* in the UI has the same tags as a launch by a DLAC job."""
     config = yaml.safe_load(SETTINGS.read_text())["run_coordinator"]["config"]
     with dg.DagsterInstance.ephemeral() as instance:
         coordinator = TrainingRunCoordinator(**config)
@@ -188,7 +188,7 @@ def test_queue_has_no_limit_and_tags() -> None:
             run = instance.create_run_for_job(
                 job,
                 run_config=CONFIG,
-                status=dg.DagsterRunStatus.STARTED,  # nothing is enqueued for a code location that is not there
+                status=dg.DagsterRunStatus.STARTED,  # nothing is enqueued for an absent code location
                 asset_selection=frozenset({dg.AssetKey(asset)}),
             )
             found = coordinator.submit_run(SubmitRunContext(run, cast("Any", None))).tags

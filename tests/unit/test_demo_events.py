@@ -11,7 +11,7 @@ CHECKPOINT: dict[str, str | int | float] = {"run": "r", "step": 20, "loss": 5.5,
 
 @dg.asset
 def work_plan() -> dg.MaterializeResult[None]:
-    """A plan of 1,000 rows."""
+    """Return a plan of 1,000 rows."""
     return dg.MaterializeResult(
         metadata={"plan_ids": ["p1"], "dagster/row_count": 1000, "work_units": 4, "bytes": 2_000_000}
     )
@@ -21,7 +21,7 @@ def work_plan() -> dg.MaterializeResult[None]:
 def model_checkpoint(
     context: dg.AssetExecutionContext,
 ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult[None]]:
-    """A training with a checkpoint, a failure and a restart."""
+    """Return a training with a checkpoint, a failure and a restart."""
     context.log.info("attempt: attempt 1, step 0, pids [1, 2]")
     context.log_event(dg.AssetObservation(asset_key="model_checkpoint", metadata=CHECKPOINT))
     context.log_event(dg.AssetObservation(asset_key="model_checkpoint", metadata={"interval_s": 3.0}))
@@ -32,7 +32,7 @@ def model_checkpoint(
 
 
 def test_events_become_lines() -> None:
-    """Plans, checkpoints, failures, restarts, models and checks are shown once, in their order. Other events are not."""
+    """Plans, checkpoints, failures, restarts, models and checks are shown once, in order. Other events are not shown."""
     with dg.DagsterInstance.ephemeral() as instance:
         run = dg.materialize([work_plan, model_checkpoint], instance=instance)
         events = RunEvents(instance, run.run_id)

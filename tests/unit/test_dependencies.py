@@ -59,7 +59,7 @@ def _trees() -> Iterator[ast.Module]:
 
 
 def _defined_names(tree: ast.AST) -> set[str]:
-    """The names that the statements of a module or class define."""
+    """Return the names that the statements of a module or class define."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -102,7 +102,7 @@ def _inherited_names(trees: list[ast.Module]) -> Iterator[str]:
 
 
 def _private_names() -> set[str]:
-    """The private names of others: those imported, those inherited, and attributes that the product never defines."""
+    """Return the private names of other libraries: imported, inherited, or used as attributes that the product never defines."""
     trees = list(_trees())
     ours = {name for tree in trees for name in _defined_names(tree)}
     imported = {name for tree in trees for name in _imported_names(tree) if _is_foreign(name)}
@@ -111,13 +111,13 @@ def _private_names() -> set[str]:
 
 
 def test_private_names_are_listed() -> None:
-    """A new private name of another library is a risk at each of its releases, and is listed here."""
+    """A new private name of another library is a risk at each of its releases, so this list names it."""
     assert _private_names() == set().union(*PRIVATE_NAMES.values())
 
 
 @pytest.mark.parametrize("distribution", sorted(PRIVATE_NAMES.keys() - {"python"}))
 def test_private_names_bound_versions(distribution: str) -> None:
-    """A dependency whose private names the product uses has a least version, and a first one that it does not support."""
+    """A dependency whose private names the product uses has a minimum version and a first unsupported version."""
     declared = [
         *_PROJECT["dependencies"],
         *(each for extra in _PROJECT["optional-dependencies"].values() for each in extra),
@@ -128,7 +128,7 @@ def test_private_names_bound_versions(distribution: str) -> None:
 
 
 def test_messages_name_existing_extras() -> None:
-    """The name `dlac` belongs to another project: what the product says to install is an extra of `dlac-pipeline`."""
+    """The name `dlac` belongs to another project. Messages name extras of `dlac-pipeline`."""
     files = [file for folder in ("dlac_pipeline", "docs") for file in (_ROOT / folder).rglob("*.*")]
     texts = [file.read_text() for file in [*files, _ROOT / "README.md"] if file.suffix in (".py", ".md")]
     found = [line for text in texts for line in re.findall(r"pip install [^ `\n]*dlac[^ `)\n]*", text)]

@@ -9,8 +9,8 @@ from rich.console import Console
 from dlac_pipeline.cli.display import TrainingDisplay
 
 
-def shown(event: dict[str, Any]) -> str:
-    """What the display prints of one event, without styles."""
+def text_of(event: dict[str, Any]) -> str:
+    """Return the display's text for one event, without styles."""
     console = Console(file=io.StringIO(), width=200)
     with TrainingDisplay(console, "r[/a]") as display:
         display.show(event)
@@ -19,7 +19,7 @@ def shown(event: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "expected"),
     [
         (
             {"event": "failure", "attempt": 1, "step": 4, "cause": "KeyError: '[/a]'", "log": "/logs/[red]\\"},
@@ -65,26 +65,26 @@ def shown(event: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_markup_is_shown_literally(event: dict[str, Any], said: str) -> None:
-    """Causes, paths and messages are printed letter by letter, and the run's name in the bar too."""
-    printed = shown(event)
-    assert said in printed
+def test_markup_is_shown_literally(event: dict[str, Any], expected: str) -> None:
+    """Causes, paths and messages are printed literally, and the run's name in the bar too."""
+    printed = text_of(event)
+    assert expected in printed
     assert "r[/a]: starting" in printed
 
 
-def test_verifying_has_a_bar() -> None:
-    """Whoever waits for a large checkpoint sees how far it is."""
-    assert "verifying the checkpoint of step 40 (MB) " in shown(
+def test_verification_has_bar() -> None:
+    """The bar shows how much of a large checkpoint is verified."""
+    assert "verifying the checkpoint of step 40 (MB) " in text_of(
         {"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9}
     )
-    assert "3000/12000" in shown({"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9})
+    assert "3000/12000" in text_of({"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9})
 
 
 def test_failure_shows_traceback() -> None:
-    """The last lines of the script's traceback, or those of the log if no exception was recorded, or neither."""
+    """The last lines of the traceback are shown. Without an exception, the last lines of the log are shown, if any."""
     event = {"event": "failure", "attempt": 1, "step": 4, "cause": "rank 0 died"}
     trace = "\n".join(["Traceback (most recent call last):", *map(str, range(20)), "ValueError: [/b]"])
-    assert "rank 0 died\n/log\n9\n" in shown({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
-    assert "ValueError: [/b]" in shown({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
-    assert "rank 0 died\n/log\nnoise\n" in shown({**event, "log": "/log", "log_tail": "noise", "traceback": ""})
-    assert "rank 0 died" in shown(event)
+    assert "rank 0 died\n/log\n9\n" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
+    assert "ValueError: [/b]" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
+    assert "rank 0 died\n/log\nnoise\n" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": ""})
+    assert "rank 0 died" in text_of(event)

@@ -1,4 +1,4 @@
-"""The text of filters, their literals, and the three values of their logic."""
+"""The text of filters, their literals, and their three-valued logic."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ TABLE = pa.table(
 
 
 def rows_of(text: str) -> list[int]:
-    """The places of the rows for which a filter is true."""
+    """Return the places of the rows for which a filter is true."""
     condition = parse_filter(text, SCHEMA)
     assert condition.columns == [] or set(condition.columns) <= set(TABLE.column_names)
     found: list[int] = condition.true_rows(TABLE).nonzero()[0].tolist()
@@ -153,7 +153,7 @@ def rows_of(text: str) -> list[int]:
     ],
 )  # fmt: skip
 def test_literals_compare_by_value(text: str, rows: list[int]) -> None:
-    """A literal is compared as SQL compares it, whatever the column's type, and null is never selected."""
+    """A literal is compared as in SQL, whatever the column's type, and null is never selected."""
     assert rows_of(text) == rows
 
 
@@ -186,7 +186,7 @@ def test_literals_compare_by_value(text: str, rows: list[int]) -> None:
     ],
 )
 def test_floats_compare_by_ieee(text: str, rows: list[int]) -> None:
-    """NaN equals nothing and has no order, -0.0 equals 0.0, and null is neither NaN nor another number."""
+    """NaN equals nothing and has no order, -0.0 equals 0.0, and null is neither NaN nor a number."""
     assert rows_of(text) == rows
 
 
@@ -211,7 +211,7 @@ def test_floats_compare_by_ieee(text: str, rows: list[int]) -> None:
     ],
 )
 def test_names_and_logic_bind(text: str, rows: list[int]) -> None:
-    """Columns are named with dots or in double quotes, and NOT binds closer than AND, AND closer than OR."""
+    """Columns have dotted or double-quoted names. NOT binds closer than AND, and AND closer than OR."""
     assert rows_of(text) == rows
 
 
@@ -240,7 +240,7 @@ def test_names_and_logic_bind(text: str, rows: list[int]) -> None:
     ],
 )
 def test_incomparable_literals_are_refused(text: str, column: str, kind: str, literal: str) -> None:
-    """The error names the column, its type and the literal, and what to write."""
+    """The error names the column, its type, the literal, and the literal to write instead."""
     with pytest.raises(SpecInvalid, match=f"{column} of type {kind}.*{literal}"):
         parse_filter(text, SCHEMA)
 
@@ -255,7 +255,7 @@ def test_incomparable_literals_are_refused(text: str, column: str, kind: str, li
     ],
 )
 def test_integers_are_no_times(column: str, written: str) -> None:
-    """An integer has no unit of time: the error names a literal that the column can be compared with."""
+    """An integer has no time unit. The error names a literal that the column can be compared with."""
     with pytest.raises(SpecInvalid, match=f"such as {re.escape(written)}, found 5 .*: write it in that form"):
         parse_filter(f"{column} > 5", SCHEMA)
     rows_of(f"{column} > {written}")
@@ -298,7 +298,7 @@ def test_integers_are_no_times(column: str, written: str) -> None:
     ],
 )
 def test_unparsable_filters_are_located(text: str, where: str) -> None:
-    """The error names the part without a meaning and what to write, and does not list a grammar."""
+    """The error names the part without a meaning and what to write, and lists no grammar."""
     with pytest.raises(SpecInvalid, match=where) as caught:
         parse_filter(text, SCHEMA)
     assert len(str(caught.value)) < 250 + 2 * len(text)
@@ -366,7 +366,7 @@ def test_long_filters_bind() -> None:
 
 
 def test_blank_filters_are_refused() -> None:
-    """Only a filter that is left out selects all rows."""
+    """Only an omitted filter selects all rows."""
     for text in (" ", "\t\n"):
         with pytest.raises(SpecInvalid, match="found the blank"):
             parse_filter(text, SCHEMA)
@@ -374,7 +374,7 @@ def test_blank_filters_are_refused() -> None:
 
 @pytest.mark.parametrize("text", ["colour = 'red'", "st.z = 1", "st.b.c = 1", '"st.b" = 1', "N = 1"])
 def test_unknown_columns_are_named(text: str) -> None:
-    """A name is that of a column, or of a field of a struct."""
+    """A name must be that of a column or of a struct field."""
     with pytest.raises(
         NoSuchColumn, match=r"expected one of the columns .* 'st', 'st.b', 'st.c.d', 'list'.*name one of these"
     ):
@@ -383,7 +383,7 @@ def test_unknown_columns_are_named(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["list.element = 1", "list.item is null", "list.element.b = 1"])
 def test_list_items_are_not_named(text: str) -> None:
-    """A filter cannot look into a list: the error lists the column alone, and says what may be asked of it."""
+    """A filter cannot look into a list. The error lists the column alone, and the tests that the column supports."""
     with pytest.raises(NoSuchColumn, match=r"found 'list[.].*the list 'list'; write list IS NULL") as caught:
         parse_filter(text, SCHEMA)
     listed, _, _ = str(caught.value).partition("in filter")
@@ -392,7 +392,7 @@ def test_list_items_are_not_named(text: str) -> None:
 
 
 def test_truncated_extremes_are_kept() -> None:
-    """Engines that overflow put the least longs among the greatest: such a partition proves nothing."""
+    """Engines that overflow put the smallest longs among the largest, so such a partition proves nothing."""
     condition = parse_filter("n < 0", SCHEMA)
     least = -(2**63)
     for stored in (least - least % 10, least - least % 10 + 2**64):
@@ -402,7 +402,7 @@ def test_truncated_extremes_are_kept() -> None:
 
 
 def test_partitions_prove_times() -> None:
-    """Before 1970 a partition may hold the unit before its own, as some engines round; after it may not."""
+    """Before 1970 a partition may hold rows of the earlier unit, as some engines round. After 1970 it may not."""
     condition = parse_filter("ts < '1970-01-01'", SCHEMA)
     for transform in (DayTransform[Any](), MonthTransform[Any]()):
         known = {value: {11: of_partition(transform, TimestampType(), value)} for value in (-2, 0, 1)}
@@ -412,7 +412,7 @@ def test_partitions_prove_times() -> None:
 
 @pytest.mark.parametrize("text", ["x is nan", "x is not nan", "not (x is nan)", "x != 1", "x not in (1)", "x < 1"])
 def test_statistics_leave_nulls_out(text: str) -> None:
-    """In a row group of nulls alone nothing but IS NULL is true."""
+    """In a row group with only nulls no filter but IS NULL is true."""
     facts = of_counts(DoubleType(), rows=3, nulls=3)
     assert not parse_filter(text, SCHEMA).may_be_true({3: facts})
     assert parse_filter("x is null", SCHEMA).must_be_true({3: facts})
@@ -422,7 +422,7 @@ def test_statistics_leave_nulls_out(text: str) -> None:
 
 
 def test_identity_partitions_decide_filters() -> None:
-    """The value of an identity partition is that of all rows, and null that of none."""
+    """All rows of an identity partition have its value. A comparison selects no row of a partition of nulls."""
     condition = parse_filter("x >= 0 and x <= 0.1", SCHEMA)
     for value, decided in ((0.1, True), (-0.0, True), (0.2, False), (None, False)):
         known = {3: of_partition(IdentityTransform(), DoubleType(), value)}

@@ -21,8 +21,8 @@ _ON_CPU = {
 _ON_GPU = {**_ON_CPU, "device": "cuda", "name": "NVIDIA H200", "count": 1, "backend": "nccl"}
 
 
-def found_on(machine: dict[str, Any], **figures: Figure) -> dict[str, Any]:
-    """Return what a measurement keeps, with some figures."""
+def result_on(machine: dict[str, Any], **figures: Figure) -> dict[str, Any]:
+    """Return the result of a measurement, with some figures."""
     shown = {"load_average_1min": Figure(value=1.0, unit="processes"), **figures}
     return {
         "machine": machine,
@@ -36,26 +36,26 @@ def found_on(machine: dict[str, Any], **figures: Figure) -> dict[str, Any]:
     }
 
 
-def test_page_without_accelerator_says_so() -> None:
-    """Neither a reader in a hurry nor a search may take the CPU's figures for others."""
-    page = page_of(found_on(_ON_CPU))
+def test_page_marks_missing_accelerator() -> None:
+    """The page marks figures of a CPU clearly, for a quick reader and for a text search."""
+    page = page_of(result_on(_ON_CPU))
     assert "**This one: no accelerator, `cpu`**" in page
     assert "- Not run: anything on an accelerator" in page
 
 
 def test_page_names_its_device() -> None:
-    """One accelerator shows nothing of what several say to each other."""
-    page = page_of(found_on(_ON_GPU))
+    """The page names its one accelerator, whose figures prove nothing about communication between several."""
+    page = page_of(result_on(_ON_GPU))
     assert "1 x NVIDIA H200, `cuda`" in page
     assert "- Not run: nccl between several accelerators" in page
-    assert "Not run" not in page_of(found_on({**_ON_GPU, "count": 2}))
+    assert "Not run" not in page_of(result_on({**_ON_GPU, "count": 2}))
 
 
 def test_page_shows_what_failed() -> None:
-    """A part that failed, a bar that is missed, kernels by name."""
+    """The page shows a failed part, a missed bar, and kernels by name."""
     missed = Figure(value=3, unit="steps", bar="<= 0")
     kept = Figure(value=1.01, unit="ratio", bar="<= 1.02")
-    page = page_of(found_on(_ON_GPU, demo_differing_losses_deterministic=missed, checkpoint_with_over_without=kept))
+    page = page_of(result_on(_ON_GPU, demo_differing_losses_deterministic=missed, checkpoint_with_over_without=kept))
     assert "- **checkpoints failed:** RuntimeError: no room" in page
     assert "| 3 | <= 0, **missed** |" in page
     assert "| 1.01 | <= 1.02 |" in page
@@ -64,7 +64,7 @@ def test_page_shows_what_failed() -> None:
 
 
 def test_loading_compares_pairs() -> None:
-    """Ratios are those of segments of one round; a step beyond the one without a reader is the reader's."""
+    """Ratios compare the segments of one round. The time of a step beyond that without a reader is the reader's."""
 
     def segments(*seconds: float) -> list[dict[str, float]]:
         return [{"seconds": each, "waited_s": 0.1 * each} for each in seconds]

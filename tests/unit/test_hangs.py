@@ -1,4 +1,4 @@
-"""Which rank has been silent for too long, and whose lock says that a launch is alive."""
+"""Detection of a hung rank, and of a live launch by its lock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0, "star
 
 
 LOOKED_S = 60.0
-"""How long the ranks are looked at."""
+"""Duration of the watch."""
 
 
 class Ranks:
-    """Ranks whose last signs are so many seconds old in the end; None: none yet. Their wall clocks run `pace` times too fast."""
+    """Ranks with heartbeats of a given age at the end, or None without one. Their wall clocks run `pace` times too fast."""
 
     def __init__(self, *signs: tuple[Phase, float] | None, pace: float = 1.0) -> None:
         self._signs = signs
@@ -34,26 +34,26 @@ class Ranks:
         self.now = 0.0
 
     def heartbeats(self) -> list[RankHeartbeat | None]:
-        """As a group of ranks says it; no loss is a number."""
-        return [sign and RankHeartbeat(7, sign[0], self._said_at(sign[1]), 7, float("nan")) for sign in self._signs]
+        """Return the heartbeats as a group of ranks does. Their losses are no numbers."""
+        return [sign and RankHeartbeat(7, sign[0], self._written_at(sign[1]), 7, float("nan")) for sign in self._signs]
 
-    def _said_at(self, silent_s: float) -> float:
+    def _written_at(self, silent_s: float) -> float:
         return 1e9 + self._pace * min(self.now, LOOKED_S - silent_s)
 
 
 def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
-    """What a supervisor finds that has looked so long, ten times a second."""
+    """Return the hang that a supervisor finds after a watch of that length, at ten polls a second."""
     silence = HangDetector(LAUNCH, WatchedTime(lambda: ranks.now))
-    found = None
+    blamed = None
     for tenth in range(int(looked_s * 10) + 1):
         ranks.now = tenth / 10
-        found = silence.find_hang(ranks)
-    return found
+        blamed = silence.find_hang(ranks)
+    return blamed
 
 
 @pytest.mark.parametrize("pace", [1.0, 1000.0, -1000.0])
 @pytest.mark.parametrize(
-    ("signs", "found"),
+    ("signs", "blamed"),
     [
         ([(Phase.TRAINING, 1.0), (Phase.TRAINING, 11.0), (Phase.CHECKPOINT, 12.0)], 2),
         ([(Phase.TRAINING, 1.0), (Phase.TRAINING, 9.0)], None),
@@ -64,14 +64,14 @@ def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
         ([(Phase.DONE, 5000.0), (Phase.CHECKPOINT, 11.0)], 1),
     ],
 )
-def test_silent_rank_with_work_hangs(signs: list[tuple[Phase, float] | None], found: int | None, pace: float) -> None:
-    """What a script does behind its last step, an evaluation for one, gives no signs, and is no hang; clocks may run wild."""
+def test_silent_rank_with_work_hangs(signs: list[tuple[Phase, float] | None], blamed: int | None, pace: float) -> None:
+    """A script may work without heartbeats after its last step, in an evaluation for example. Clocks may be wrong."""
     silent = silent_after(Ranks(*signs, pace=pace), LOOKED_S)
-    assert (None if silent is None else silent.rank) == found
+    assert (None if silent is None else silent.rank) == blamed
 
 
 def test_early_silent_rank_is_found() -> None:
-    """Its time begins with the first look; of several the one counts that has been silent longest by its own word."""
+    """The silence begins with the first poll. Of several hung ranks the one with the oldest heartbeat by its clock is blamed."""
     signs = [(Phase.TRAINING, 400.0), (Phase.TRAINING, 500.0), (Phase.TRAINING, 55.0)]
     assert silent_after(Ranks(*signs), 10.0) is None
     silent = silent_after(Ranks(*signs), 10.1)
@@ -83,19 +83,19 @@ def test_early_silent_rank_is_found() -> None:
 
 
 def test_suspended_supervisor_reads_ranks_first() -> None:
-    """Then they have not been silent; ranks that do not go on with it are found after the usual time."""
+    """Suspended time is no silence. Ranks that do not resume with the supervisor are found after the usual time."""
     ranks = Ranks((Phase.TRAINING, LOOKED_S), (Phase.TRAINING, LOOKED_S))
     silence = HangDetector(LAUNCH, WatchedTime(lambda: ranks.now))
     moments = [0.0, 1.0, *(700 + tenth / 10 for tenth in range(200))]
-    found = []
+    blamed = []
     for ranks.now in moments:
-        found.append(silence.find_hang(ranks))
-    first = next(moment for moment, exit_ in zip(moments, found, strict=True) if exit_ is not None)
+        blamed.append(silence.find_hang(ranks))
+    first = next(moment for moment, exit_ in zip(moments, blamed, strict=True) if exit_ is not None)
     assert 708 < first < 709.5
 
 
 def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
-    """A rewind claims the run and launches nothing: no lock is looked for, and the run counts as not alive."""
+    """A rewind claims the run and launches nothing, so no lock is looked for, and the run is not alive."""
     row = ClaimRow(attempt=2, run="r", committed_at=datetime.now(UTC), host=socket.gethostname())
     rewound = replace(row, purpose="rewinds", origin="r-1")
     signs = liveness_of([rewound], 2)
@@ -107,7 +107,7 @@ def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
 
 
 def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:
-    """Its rows, and its ranks' steps where its folder can be seen; what operators and upkeep append beside it is none."""
+    """Its rows count, and the steps of its ranks if its folder is visible. Rows of operators and upkeep do not count."""
     old = datetime.now(UTC) - timedelta(seconds=300)
     claimed = ClaimRow(attempt=2, run="r", committed_at=old, host="node7", local="/far", launch_folder=str(tmp_path))
     verified = VerifyRow(attempt=2, run="r", committed_at=datetime.now(UTC))

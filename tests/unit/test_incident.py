@@ -1,4 +1,4 @@
-"""What counts as a failure that a launch recovers from, and what is only a run that goes on."""
+"""Endings of attempts that count as failures, and those that do not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MOMENTS = {"noticed_at": 9.0, "launched_at": 9.0, "stopped_at": 9.0}
 
 
 def rows(*reasons: str | None, **claim: Any) -> list[LedgerRow]:
-    """The claim of attempt 1 and its checkpoints; None: one that says no reason."""
+    """Return the claim of attempt 1 and its checkpoints. None is a checkpoint without a reason."""
     return [ClaimRow(attempt=1, **claim), *(CheckpointRow(attempt=1, reason=reason) for reason in reasons)]
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "termination_url", "end"])
 def test_stopped_run_has_not_failed(reason: str) -> None:
-    """Started again by a person it goes on, and there is no incident; by a sensor it was preempted, and there is one."""
+    """A run that a person starts again has no incident. A run that a sensor starts again was preempted, and has one."""
     stopped = rows("steps", reason)
     assert failure_of_attempt(stopped, 1, noticed_by=OPERATOR, **MOMENTS) is None
     preempted = failure_of_attempt(stopped, 1, noticed_by="preemption_sensor", **MOMENTS)
@@ -30,10 +30,10 @@ def test_stopped_run_has_not_failed(reason: str) -> None:
 
 @pytest.mark.parametrize("reasons", [(), ("steps",), ("seconds",), ("SIGTERM", "auto"), (None,)])
 def test_interrupted_run_has_failed(reasons: tuple[str | None, ...]) -> None:
-    """Its last checkpoint, if there is one, was taken to train on behind it."""
+    """Training continued after the last checkpoint, if there is one."""
     assert failure_of_attempt(rows(*reasons), 1, noticed_by=OPERATOR, **MOMENTS) is not None
 
 
-def test_an_attempt_that_only_rewound_has_not_failed() -> None:
-    """It never trained."""
+def test_rewinding_attempt_has_not_failed() -> None:
+    """The attempt of a rewind never trains."""
     assert failure_of_attempt(rows(purpose="rewinds", origin="r-1"), 1, noticed_by="recovery_sensor", **MOMENTS) is None

@@ -1,4 +1,4 @@
-"""How long to wait between checkpoints: the optimum, its bounds, and what a run's history says of failures."""
+"""The interval between checkpoints: the optimum, its bounds, and the failures in a run's history."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ DAY_S = 86_400.0
 
 
 def settings(**changes: Any) -> CheckpointSpec:
-    """Settings of an automatic interval."""
+    """Return settings of an automatic interval."""
     return CheckpointSpec(**{"interval": "auto", **changes})
 
 
 def row(kind: str, attempt: int, at_s: float, **values: Any) -> LedgerRow:
-    """A ledger row that was committed `at_s` seconds after the start."""
+    """Return a ledger row that was committed `at_s` seconds after the start."""
     return KINDS[kind](attempt=attempt, committed_at=START + timedelta(seconds=at_s), **values)
 
 
 def recovery(replaced: int, failed_at_s: float) -> Recovery:
-    """A recovery from an attempt that was last seen alive then."""
+    """Return a recovery from an attempt whose last sign of life was at that time."""
     return Recovery(
         run="r",
         seq=replaced,
@@ -54,20 +54,20 @@ def recovery(replaced: int, failed_at_s: float) -> Recovery:
 
 
 def lost_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
-    """Expected time over useful time, of exponential failures without restart time (Daly 2006, equation 20)."""
+    """Return expected time over useful time, for exponential failures without restart time (Daly 2006, equation 20)."""
     return mtbf_s * (math.exp((interval_s + cost_s) / mtbf_s) - 1) / interval_s
 
 
 @given(st.floats(0.01, 600.0), st.floats(3600.0, 30 * DAY_S))
-def test_no_other_interval_loses_noticeably_less(cost_s: float, mtbf_s: float) -> None:
-    """The formula's interval is within 0.2 % of the best that a search of the exact expectation finds."""
+def test_interval_is_near_optimum(cost_s: float, mtbf_s: float) -> None:
+    """The formula's interval costs at most 0.2 % more than the best one, which a search of the exact expectation finds."""
     found = lost_share(daly_interval_s(cost_s, mtbf_s), cost_s, mtbf_s)
     grid = [math.sqrt(2 * cost_s * mtbf_s) * 1.05**exponent for exponent in range(-40, 41)]
     assert found <= min(lost_share(each, cost_s, mtbf_s) for each in grid) * 1.002
 
 
-def test_the_first_term_is_youngs() -> None:
-    """Where a checkpoint costs next to nothing beside the time between failures, the interval is sqrt(2 C M) - C."""
+def test_first_term_is_youngs() -> None:
+    """If a checkpoint is short compared with the time between failures, the interval is sqrt(2 C M) - C."""
     assert daly_interval_s(1.0, DAY_S) == pytest.approx(math.sqrt(2 * DAY_S) - 1, rel=0.002)
     assert daly_interval_s(7200.0, 3600.0) == 3600.0
 
@@ -87,17 +87,15 @@ def test_the_first_term_is_youngs() -> None:
         ({"interval": "fixed"}, None, math.inf, "spec"),
     ],
 )
-def test_the_interval_keeps_its_bounds_and_says_which(
-    changes: dict[str, Any], cost: Cost | None, interval_s: float, why: str
-) -> None:
-    """The optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
+def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, interval_s: float, why: str) -> None:
+    """The interval is the optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
     choice = choose_interval(settings(**changes), cost, Failures())
     assert choice.interval_s == pytest.approx(interval_s, rel=0.005)
     assert why in choice.reason
 
 
-def test_an_attempt_that_left_well_did_not_fail() -> None:
-    """Failures are attempts that were replaced, but for those that had caught up or were told to leave; the current one runs."""
+def test_preempted_attempt_did_not_fail() -> None:
+    """Failures are replaced attempts, except those that had caught up or were preempted. The current attempt is running."""
     rows = [
         row("claim", 1, 0),
         row("checkpoint", 1, 100, reason="steps"),
@@ -116,22 +114,22 @@ def test_an_attempt_that_left_well_did_not_fail() -> None:
 
 
 def test_cost_is_read_from_row() -> None:
-    """Training waited for the stall; of a synchronous checkpoint for all of it. Rows of older versions say nothing."""
+    """A checkpoint costs its stall, and a synchronous one its whole duration. Rows of older versions have no cost."""
     assert Cost.of_rows([row("checkpoint", 1, 0)]) is None
-    behind = row(
+    asynchronous = row(
         "checkpoint",
         1,
         1,
         bytes=1,
         phases={"stall": 0.5, "copy": 0.5, "write": 1.0, "seal": 1.0, "sync": 9.0, "vote": 0.5},
     )
-    assert Cost.of_rows([behind]) == Cost(lost_s=0.5, total_s=3.0)
+    assert Cost.of_rows([asynchronous]) == Cost(lost_s=0.5, total_s=3.0)
     waited = row("checkpoint", 1, 2, bytes=1, phases={"write": 2.0, "vote": 0.5})
-    assert Cost.of_rows([behind, waited]) == Cost(lost_s=2.5, total_s=2.5)
+    assert Cost.of_rows([asynchronous, waited]) == Cost(lost_s=2.5, total_s=2.5)
 
 
 def test_slower_steps_count_as_cost() -> None:
-    """Ten steps of 1.5 s behind a checkpoint, of 1 s otherwise, add 5 s to a stall of half a second."""
+    """Ten steps of 1.5 s after a checkpoint, instead of 1 s, add 5 s to a stall of half a second."""
     interval = Interval(settings(), 0.0, cost=None, failures=Failures())
     now = 0.0
     for _ in range(10):
@@ -150,7 +148,7 @@ def test_slower_steps_count_as_cost() -> None:
 
 
 def test_interval_is_due_once_per_period() -> None:
-    """The clock begins anew with every checkpoint that is taken, whatever it was taken for."""
+    """Every checkpoint restarts the clock, whatever its reason."""
     interval = Interval(CheckpointSpec(every_s=30.0), 0.0, cost=None, failures=Failures())
     assert [interval.is_due(now) for now in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]
     interval.taken(31.0)
@@ -159,14 +157,14 @@ def test_interval_is_due_once_per_period() -> None:
     assert interval.note()["interval_s"] == 30.0
 
 
-def test_an_interval_that_hardly_changes_is_no_news() -> None:
-    """The choice is told when it is new, and when it differs from what was told by more than a tenth."""
+def test_similar_interval_is_not_reported() -> None:
+    """A choice is reported if it is new, and if it differs from the last reported one by more than a tenth."""
     interval = Interval(settings(), 0.0, cost=None, failures=Failures())
     assert interval.news() is not None
     assert interval.news() is None
     interval.committed(60.0, {"stall": 1.0, "total": 1.0})
-    told = interval.news()
-    assert told is not None
+    news = interval.news()
+    assert news is not None
     interval.committed(120.0, {"stall": 1.1, "total": 1.1})
     assert interval.news() is None
     interval.committed(180.0, {"stall": 4.0, "total": 4.0})

@@ -15,7 +15,7 @@ from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
 from dlac_pipeline.supervise.supervisor import Supervisor
-from tests.cluster import asked
+from tests.cluster import cluster_request
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
     "options": {"constraint": "ib"},
@@ -37,27 +37,27 @@ KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb
 
 
 def manifests(cluster: Mapping[str, Any], **launch: Any) -> dict[str, Any]:
-    """Return what is rendered for Kubernetes, by kind."""
-    text = render_job(asked("kubernetes", {"image": "i", **cluster}, **launch))
+    """Return the manifests that are rendered for Kubernetes, by kind."""
+    text = render_job(cluster_request("kubernetes", {"image": "i", **cluster}, **launch))
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 
 def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one job of a JobSet."""
+    """Return the only job of a JobSet."""
     (job,) = jobset["spec"]["replicatedJobs"]
     return dict(job["template"])
 
 
 def test_fixed_number_is_no_range() -> None:
-    """Without a range there is none in the script, and without accelerators the ranks are as the spec says."""
-    script = render_job(asked("slurm", {}, nodes="3", nproc_per_node=2))
+    """Without a range the script has none, and without accelerators the number of ranks is the spec's."""
+    script = render_job(cluster_request("slurm", {}, nodes="3", nproc_per_node=2))
     assert "--nodes=3\n" in script
     assert "gpus" not in script
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_jobset_satisfies_schemas(version: str) -> None:
-    """Kubernetes' own schema takes the job with its pods, strictly, and the official model of a JobSet loses nothing of it."""
+    """The strict schema of Kubernetes accepts the job with its pods, and the official model of a JobSet drops no field."""
     from kubeflow_trainer_api import models  # seconds, for every process that collects tests
     from kubernetes_validate import validate
 
@@ -73,7 +73,7 @@ def test_jobset_satisfies_schemas(version: str) -> None:
 
 
 def test_trainjob_satisfies_schemas() -> None:
-    """A runtime with the same pods, and a TrainJob that starts it: the official models lose nothing of either."""
+    """The official models of a runtime with the same pods, and of a TrainJob that starts it, drop no field."""
     from kubeflow_trainer_api import models
 
     found = manifests({**KUBERNETES, "kind": "trainjob"})
@@ -92,7 +92,7 @@ def test_trainjob_satisfies_schemas() -> None:
 
 
 def test_pods_get_time_to_checkpoint() -> None:
-    """The grace period is the deadline's; a preempted pod is replaced; the job succeeds with its least number of nodes."""
+    """The grace period is the deadline, a preempted pod is replaced, and the job succeeds with its minimum number of nodes."""
     jobset = manifests(KUBERNETES)["JobSet"]
     job = job_of(jobset)["spec"]
     assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "train"}
@@ -106,12 +106,12 @@ def test_pods_get_time_to_checkpoint() -> None:
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("trainer", {"pool": "h100"})
     (container,) = pod["containers"]
     assert container["command"] == ["python3", "-m", "dlac_pipeline.launchers.node_process"]
-    wanted = {"cpu": "8", "memory": "64000M", "nvidia.com/gpu": "4"}
-    assert container["resources"] == {"limits": wanted, "requests": wanted}
+    expected = {"cpu": "8", "memory": "64000M", "nvidia.com/gpu": "4"}
+    assert container["resources"] == {"limits": expected, "requests": expected}
 
 
 def test_secrets_are_files() -> None:
-    """The request is a secret of its own in a folder; the user's are mounted for their owner alone to read."""
+    """The request is in its own secret, mounted as a folder. Only their owner can read the mounted secrets of the user."""
     found = manifests(KUBERNETES)
     pod = job_of(found["JobSet"])["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -126,8 +126,8 @@ def test_secrets_are_files() -> None:
 
 
 def test_request_is_read_from_file(tmp_path: Path) -> None:
-    """The secret's file holds what a variable would."""
-    request = asked("slurm", SLURM)
+    """The file of the secret has the content of the variable."""
+    request = cluster_request("slurm", SLURM)
     (tmp_path / "request").write_text(pack(request))
     assert unpack({"DLAC_REQUEST_FILE": str(tmp_path / "request")}) == request
     with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
@@ -135,7 +135,7 @@ def test_request_is_read_from_file(tmp_path: Path) -> None:
 
 
 def test_first_pod_serves_rendezvous() -> None:
-    """By the name that a JobSet gives its first pod."""
+    """The rendezvous has the name that a JobSet gives its first pod."""
     jobset = manifests({})["JobSet"]
     name = jobset["metadata"]["name"]
     (container,) = job_of(jobset)["spec"]["template"]["spec"]["containers"]
@@ -164,57 +164,57 @@ def test_first_pod_serves_rendezvous() -> None:
     ],
 )
 def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
-    """Settings of another scheduler, values that it would cut or that say what DLAC says itself: by name, with what was found."""
+    """Settings of another scheduler, values that it would cut, and options that DLAC sets itself are refused by name."""
     with pytest.raises(SpecInvalid, match=message):
-        render_job(asked(on, cluster, rendezvous="h:1"))
+        render_job(cluster_request(on, cluster, rendezvous="h:1"))
 
 
 def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
-    """The embedded catalog is not where nodes are."""
-    request = asked("slurm", {})
+    """Other nodes cannot reach an embedded catalog."""
+    request = cluster_request("slurm", {})
     raw = request.spec.model_dump() | {"lakehouse": {}}
     with pytest.raises(SpecInvalid, match=r"expected lakehouse\.uri that the nodes of the job reach, found 'sqlite:"):
         launcher_for(Request(spec=parse_spec(raw, origin="the test").resolved(tmp_path)), print)
 
 
 def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job can be rendered without the client of Kubernetes, and not be submitted."""
+    """A job can be rendered, but not submitted, without the client of Kubernetes."""
     monkeypatch.setattr(protocol, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install \"dlac-pipeline\[cluster\]\""):
-        launcher_for(asked("kubernetes", KUBERNETES), print)
-    assert "kind: JobSet" in render_job(asked("kubernetes", KUBERNETES))
+        launcher_for(cluster_request("kubernetes", KUBERNETES), print)
+    assert "kind: JobSet" in render_job(cluster_request("kubernetes", KUBERNETES))
 
 
 def test_launcher_here_is_supervisor() -> None:
-    """launch.on = "here" is what it always was."""
-    assert isinstance(launcher_for(asked("here", {}, rendezvous="h:1"), print), Supervisor)
+    """The launcher of launch.on = "here" is the supervisor."""
+    assert isinstance(launcher_for(cluster_request("here", {}, rendezvous="h:1"), print), Supervisor)
 
 
 def test_node_meets_at_first() -> None:
-    """At the port of the cluster section. Where nodes have accelerators, each has as many ranks or as the spec says."""
+    """The port is that of the cluster section. The number of ranks per node is that of accelerators, or the spec's."""
     environment = {"DLAC_FIRST_NODE": "gpu01"}
-    launch = for_node(asked("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
+    launch = for_node(cluster_request("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
     assert (launch.rendezvous, launch.nproc_per_node) == ("gpu01:29401", 4)
-    assert for_node(asked("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
-    assert for_node(asked("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
+    assert for_node(cluster_request("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
+    assert for_node(cluster_request("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
 
 
 def test_job_has_its_own_key() -> None:
-    """Nodes meet with a secret of the job, which no other job has; on Kubernetes it is a file."""
-    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", render_job(asked("slurm", {}))) for _ in range(2)]
+    """The secret of the nodes' messages belongs to one job. On Kubernetes it is a file."""
+    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", render_job(cluster_request("slurm", {}))) for _ in range(2)]
     assert keys[0] != keys[1]
     found = manifests({})
     assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64
     environment = {"DLAC_RENDEZVOUS_KEY_FILE": "/etc/dlac/rendezvous-key"}
     assert (
-        for_node(asked("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
+        for_node(cluster_request("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
         == "/etc/dlac/rendezvous-key"
     )
 
 
 def test_request_is_one_word() -> None:
-    """What carries it has no sign that a shell or a scheduler would read, and comes out as it went in."""
-    request = asked("slurm", SLURM)
+    """The encoded request has no special character of a shell or scheduler, and decodes to the same request."""
+    request = cluster_request("slurm", SLURM)
     assert re.fullmatch(r"[A-Za-z0-9_=-]+", pack(request))
     assert unpack({"DLAC_REQUEST": pack(request)}) == request
     for wrong in ({}, {"DLAC_REQUEST": "x"}, {"DLAC_REQUEST": pack(request)[:-9]}):

@@ -14,19 +14,19 @@ LEG = leg_of()
 
 
 def with_source(**changes: Any) -> Leg:
-    """The leg with some fields of its source replaced."""
+    """Return the leg with some changed fields of its source."""
     return replace(LEG, sources=(replace(LEG.sources[0], **changes),))
 
 
 def test_json_round_trip_keeps_every_bit() -> None:
-    """A leg read back from the ledger equals the one written, large integers and text included."""
+    """A leg read from the ledger equals the written one, with its large integers and text."""
     assert Leg.from_json(LEG.to_json()) == LEG
 
 
 @pytest.mark.parametrize("version", ["format_version", "order_version"])
 @pytest.mark.parametrize(("number", "advice"), [(99, "upgrade"), (0, "an older DLAC")])
 def test_leg_of_another_version_is_refused(version: str, number: int, advice: str) -> None:
-    """A leg of another format or order is not guessed at. The message names the DLAC that reads it."""
+    """A leg of another format or order is refused. The message names the DLAC version that reads it."""
     text = json.dumps({**json.loads(LEG.to_json()), version: number})
     with pytest.raises(FormatTooNew, match=rf"{version} \d+ of a leg, found {number}.*{advice}"):
         Leg.from_json(text)
@@ -43,7 +43,7 @@ def test_leg_of_another_version_is_refused(version: str, number: int, advice: st
     ],
 )
 def test_each_difference_is_named(name: str, value: Any) -> None:
-    """Whatever a leg binds cannot change unnoticed: the error names the field, the committed and the wanted value."""
+    """No bound field of a leg changes unnoticed: the error names the field, the committed and the requested value."""
     with pytest.raises(ResumeMismatch) as caught:
         LEG.check_same(replace(LEG, **{name: value}))
     assert f"{name}: committed {getattr(LEG, name)!r}, asked for {value!r}" in str(caught.value)
@@ -64,31 +64,31 @@ def test_each_difference_is_named(name: str, value: Any) -> None:
         ("transform", "digest"),
     ],
 )
-def test_each_difference_of_a_source_is_named(name: str, value: Any) -> None:
-    """What a leg binds of a source cannot change unnoticed either."""
+def test_each_source_difference_is_named(name: str, value: Any) -> None:
+    """No bound field of a source changes unnoticed either."""
     with pytest.raises(ResumeMismatch) as caught:
         LEG.check_same(with_source(**{name: value}))
     assert f"{name}: committed {getattr(LEG.sources[0], name)!r}, asked for {value!r}" in str(caught.value)
 
 
-def test_a_table_counts_by_its_uuid() -> None:
-    """A table that was renamed is the same table."""
+def test_renamed_table_is_same() -> None:
+    """A renamed table is the same table."""
     LEG.check_same(with_source(table="src.renamed", name="src.renamed"))
 
 
-def test_all_differences_are_named_at_once() -> None:
-    """Two differences are reported together, not one per try."""
+def test_differences_are_reported_together() -> None:
+    """Two differences are reported together, not one per run."""
     with pytest.raises(ResumeMismatch, match=r"(?s)seed: .*batch_size: "):
         LEG.check_same(replace(LEG, seed=1, batch_size=4))
 
 
-def test_where_a_leg_starts_is_not_compared() -> None:
-    """A spec does not know a leg's number or first step, and does not have to."""
+def test_leg_start_is_not_compared() -> None:
+    """A spec does not have to know a leg's number or first step."""
     LEG.check_same(replace(LEG, index=3, start_step=70))
 
 
 def test_small_pass_and_shared_groups_warn() -> None:
-    """Both are exact and rarely meant: one repeats rows in a batch, the other decodes blocks twice."""
+    """Both are exact and rarely intended: one repeats rows in a batch, the other decodes blocks twice."""
     assert LEG.warnings(LEG.batch_size, LEG.key_groups) == []
     (small,) = LEG.warnings(LEG.batch_size - 1, 1)
     assert "fewer than the batch size" in small

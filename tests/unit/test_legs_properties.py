@@ -19,7 +19,7 @@ from tests.legs import leg_of, source_of, units_of
 EXAMPLES = settings(max_examples=40, deadline=None)
 WEIGHTS = st.sampled_from([0.02, 0.3, 0.5, 1.0, 4.0])
 HORIZON = 400
-"""Slots up to which sources without an end are looked at."""
+"""Maximum number of slots that are checked of sources without an end."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Case:
     units: dict[str, UnitTable]
 
     def order(self) -> LegOrder:
-        """The order of the leg."""
+        """Return the order of the leg."""
         return self.leg.order(self.units)
 
     @property
     def per_group(self) -> int:
-        """Slots of a key group in a step."""
+        """Return the slots of a key group in a step."""
         return self.leg.batch_size // self.leg.key_groups
 
 
@@ -52,7 +52,7 @@ def unit_tables(draw: st.DrawFn) -> UnitTable:
 
 @st.composite
 def cases(draw: st.DrawFn, *, endless: bool = True, follow: bool = False) -> Case:
-    """One to four counted sources; perhaps some of them endless, or all of them followed and some with nothing new."""
+    """One to four finite sources, perhaps some endless ones, or only followed ones, some without new rows."""
     key_groups = draw(st.integers(1, 5))
     units, sources = {}, []
     for index in range(draw(st.integers(1, 4))):
@@ -77,13 +77,13 @@ def cases(draw: st.DrawFn, *, endless: bool = True, follow: bool = False) -> Cas
 
 
 def total_steps(order: LegOrder) -> int:
-    """The step with which a leg ends that does end."""
+    """Return the last step of a leg that ends."""
     assert order.total_steps is not None
     return order.total_steps
 
 
 def walk(case: Case, group: int) -> list[int]:
-    """The source of each slot of a key group: asked for one by one, with the sources that still have rows; -1 behind them."""
+    """Return the source of each slot of a key group, found slot by slot among the sources with rows left, and then -1."""
     order = case.order()
     rows = [source.available() for source in order.sources]
     left = [HORIZON if count is None else int(count[group]) for count in rows]
@@ -100,18 +100,18 @@ def walk(case: Case, group: int) -> list[int]:
 
 
 def consumed_after(case: Case, walks: list[list[int]], step: int) -> list[list[int]]:
-    """Rows of each source and key group that a walk has consumed after a step."""
+    """Return the rows of each source and key group that a walk has consumed after a step."""
     slots = (step - case.leg.start_step) * case.per_group
     return [[each[:slots].count(source) for each in walks] for source in range(len(case.leg.sources))]
 
 
 def walks_of(case: Case) -> list[list[int]]:
-    """The walk of each key group."""
+    """Return the walk of each key group."""
     return [walk(case, group) for group in range(case.leg.key_groups)]
 
 
 def last_of(case: Case, walks: list[list[int]]) -> int:
-    """The step with which the leg ends, from the walks: that of the last row of a finite source, unless a limit comes first."""
+    """Return the leg's last step from the walks: that of the last row of a finite source, or an earlier limit."""
     finite = [index for index, source in enumerate(case.leg.sources) if source.passes]
     slots = [max((slot + 1 for slot, source in enumerate(each) if source in finite), default=0) for each in walks]
     last = case.leg.start_step - (-max(slots) // case.per_group)
@@ -124,8 +124,8 @@ def last_of(case: Case, walks: list[list[int]]) -> int:
 
 @EXAMPLES
 @given(cases())
-def test_steps_follow_the_schedule_slot_by_slot(case: Case) -> None:
-    """Counting steps gives what asking slot by slot gives: which rows, which sources are left, where cursors stand, the end."""
+def test_steps_match_slot_by_slot_walk(case: Case) -> None:
+    """Counting steps and walking slot by slot give the same rows, remaining sources, cursors and end."""
     order, walks = case.order(), walks_of(case)
     last = total_steps(order)
     if last * case.per_group <= HORIZON // 2:
@@ -141,7 +141,7 @@ def test_steps_follow_the_schedule_slot_by_slot(case: Case) -> None:
 @EXAMPLES
 @given(cases(endless=False))
 def test_every_row_is_read_in_full_steps(case: Case) -> None:
-    """Valid rows add up to all passes of all sources, every step has some, and until a key group has none left all slots."""
+    """Valid rows add up to all passes of all sources. Every step has some, and is full until a key group is exhausted."""
     case = replace(case, leg=replace(case.leg, steps=None))
     order = case.order()
     steps = range(case.leg.start_step + 1, total_steps(order) + 1)
@@ -160,8 +160,8 @@ def test_every_row_is_read_in_full_steps(case: Case) -> None:
 
 @EXAMPLES
 @given(cases(), st.data())
-def test_advances_of_mixtures_are_contiguous_and_sum_up(case: Case, data: st.DataObject) -> None:
-    """However checkpoints divide the steps: each goes on where the last ended, and names the steps of its rows."""
+def test_mixture_advances_are_contiguous(case: Case, data: st.DataObject) -> None:
+    """Advances continue at the end of the last one, and name the steps of their rows, for any division into checkpoints."""
     order, walks = case.order(), walks_of(case)
     first = case.leg.start_step
     last = min(total_steps(order), first + HORIZON // case.per_group)
@@ -189,7 +189,7 @@ def test_advances_of_mixtures_are_contiguous_and_sum_up(case: Case, data: st.Dat
 @EXAMPLES
 @given(cases(follow=True))
 def test_followed_leg_ends_before_short_group(case: Case) -> None:
-    """All its batches are full, by the shares of all its sources; one more step would take more than some key group has."""
+    """All batches of the leg are full, by the shares of the sources. One more step would exceed some key group's rows."""
     order, walks = case.order(), walks_of(case)
     limit, first = case.leg.steps, case.leg.start_step
     last = total_steps(order)
@@ -210,8 +210,8 @@ def test_followed_leg_ends_before_short_group(case: Case) -> None:
 
 @EXAMPLES
 @given(cases(follow=True), st.data())
-def test_what_is_pending_comes_in_a_later_leg(case: Case, data: st.DataObject) -> None:
-    """Whatever is appended to which source, every leg's batches are full, and no row is read twice or passed over."""
+def test_pending_rows_come_in_later_leg(case: Case, data: st.DataObject) -> None:
+    """After any append to any source every leg's batches are full, and no row is read twice or skipped."""
     units, leg = dict(case.units), replace(case.leg, steps=None)
     read: list[Counter[tuple[int, int, int, int]]] = [Counter() for _ in leg.sources]
     for turn in range(4):
@@ -225,7 +225,7 @@ def test_what_is_pending_comes_in_a_later_leg(case: Case, data: st.DataObject) -
                 plan_id = f"p{index} in {turn}"
                 units[plan_id] = data.draw(unit_tables())
                 start = replace(start, upcoming=(*start.upcoming, (plan_id, 1)))
-            starts.append(_started(leg, index, source, start, units))
+            starts.append(_source_in_next_leg(leg, index, source, start, units))
         leg = _next(leg, starts, last)
     order = leg.order(units)
     for index in range(len(leg.sources)):
@@ -236,8 +236,10 @@ def test_what_is_pending_comes_in_a_later_leg(case: Case, data: st.DataObject) -
         assert sum(read[index].values()) + int(left.sum()) == sum(int(each.live_rows.sum()) for each in plans.values())
 
 
-def _started(leg: Leg, index: int, source: LegSource, start: SourceStart, units: dict[str, UnitTable]) -> LegSource:
-    """The source in the next leg, which reads of it only if each key group has rows."""
+def _source_in_next_leg(
+    leg: Leg, index: int, source: LegSource, start: SourceStart, units: dict[str, UnitTable]
+) -> LegSource:
+    """Return the source in the next leg. The leg reads from it only if each key group has rows."""
     moved = replace(
         leg, sources=tuple(replace(one, start=start if one is source else one.start) for one in leg.sources)
     )
@@ -251,7 +253,7 @@ def _next(leg: Leg, sources: list[LegSource], last: int, **changes: Any) -> Leg:
 
 
 def _read(order: LegOrder, leg: Leg, last: int, read: list[Counter[tuple[int, int, int, int]]]) -> None:
-    """Note (pass, key group, block, position) of every row up to a step."""
+    """Record (pass, key group, block, position) of every row up to a step."""
     for group in range(leg.key_groups):
         for index, source in enumerate(order.sources):
             for stretch in source.stretches(group, 0, int(order.consumed(last)[index, group])):
@@ -261,8 +263,8 @@ def _read(order: LegOrder, leg: Leg, last: int, read: list[Counter[tuple[int, in
 
 @EXAMPLES
 @given(cases(endless=False), st.data())
-def test_weights_and_batch_sizes_change_between_legs(case: Case, data: st.DataObject) -> None:
-    """Any sequence of legs, ended at any step, with any weights and batch sizes, reads each source's rows once per pass."""
+def test_settings_change_between_legs(case: Case, data: st.DataObject) -> None:
+    """Legs may end at any step and change weights and batch sizes. Each source's rows are read once per pass."""
     leg = replace(case.leg, steps=None)
     read: list[Counter[tuple[int, int, int, int]]] = [Counter() for _ in leg.sources]
     for _ in range(data.draw(st.integers(1, 5))):
@@ -283,8 +285,8 @@ def test_weights_and_batch_sizes_change_between_legs(case: Case, data: st.DataOb
 
 
 @pytest.mark.timeout(60)
-def test_a_source_with_a_tiny_weight_ends_too() -> None:
-    """The run's end is found however seldom a source comes."""
+def test_source_with_tiny_weight_ends() -> None:
+    """The run ends even if a source is chosen very seldom."""
     units = {"a": units_of([4]), "b": units_of([2])}
     sources = [source_of("a", key_groups=2, weight=1.0), source_of("b", key_groups=2, weight=1e-9)]
     order = leg_of(*sources, key_groups=2, batch_size=2).order(units)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint are in its folder, whatever its manifest and its links say."""
+"""Files of a checkpoint are in its folder, whatever paths its manifest and links contain."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BAD_PATHS: list[Any] = [
 
 
 def manifest_with(*entries: FileEntry) -> Manifest:
-    """A manifest of these files."""
+    """Return a manifest of these files."""
     return Manifest(
         ledger_uuid="u",
         run="r",
@@ -63,14 +63,14 @@ def manifest_with(*entries: FileEntry) -> Manifest:
 
 @pytest.mark.parametrize("path", BAD_PATHS)
 def test_path_elsewhere_is_damage(path: Any) -> None:
-    """A manifest that names a file outside of its folder is refused before anything is read or written."""
+    """A manifest that names a file outside its folder is refused before a read or write."""
     content = manifest_with(FileEntry(path=path, bytes=1, digest="d")).to_bytes()
     with pytest.raises(CheckpointDamaged, match="below the manifest's folder"):
         parse_manifest(content, origin="m")
 
 
 def test_path_named_twice_is_damage() -> None:
-    """Two entries would be written at once."""
+    """Two entries of one path would be written at the same time."""
     twice = [FileEntry(path="a", bytes=1, digest="d")] * 2
     with pytest.raises(CheckpointDamaged, match="distinct"):
         parse_manifest(manifest_with(*twice).to_bytes(), origin="m")
@@ -78,19 +78,19 @@ def test_path_named_twice_is_damage() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format_version": 1}'])
 def test_other_content_is_damage(content: bytes) -> None:
-    """Content that is no manifest is reported as damage."""
+    """Invalid content of a manifest is reported as damage."""
     with pytest.raises(CheckpointDamaged):
         parse_manifest(content, origin="m")
 
 
 def test_paths_below_are_read() -> None:
-    """Folders below and odd characters are no harm."""
+    """Subfolders and odd characters are allowed."""
     entries = [FileEntry(path=path, bytes=1, digest="d") for path in ("a", "b/c.pt", "b/..d", "é e")]
     assert parse_manifest(manifest_with(*entries).to_bytes(), origin="m").files == entries
 
 
 def checkpoint_in(folder: Path) -> tuple[CheckpointRow, FileEntry]:
-    """A checkpoint of one file in a store at `folder`: its ledger row and its entry."""
+    """Return the ledger row and the entry of a checkpoint of one file, in a store at `folder`."""
     at = folder / "r" / "attempt-0001" / "step-1"
     (at / "part").mkdir(parents=True)
     (at / "part" / "state").write_bytes(b"weights")
@@ -102,7 +102,7 @@ def checkpoint_in(folder: Path) -> tuple[CheckpointRow, FileEntry]:
 
 @pytest.mark.parametrize("linked", ["part", "part/state"])
 def test_link_out_is_damage(tmp_path: Path, linked: str) -> None:
-    """A file that is elsewhere is not the checkpoint's, even if its content is the same."""
+    """A file outside the folder does not belong to the checkpoint, even with the same content."""
     row, entry = checkpoint_in(tmp_path / "store")
     folder = tmp_path / "store" / "r" / "attempt-0001" / "step-1"
     files = StoreFiles(deadline_s=0)
@@ -119,7 +119,7 @@ def test_link_out_is_damage(tmp_path: Path, linked: str) -> None:
 
 @pytest.mark.parametrize("linked", ["part", "part/state"])
 def test_linked_copy_is_mended(tmp_path: Path, linked: str) -> None:
-    """A local copy with a link out is replaced from the store; nothing is written where the link leads."""
+    """A local copy with a link out is replaced from the store. Nothing is written to the target of the link."""
     row, _ = checkpoint_in(tmp_path / "store")
     tiers = Tiers(
         run="r", local=tmp_path / "local", store=(tmp_path / "store").as_uri(), files=StoreFiles(deadline_s=0)
@@ -138,7 +138,7 @@ def test_linked_copy_is_mended(tmp_path: Path, linked: str) -> None:
 
 @pytest.mark.parametrize("row", [{"path": "../../../../pwned"}, {"path": "/tmp/pwned"}])
 def test_restore_writes_nothing_elsewhere(tmp_path: Path, row: dict[str, str]) -> None:
-    """A committed manifest that points out of its folder does not make a file there."""
+    """No file is written outside its folder for a committed manifest with such a path."""
     found, _ = checkpoint_in(tmp_path / "store")
     path = tmp_path / "store" / "r" / "attempt-0001" / "step-1" / "manifest.json"
     raw = json.loads(path.read_bytes())
@@ -157,7 +157,7 @@ def test_restore_writes_nothing_elsewhere(tmp_path: Path, row: dict[str, str]) -
 @pytest.mark.parametrize("tag", ["../other", "/etc", "a/../../other"])
 @pytest.mark.parametrize("latest", [True, False])
 def test_tag_elsewhere_is_refused(tmp_path: Path, tag: str, latest: bool) -> None:
-    """DeepSpeed's file `latest`, which others wrote, names no folder elsewhere."""
+    """DeepSpeed's file `latest`, which is not under DLAC's control, may name no folder elsewhere."""
     for name in ("mine", "other"):
         (tmp_path / name).mkdir()
         torch.save({"module": {}}, tmp_path / name / "mp_rank_00_model_states.pt")

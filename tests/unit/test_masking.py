@@ -1,4 +1,4 @@
-"""Secrets are masked in all that is shown."""
+"""Secrets are masked in all output."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ URL_SECRETS = st.text(min_size=1, max_size=30).map(lambda text: "Zq9" + quote(te
 
 @pytest.mark.parametrize("name", NAMES)
 def test_secret_names_are_known(name: str) -> None:
-    """In settings, headers, variables and parameters, whatever their spelling."""
+    """Names in settings, headers, variables and parameters are recognized in any spelling."""
     assert is_secret_name(name)
     assert is_secret_name(quote(name, safe="").replace("_", "%5F"))
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_names_stay(name: str) -> None:
-    """What people need to see is shown."""
+    """Values that people need are shown."""
     assert not is_secret_name(name)
     assert mask_secrets(f"expected {name}=12, found {name} = 'x' and {name}: y") == (
         f"expected {name}=12, found {name} = 'x' and {name}: y"
@@ -114,7 +114,7 @@ def test_harmless_names_stay(name: str) -> None:
 
 @given(st.sampled_from(NAMES), USABLE, st.sampled_from(["", "more text", "&b=2", "#x", "' in y", ", and"]))
 def test_named_secrets_are_masked(name: str, secret: str, tail: str) -> None:
-    """In queries, in quotes, in JSON, as variables and as options."""
+    """Secrets in queries, quotes, JSON, variables and options are masked."""
     forms = [
         f"https://h/x?a=1&{name}={secret}{tail}",
         f"s3://b/x?{name}={secret}{tail}",
@@ -138,7 +138,7 @@ def test_named_secrets_are_masked(name: str, secret: str, tail: str) -> None:
     URL_SECRETS, st.sampled_from(["", "me", "me%40corp"]), st.sampled_from(["postgresql+psycopg2", "https", "redis"])
 )
 def test_passwords_of_addresses_are_masked(secret: str, user: str, scheme: str) -> None:
-    """Host and path stay, for people to see what is meant."""
+    """Node and path stay readable."""
     shown = mask_secrets(f"expected {scheme}://{user}:{secret}@db:5432/lake to answer")
     assert secret not in shown
     assert shown == f"expected {scheme}://{user}:***@db:5432/lake to answer"
@@ -175,7 +175,7 @@ def test_passwords_of_addresses_are_masked(secret: str, user: str, scheme: str) 
     ],
 )
 def test_odd_secrets_are_masked(text: str) -> None:
-    """Forms that a narrow net lets through."""
+    """Rare forms, which a narrow pattern would miss, are masked."""
     assert SECRET not in mask_secrets(text)
 
 
@@ -197,25 +197,25 @@ def test_odd_secrets_are_masked(text: str) -> None:
     ],
 )
 def test_messages_stay_readable(text: str) -> None:
-    """A wide net is no veil."""
+    """A wide pattern masks no ordinary text."""
     assert mask_secrets(text) == text
 
 
 @pytest.mark.parametrize("before", ["/data", "s3://b/data", "found '/data", "FileNotFoundError: /data"])
 def test_partition_path_keeps_file(before: str) -> None:
-    """The folder of a Hive partition may be named like a secret, and the file in it is to be found."""
+    """The folder of a Hive partition may be named like a secret. The file in it stays readable."""
     text = f"{before}/year=2024/token={SECRET}/secret={SECRET}/part-0.parquet"
     assert mask_secrets(text) == f"{before}/year=2024/token=***/secret=***/part-0.parquet"
 
 
 def test_long_text_is_masked_quickly() -> None:
-    """Time grows with the length, not with its square: a message may have megabytes."""
+    """Time grows linearly with the length, as a message may have megabytes."""
     for text in ("a:" * 20_000, "token=/" * 20_000, "a=" * 20_000, "/token=" * 20_000):
         assert len(mask_secrets(text)) <= len(text)
 
 
 def test_settings_are_masked_by_name() -> None:
-    """Sections, lists and numbers too."""
+    """Sections, lists and numbers are masked too."""
     shown = mask_setting(
         "",
         {
@@ -240,7 +240,7 @@ GOOD: dict[str, Any] = {
 
 
 def spec_with(section: str, **values: Any) -> dict[Any, Any]:
-    """A spec with further fields in a section."""
+    """Return a spec with further fields in a section."""
     return {**GOOD, section: {**GOOD.get(section, {}), **values}}
 
 
@@ -281,7 +281,7 @@ BAD_SPECS: list[dict[Any, Any]] = [
 
 @pytest.mark.parametrize("raw", BAD_SPECS)
 def test_invalid_spec_shows_no_secret(raw: dict[str, Any]) -> None:
-    """Neither in its message nor in that of its cause, which a traceback has."""
+    """Neither the message nor its cause, which a traceback shows, has the secret."""
     with pytest.raises(SpecInvalid) as refused:
         parse_spec(raw, origin="the test")
     assert SECRET not in f"{refused.value} {refused.value!r} {refused.value.__cause__} {refused.value.__context__}"
@@ -299,7 +299,7 @@ def test_invalid_spec_shows_no_secret(raw: dict[str, Any]) -> None:
     ],
 )
 def test_broken_file_shows_no_secret(tmp_path: Path, name: str, text: str) -> None:
-    """A parser quotes the line that it stumbles over."""
+    """A parser quotes the line of its error."""
     (tmp_path / name).write_text(text)
     with pytest.raises(SpecInvalid) as refused:
         read_spec(tmp_path / name)
@@ -307,7 +307,7 @@ def test_broken_file_shows_no_secret(tmp_path: Path, name: str, text: str) -> No
 
 
 def test_every_error_is_masked() -> None:
-    """The secret is masked in every error and in every form of it: text, repr and arguments."""
+    """The secret is masked in every error and every form of it: text, repr and arguments."""
     err = SpecInvalid(f"expected x at 'https://h?apikey={SECRET}', found y")
     assert SECRET not in f"{err} {err!r} {err.args}"
     assert LakehouseConfig(uri=f"https://me:{SECRET}@h").address == "https://me:***@h"
@@ -327,7 +327,7 @@ def test_store_warning_is_masked(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("on", ["slurm", "kubernetes"])
 def test_rendered_job_is_masked(on: str) -> None:
-    """Neither in its environment nor in the request that the nodes get."""
+    """Neither the environment of the job nor its request has the secret."""
     raw = spec_with("launch", on=on, nodes="2", env={"HF_TOKEN": SECRET})
     raw["lakehouse"] = {
         "warehouse": "s3://b/w",

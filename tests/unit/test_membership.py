@@ -1,4 +1,4 @@
-"""Nodes meet, form rounds, lose each other and end runs, through a real store."""
+"""Nodes meet, form rounds, lose each other and end runs, with a real store."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
-from tests.crews import heartbeat, round_of, rounds
+from tests.launched_nodes import heartbeat, round_of, rounds
 from tests.ports import own_port
 
 NEVER = threading.Event()
 
 
 def offer(host: str, *, ranks: int = 1, attempt: int = 0, config: str = "") -> Offer:
-    """What a node of a test brings."""
+    """Return the offer of a node of a test."""
     return Offer(host=host, address="127.0.0.1", ranks=ranks, attempt=attempt, config=config)
 
 
@@ -64,16 +64,16 @@ def store() -> TCPStore:
 
 @pytest.fixture
 def start(store: TCPStore) -> Iterator[Callable[..., NodeHeartbeat]]:
-    """A function that starts another node's heartbeat at the store, and waits for its slot."""
+    """Yield a function that starts another node's heartbeat at the store, and waits for its slot."""
     with ExitStack() as stack:
 
-        def started(settings: LaunchSpec, *, batch_size: int = 4) -> NodeHeartbeat:
+        def start_heartbeat(settings: LaunchSpec, *, batch_size: int = 4) -> NodeHeartbeat:
             beat = heartbeat(store.port, settings, batch_size=batch_size)
             stack.callback(beat.close, leaves=False)
             wait_until(lambda: beat.slot > 0, what="a slot")
             return beat
 
-        yield started
+        yield start_heartbeat
 
 
 def plan_of(beat: NodeHeartbeat) -> RoundPlan:
@@ -89,7 +89,7 @@ def has_announcement(node: Round) -> bool:
     return node.announced("resume") == {"step": 7}
 
 
-def is_asked(node: Round) -> bool:
+def has_leader_message(node: Round) -> bool:
     """Return whether the leader's message is known."""
     return bool(node.message_of(0).get("asks"))
 
@@ -100,7 +100,7 @@ def is_refused(beat: NodeHeartbeat) -> bool:
 
 
 def test_largest_dividing_world_size() -> None:
-    """Ranks divide the batch. A node without a rank is no member. Nodes of the last round come before others."""
+    """The number of ranks divides the batch. A node without a rank is no member. Nodes of the last round have priority."""
     offers = {1: offer("a", ranks=2), 2: offer("b", ranks=2), 3: offer("c", ranks=2)}
     ids = dict(enumerate("-abcd"))
     members = assign_ranks(offers, ids, leader=2, stay=[3], batch_size=4, most_nodes=3)
@@ -128,7 +128,7 @@ def test_messages_reach_leader_and_back() -> None:
         leader.announce("resume", {"step": 7})
         for node in (first, second):
             wait_until(partial(has_announcement, node), what="the announcement")
-            wait_until(partial(is_asked, node), what="the leader's message")
+            wait_until(partial(has_leader_message, node), what="the leader's message")
         leader.announce("resume", {"step": 8})
         wait_until(lambda: first.announced("resume") == {"step": 8}, what="the later announcement")
         assert not any(node.lost_nodes() or node.cut_off for node in (leader, first, second))
@@ -171,7 +171,7 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
 
 
 def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
-    """A node that is led knows the leader and itself. Once it leads, it waits for the other members of the last round."""
+    """A follower knows the leader and itself. A new leader waits for the other members of the last round."""
     settings = launch("1:3", timeout_s=3600)
     beats = [start(settings, batch_size=6) for _ in range(3)]
     for beat in beats:
@@ -219,7 +219,7 @@ def test_lost_part_is_read_from_plan(start: Callable[..., NodeHeartbeat], store:
 
 
 def test_training_node_beats_seldom(start: Callable[..., NodeHeartbeat]) -> None:
-    """A node that trains reads the store less often than the leader, and at once when it has news."""
+    """A training node reads the store less often than the leader, and at once if it has something to report."""
     settings = launch("2", timeout_s=60)
     beats = [start(settings, batch_size=2) for _ in range(2)]
     for beat in beats:
@@ -240,7 +240,7 @@ def test_training_node_beats_seldom(start: Callable[..., NodeHeartbeat]) -> None
 
 
 def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None:
-    """A leader that leaves gives its lease back, and a node that leaves is lost at once."""
+    """A leader that exits gives its lease back, and the loss of a node that exits is known at once."""
     settings = launch("1:3", timeout_s=3600)
     beats = [start(settings, batch_size=6) for _ in range(3)]
     for beat in beats:
@@ -257,8 +257,8 @@ def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None
     assert plan_of(rest[1]).nodes == 1
 
 
-def test_node_that_knows_most_leads(start: Callable[..., NodeHeartbeat]) -> None:
-    """A newcomer with the lease hands it over to the node that took part in the latest attempt."""
+def test_node_of_latest_attempt_leads(start: Callable[..., NodeHeartbeat]) -> None:
+    """A new node with the lease hands it over to the node of the latest attempt."""
     newcomer, veteran = start(launch("2")), start(launch("2"))
     newcomer.seek(offer("new"))
     wait_until(lambda: newcomer.leads, what="the lease")
@@ -268,7 +268,7 @@ def test_node_that_knows_most_leads(start: Callable[..., NodeHeartbeat]) -> None
 
 
 def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
-    """A node beyond the largest number waits, sees that others train, and replaces a lost one."""
+    """A node beyond the maximum number waits while the others train, and replaces a lost one."""
     settings = launch("2", timeout_s=3)
     beats = [start(settings) for _ in range(2)]
     for beat in beats:
@@ -288,7 +288,7 @@ def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
 
 
 def test_newcomer_makes_room_to_grow(start: Callable[..., NodeHeartbeat]) -> None:
-    """A leader knows that a node waits with which there would be more ranks."""
+    """A leader knows that with the waiting node the run would have more ranks."""
     leader = start(launch("1:2"))
     leader.seek(offer("a"))
     assert plan_of(leader).world_size == 1
@@ -298,7 +298,7 @@ def test_newcomer_makes_room_to_grow(start: Callable[..., NodeHeartbeat]) -> Non
 
 
 def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
-    """Nodes that would train something else are named to all."""
+    """All nodes learn which nodes would train another job."""
     beats = [start(launch("2")) for _ in range(2)]
     beats[0].seek(offer("a", config="x"))
     wait_until(lambda: beats[0].leads, what="the lease")
@@ -311,14 +311,14 @@ def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     assert is_refused(beats[1])  # which did not take the lease that was given back
 
 
-def test_all_nodes_hear_refusal() -> None:
-    """The node that serves the store and leads does not take the store away before the other has read the refusal."""
+def test_all_nodes_read_refusal() -> None:
+    """The leader serves the store until the other node has read the refusal."""
     port = own_port()
-    started = threading.Event()
+    start_heartbeat = threading.Event()
 
     def refusal(spec: JobSpec) -> str:
         with closing(Membership.of_job(spec, ledger="l")) as node:
-            started.set()
+            start_heartbeat.set()
             try:
                 next_round(node)
             except SpecInvalid as err:
@@ -327,14 +327,14 @@ def test_all_nodes_hear_refusal() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(refusal, job(port, nodes="2", gather_timeout_s=30))
-        assert started.wait(60)
+        assert start_heartbeat.wait(60)
         time.sleep(1.0)
         second = pool.submit(refusal, job(port, nodes="2", gather_timeout_s=30, args=["--other"]))
         assert ["found another one" in each.result(60) for each in (first, second)] == [True, True]
 
 
 def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
-    """A node that comes late and would train something else is refused, and does not end the round that trains."""
+    """A node that joins late with another job is refused, and does not end the round that trains."""
     leader = start(launch("1:2"))
     leader.seek(offer("a", config="x"))
     plan_of(leader)
@@ -346,7 +346,7 @@ def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) 
 
 
 def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> None:
-    """What a node offered that died while it waited neither joins the next round nor refuses another job."""
+    """The offer of a node that died while it waited neither joins the next round nor refuses another job."""
     dead = start(launch("2", timeout_s=3))
     dead.seek(offer("dead", config="x"))
     wait_until(lambda: dead.leads, what="the lease")
@@ -367,8 +367,8 @@ def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> N
     assert not any(refused)
 
 
-def test_members_are_no_newcomers(start: Callable[..., NodeHeartbeat]) -> None:
-    """Right after a round was formed its own members do not make it grow."""
+def test_members_cause_no_growth(start: Callable[..., NodeHeartbeat]) -> None:
+    """The members of a new round do not make it grow."""
     beats = [start(launch("1:4")) for _ in range(2)]
     for beat in beats:
         beat.seek(offer("a"))
@@ -380,7 +380,7 @@ def test_members_are_no_newcomers(start: Callable[..., NodeHeartbeat]) -> None:
 
 
 def test_lost_store_cuts_nodes_off() -> None:
-    """A node whose store is gone knows it although its main thread waits."""
+    """A node without its store knows that it is cut off, although its main thread waits."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     beat = heartbeat(store.port, launch("1:2", timeout_s=3))
     beat.seek(offer("a"))
@@ -390,8 +390,8 @@ def test_lost_store_cuts_nodes_off() -> None:
     beat.close(leaves=False)
 
 
-def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
-    """A node without which the others began another round does not train on."""
+def test_excluded_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
+    """A node that is not in the others' new round stops training."""
     settings = launch("1:2", timeout_s=3)
     beats = [start(settings) for _ in range(2)]
     for beat in beats:
@@ -400,7 +400,7 @@ def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> Non
     leader = next(beat for beat in beats if beat.leads)
     (other,) = (beat for beat in beats if beat is not leader)
     round_ = round_of(other)
-    with other._lock:  # its thread stands still, as in a suspended process
+    with other._lock:  # stops its thread, as in a suspended process
         wait_until(lambda: leader.is_lost(other.slot), what="the loss")
         leader.end_round()
         leader.seek(offer("a", attempt=1))
@@ -409,12 +409,12 @@ def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> Non
 
 
 def next_round(node: Membership, attempt: int = 0) -> Any:
-    """Return the node's next round; leave when the run has ended."""
+    """Return the node's next round, and leave when the run has ended."""
     return node.next_round(attempt, NEVER, lambda: None)
 
 
 def test_spare_learns_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node that serves the store leaves last: those that wait have read how the run ended."""
+    """The node that serves the store exits last: the waiting nodes have read how the run ended."""
     spec = job(own_port(), nodes="2")
     serves, other, spare = (Membership.of_job(spec, ledger="l") for _ in range(3))
     with ThreadPoolExecutor(2) as pool:
@@ -434,7 +434,7 @@ def test_spare_learns_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cut_off_node_learns_of_the_end() -> None:
-    """The end that an earlier launch announced is no news. The one that is found on coming back is."""
+    """The end of an earlier launch is ignored. The end that a node reads when it rejoins is not."""
     port = own_port()
     spec = job(port)
     ready, ends = threading.Event(), threading.Event()
@@ -465,21 +465,21 @@ def test_cut_off_node_learns_of_the_end() -> None:
 
 
 def test_missing_nodes_are_reported() -> None:
-    """Too few nodes within the time are an error that says how many came."""
+    """Too few nodes within the time are an error that has the number of joined nodes."""
     spec = job(own_port(), nodes="2", gather_timeout_s=3)
     with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="found only 1"):
         next_round(node)
 
 
 def test_loopback_name_is_explained() -> None:
-    """The report says what to write where the rendezvous' name stands for this node alone."""
+    """The report names the setting to change if the rendezvous' name resolves to this node alone."""
     spec = job(own_port(), nodes="2", gather_timeout_s=2)
     with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="give an IP address"):
         next_round(node)
 
 
 def test_silent_rendezvous_is_reported() -> None:
-    """An address of another node at which no store answers is named."""
+    """An address of another node without a store is named in the error."""
     spec = job(own_port(), nodes="2", gather_timeout_s=2)
     launch_ = spec.launch.model_copy(update={"rendezvous": "192.0.2.1:29400", "node_timeout_s": 3})
     silent = Membership.of_job(spec.model_copy(update={"launch": launch_}), ledger="l")
@@ -488,7 +488,7 @@ def test_silent_rendezvous_is_reported() -> None:
 
 
 def test_stop_ends_the_wait() -> None:
-    """A node that is asked to stop while it waits has no round."""
+    """A node that is stopped while it waits has no round."""
     stop = threading.Event()
     with closing(Membership.of_job(job(own_port(), nodes="2"), ledger="l")) as node, ThreadPoolExecutor(1) as pool:
         waits = pool.submit(node.next_round, 0, stop, lambda: None)
@@ -499,7 +499,7 @@ def test_stop_ends_the_wait() -> None:
 
 @pytest.mark.parametrize("secret", ["", "short"])
 def test_several_nodes_need_a_key(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
-    """Without a secret, or with a short one, a run of several nodes does not begin."""
+    """A run of several nodes without a secret, or with a short one, does not start."""
     monkeypatch.setenv(KEY_VARIABLE, secret)
     with pytest.raises(SpecInvalid, match="openssl rand -hex 32"):
         Membership.of_job(job(1), ledger="l")

@@ -14,19 +14,19 @@ PERIOD = MAX_KEY_GROUPS + 1
 WEIGHTS = st.lists(st.one_of(st.floats(0.01, 10), st.sampled_from([1e-4, 1e-3, 1.0, 1000.0])), min_size=1, max_size=8)
 GROUPS = st.one_of(st.integers(1, 64), st.sampled_from([1024, 4096, 28_657, MAX_KEY_GROUPS]))
 FEW = 10.0
-"""Samples by which any stretch of two periods may differ from a source's share: 6.8 is the most among thousands of weights,
+"""Maximum deviation of any two periods from a source's share, in samples: 6.8 is the maximum among thousands of weights,
 and weights are rounded to the places of a period."""
 
 
 def presents(sources: int) -> st.SearchStrategy[Present]:
-    """At least one of the sources is there."""
+    """At least one of the sources is present."""
     return st.lists(st.booleans(), min_size=sources, max_size=sources).filter(any).map(tuple)
 
 
 @EXAMPLES
 @given(WEIGHTS, GROUPS, st.data())
-def test_counts_are_those_of_the_schedule(weights: list[float], groups: int, data: st.DataObject) -> None:
-    """Counting a stretch is the same as walking it, near the beginning and far behind; an absent source gives nothing."""
+def test_counts_match_schedule(weights: list[float], groups: int, data: st.DataObject) -> None:
+    """Counting a range gives the same as walking it, near the beginning and far from it. An absent source gives nothing."""
     mixture, present = Mixture(weights, groups), data.draw(presents(len(weights)))
     group = data.draw(st.integers(0, groups - 1))
     start = data.draw(st.one_of(st.integers(0, 3 * PERIOD), st.integers(0, 10**11)))
@@ -39,8 +39,8 @@ def test_counts_are_those_of_the_schedule(weights: list[float], groups: int, dat
 
 @EXAMPLES
 @given(WEIGHTS, GROUPS, st.data())
-def test_the_nth_sample_of_a_source_is_found(weights: list[float], groups: int, data: st.DataObject) -> None:
-    """Where the n-th sample of a source since a place lies: the stretch up to it holds n, and one sample less holds one less."""
+def test_nth_sample_of_source_is_found(weights: list[float], groups: int, data: st.DataObject) -> None:
+    """The n-th sample of a source after a place is found: the range up to it has n samples of the source, and n - 1 before it."""
     mixture, present = Mixture(weights, groups), data.draw(presents(len(weights)))
     group, start = data.draw(st.integers(0, groups - 1)), data.draw(st.integers(0, 10**6))
     source = data.draw(st.sampled_from([index for index, here in enumerate(present) if here]))
@@ -53,8 +53,8 @@ def test_the_nth_sample_of_a_source_is_found(weights: list[float], groups: int, 
 
 @EXAMPLES
 @given(WEIGHTS, st.data())
-def test_any_stretch_holds_every_source_in_its_share(weights: list[float], data: st.DataObject) -> None:
-    """Over all key groups, wherever a stretch begins and ends, each source is within a few samples of its weight."""
+def test_any_range_has_source_shares(weights: list[float], data: st.DataObject) -> None:
+    """Over all key groups each source is within a few samples of its weight, in any range."""
     present = data.draw(presents(len(weights)))
     sources = Mixture(weights, 1).sources(0, 0, 2 * PERIOD, present)
     shares = np.where(present, weights, 0.0)
@@ -65,10 +65,8 @@ def test_any_stretch_holds_every_source_in_its_share(weights: list[float], data:
 
 @EXAMPLES
 @given(WEIGHTS, st.integers(1, 64), st.integers(1, 40), st.data())
-def test_the_samples_of_all_groups_are_one_schedule(
-    weights: list[float], groups: int, samples: int, data: st.DataObject
-) -> None:
-    """Sample k of key group g is the (k*G + g)-th of the schedule, however it is asked for."""
+def test_groups_share_one_schedule(weights: list[float], groups: int, samples: int, data: st.DataObject) -> None:
+    """Sample k of key group g is the (k*G + g)-th of the schedule, in any order of access."""
     mixture, present = Mixture(weights, groups), data.draw(presents(len(weights)))
     start = data.draw(st.integers(0, 10**6))
     together = np.stack([mixture.sources(group, start, start + samples, present) for group in range(groups)], axis=1)
@@ -79,16 +77,16 @@ def test_the_samples_of_all_groups_are_one_schedule(
     assert np.concatenate(parts).tolist() == together[:, 0].tolist()
 
 
-def test_a_source_alone_gives_all() -> None:
-    """While one source is there it gives every sample, whatever its weight."""
+def test_only_source_gives_all() -> None:
+    """A source that is the only present one gives every sample, whatever its weight."""
     mixture, present = Mixture([1e-9, 1.0], 4), (True, False)
     assert mixture.sources(3, 5, 9, present).tolist() == [0] * 4
     assert mixture.counts(3, 5, 9, present).tolist() == [4, 0]
     assert mixture.nth(3, 5, 0, 4, present) == 9
 
 
-def test_the_tiniest_share_comes_once_in_a_period() -> None:
-    """A weight below a place in the period is rounded up: a source that is there always comes, and no other is lost."""
+def test_smallest_share_has_one_place() -> None:
+    """A weight below one place of the period is rounded up: a present source always has a place, and no other loses its own."""
     counts = Mixture([1.0, 1e-9, 1e-9, 1e6], 3).counts(1, 0, PERIOD, (True, True, False, True))
     assert counts.tolist() == [1, 1, 0, PERIOD - 2]
 
@@ -102,14 +100,14 @@ def test_the_tiniest_share_comes_once_in_a_period() -> None:
         ([1.0], PERIOD, "key groups"),
     ],
 )
-def test_what_is_no_mixture_is_refused(weights: list[float], groups: int, message: str) -> None:
-    """No weights, a weight of nothing, or more key groups than the period has places."""
+def test_invalid_mixture_is_refused(weights: list[float], groups: int, message: str) -> None:
+    """Missing weights, a weight of zero, and more key groups than places in the period are refused."""
     with pytest.raises(ValueError, match=message):
         Mixture(weights, groups)
 
 
-def test_a_tiny_share_comes_in_its_time() -> None:
-    """A source of one sample in ten thousand comes, and no gap is much longer than that."""
+def test_small_share_is_read_regularly() -> None:
+    """A source of one sample in ten thousand is read, and no gap is much longer than that."""
     sources = Mixture([0.9999, 0.0001], 1).sources(0, 0, 3 * PERIOD, (True, True))
     gaps = np.diff(np.flatnonzero(sources))
     assert gaps.min() > 2_000

@@ -1,4 +1,4 @@
-"""Names that people give: of runs, and of checkpoints."""
+"""Names of runs and of checkpoints that people choose."""
 
 from __future__ import annotations
 
@@ -59,32 +59,32 @@ BAD_NAMES = [
 
 @pytest.mark.parametrize("run", BAD_RUNS)
 def test_bad_run_name_is_refused(run: str) -> None:
-    """It would be a folder elsewhere, or more than a word in a script."""
+    """Such a name would be a folder elsewhere, or several words in a script."""
     with pytest.raises(SpecInvalid, match="name of a run"):
         check_run_name(run)
 
 
 @pytest.mark.parametrize("run", ["a", "0", "a.b_c-d", "a" * 100, "A..b"])
 def test_good_run_name_passes(run: str) -> None:
-    """Letters, digits and three signs."""
+    """Letters, digits and three punctuation marks are allowed."""
     assert check_run_name(run) == run
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_bad_checkpoint_name_is_refused(name: str) -> None:
-    """Blank, invisible, or one by which DLAC itself holds checkpoints."""
+    """Blank and invisible names, and those of DLAC's own pins, are refused."""
     with pytest.raises(SpecInvalid, match=r"expected a tag"):
         check_checkpoint_name(name)
 
 
 @pytest.mark.parametrize("name", ["release-1", "best so far", "forked", "é", "v1:final"])
 def test_good_checkpoint_name_passes(name: str) -> None:
-    """Whatever else can be printed."""
+    """Any other printable name is allowed."""
     assert check_checkpoint_name(name) == name
 
 
 def test_missing_run_names_close_ones() -> None:
-    """A typo is answered with what it may have been; of very many runs the first are named."""
+    """The error lists names that are similar to a mistyped one, or the first names of very many runs."""
     assert "did you mean 'night-3'" in str(no_such_run("nigth-3", ["day-1", "night-3"]))
     assert "did you mean 'Base'" in str(no_such_run("bASE", ["Base"]))
     assert "and 990 more" in str(no_such_run("zzz", [f"r{number}" for number in range(1000)]))
@@ -92,13 +92,13 @@ def test_missing_run_names_close_ones() -> None:
 
 @pytest.fixture(scope="module")
 def lakehouse(tmp_path_factory: pytest.TempPathFactory) -> Lakehouse:
-    """A ledger with a claim of run "night-3"."""
+    """Return a ledger with a claim of run "night-3"."""
     found = connect(LakehouseConfig().at_home(tmp_path_factory.mktemp("home")))
     claim(Ledger(found), "night-3", nonce="n", replaces=0, detail={})
     return found
 
 
-def test_ledger_begins_no_bad_run(lakehouse: Lakehouse) -> None:
+def test_ledger_refuses_bad_run(lakehouse: Lakehouse) -> None:
     """The ledger refuses a bad name from every caller, as a row is permanent."""
     before = Ledger(lakehouse).runs()
     with pytest.raises(SpecInvalid):
@@ -107,7 +107,7 @@ def test_ledger_begins_no_bad_run(lakehouse: Lakehouse) -> None:
 
 
 def test_script_of_bad_name_is_refused(lakehouse: Lakehouse) -> None:
-    """A line break would end the comment that has the name."""
+    """A line break would end the comment with the name."""
     with pytest.raises(SpecInvalid):
         explain_sql(lakehouse, "night-3\nCOPY x TO 'y';")
 
@@ -133,7 +133,7 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+def claimed_arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     """A lakehouse with a claim of run "night-3" and its job spec. No command of these tests changes it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         arena = Arena(tmp_path_factory.mktemp("begun") / "home", monkeypatch)
@@ -147,12 +147,12 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     ("run", "error"),
     [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), pytest.param("a\nb", SpecInvalid, marks=pytest.mark.soak)],
 )
-def test_command_creates_nothing(begun: Arena, command: list[str], run: str, error: type[Exception]) -> None:
-    """A command that needs a run and finds none names close ones; it makes no row, no folder and no file."""
-    arena, job = begun, begun.home / "job.json.yaml"
+def test_command_creates_nothing(claimed_arena: Arena, command: list[str], run: str, error: type[Exception]) -> None:
+    """A command for a missing run lists similar names. It makes no row, no folder and no file."""
+    arena, job = claimed_arena, claimed_arena.home / "job.json.yaml"
     before = sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name)
-    said = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
-    arguments = [said.get(word, word) for word in command]
+    replacements = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
+    arguments = [replacements.get(word, word) for word in command]
     with pytest.raises(error) as refused:
         app([*arguments, "--home", str(arena.home)], standalone_mode=False)
     assert error is SpecInvalid or "did you mean 'night-3'" in str(refused.value)
@@ -162,15 +162,15 @@ def test_command_creates_nothing(begun: Arena, command: list[str], run: str, err
 
 @pytest.mark.parametrize("new", ["../../x", "a\nb", ""])
 def test_fork_begins_no_bad_run(arena: Arena, new: str) -> None:
-    """The name of the new run is checked as that of the old one."""
+    """The name of the new run is checked like the old one."""
     job = arena.home / "job.yaml"
     job.write_text(arena.spec("night-3").model_dump_json())
     with pytest.raises(SpecInvalid, match="name of a run"):
         app(["fork", "night-3", "--as", new, "--spec", str(job), "--home", str(arena.home)], standalone_mode=False)
 
 
-def test_name_command_refuses_holds(arena: Arena) -> None:
-    """An operator gives no checkpoint a name by which DLAC holds others."""
+def test_tag_command_refuses_pins(arena: Arena) -> None:
+    """An operator cannot give a checkpoint a name of DLAC's own pins."""
     with pytest.raises(SpecInvalid, match="fork:"):
         app(["tag", "r", "fork:b:1", "--home", str(arena.home)], standalone_mode=False)
     assert Path(arena.home).is_dir()

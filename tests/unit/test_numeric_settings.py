@@ -23,15 +23,15 @@ from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.spec.spec_problems import bounds_of, describe_problem, holds_numbers
 
 ABSURD = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", 1e308, -1e308, 10**30, 10**400, -1, True, False]
-"""What no numeric setting takes; 2**63 is one for all but seeds and ids, and too large for these as well."""
+"""Values that no numeric setting accepts. Only seeds and ids accept 2**63."""
 
 
 LOOKED_UP = {"step", "to_step", "snapshot_id"}
-"""Numbers that must name something that exists, whatever they are."""
+"""Numbers that must name an existing thing, without bounds."""
 
 
 def models() -> set[type[BaseModel]]:
-    """Every pydantic model of the package; what Dagster is shown of a job spec is checked as a job spec."""
+    """Return every pydantic model of the package. Dagster's configuration is checked as a job spec."""
     for module in pkgutil.walk_packages(dlac_pipeline.__path__, "dlac_pipeline."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -43,7 +43,7 @@ def models() -> set[type[BaseModel]]:
 
 
 def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:
-    """Every numeric field of every model."""
+    """Yield every numeric field of every model."""
     for model in sorted(models(), key=lambda each: (each.__module__, each.__name__)):
         for name, field in model.model_fields.items():
             if holds_numbers(field):
@@ -51,7 +51,7 @@ def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:
 
 
 def test_every_number_is_bounded() -> None:
-    """Each numeric field has a least and a greatest value, and refuses absurd ones by its name, with bound and value."""
+    """Each numeric field has a minimum and a maximum, and refuses absurd values by name, with the bound and the value."""
     settings = list(numeric_settings())
     assert {"weight", "world_size", "cpu", "keep_steps", "wait_s", "outage_s", "keep_snapshots"} <= {
         name for _, name in settings
@@ -65,24 +65,24 @@ def test_every_number_is_bounded() -> None:
             listed = str(field.annotation).startswith("list")
             with pytest.raises(ValidationError) as caught:
                 model.model_validate({name: [value] if listed else value})
-            said = [describe_problem(each, model) for each in caught.value.errors() if each["loc"][0] == name]
-            assert said, f"{model.__name__}.{name} takes {value!r}"
-            assert repr(value) in said[0], said
-            assert any(str(bound) in said[0] for bound in bounds_of(field).values()), said
+            problems = [describe_problem(each, model) for each in caught.value.errors() if each["loc"][0] == name]
+            assert problems, f"{model.__name__}.{name} takes {value!r}"
+            assert repr(value) in problems[0], problems
+            assert any(str(bound) in problems[0] for bound in bounds_of(field).values()), problems
 
 
 def kind(option: Any) -> object:
-    """The type of an option or argument of the command line."""
+    """Return the type of an option or argument of the command line."""
     return option.type_descriptor.annotation
 
 
 def bounds(option: Any) -> tuple[str, str]:
-    """The least and the greatest value of an option."""
+    """Return the minimum and the maximum of an option."""
     return str(option.min), str(option.max)
 
 
 def test_every_option_is_bounded() -> None:
-    """Each numeric option of the command line has bounds, or is a setting; what is beyond them is refused."""
+    """Each numeric option of the command line has bounds, or is a setting. Values outside are refused."""
     runner, command = CliRunner(), get_command(app)
     assert isinstance(command, TyperGroup)
     found = 0
@@ -96,14 +96,14 @@ def test_every_option_is_bounded() -> None:
                 result = runner.invoke(app, [name, *needed, f"{option.opts[0]}={value}"])
                 assert result.exit_code == 2, (name, option.name, value, result.output, result.exception)
                 assert f"--{str(option.name).replace('_', '-')}" in result.output
-                said = (value, *bounds(option), "valid integer")
-                assert any(each in result.output for each in said), result.output
+                problems = (value, *bounds(option), "valid integer")
+                assert any(each in result.output for each in problems), result.output
     assert found >= 4
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e308, 10**30, -1, 0, 1.0, True, "2"])
 def test_absurd_ranks_are_refused(value: Any) -> None:
-    """`open_dataset` takes whole numbers of ranks that share the batch, and says what it found."""
+    """`open_dataset` takes whole numbers of ranks that divide the batch, and its error has the value found."""
     settings: dict[str, Any] = {"table": "src.t", "columns": ["x"], "batch_size": 16}
     found = f"found {re.escape(repr(value))} of type {type(value).__name__}: give an int"
     number = type(value) is int
@@ -120,13 +120,13 @@ def test_absurd_ranks_are_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [np.bool_(False), torch.tensor(False), np.float64(0), torch.tensor(0.0)])
 def test_other_numbers_are_no_ranks(value: Any) -> None:
-    """A bool or a float of a library is refused like Python's own."""
+    """A bool or a float of a library is refused like those of Python."""
     with pytest.raises(SpecInvalid, match=r"rank of open_dataset.* to be an integer"):
         open_dataset(rank=value, world_size=2, table="src.t", columns=["x"], batch_size=16)
 
 
 def test_absurd_dataset_settings_are_refused() -> None:
-    """Numeric settings of `open_dataset` are those of the job spec, and refused in the same words."""
+    """Numeric settings of `open_dataset` are those of the job spec, with the same error messages."""
     with pytest.raises(
         SpecInvalid, match=r"order\.batch_size: expected a number of at least 1 and of at most \d+, found inf"
     ):
@@ -134,7 +134,7 @@ def test_absurd_dataset_settings_are_refused() -> None:
 
 
 def test_ranks_from_environment_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A RANK that is no number is refused by its name."""
+    """A RANK that is no number is refused by name."""
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(SpecInvalid, match="RANK and WORLD_SIZE, found 'first' and '1'"):
         open_dataset(table="src.t", columns=["x"], batch_size=16)

@@ -45,7 +45,7 @@ GOLDEN = {
 
 
 def batches(*, shuffle: bool) -> list[list[str]]:
-    """Global batches of a small table as "unit.row"; unit 1 has two dead rows."""
+    """Return the global batches of a small table as "unit.row". Unit 1 has two dead rows."""
     units = units_of([3, 6, 2, 4, 5, 1, 2, 3, 4, 2], {1: [1, 4]})
     order = order_of(units, 2, seed=7, key_groups=2, batch_size=4, block_slices=2, shuffle=shuffle)
     assert order.total_steps is not None
@@ -65,6 +65,6 @@ def batches(*, shuffle: bool) -> list[list[str]]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_order_version_2_is_pinned(shuffle: bool) -> None:
-    """The order of version 2 never changes: committed cursors mean nothing under another one. Bump ORDER_VERSION instead."""
+    """The order of version 2 never changes, as committed cursors depend on it. Bump ORDER_VERSION instead."""
     assert ORDER_VERSION == 2
     assert [" ".join(batch) for batch in batches(shuffle=shuffle)] == GOLDEN[shuffle]

@@ -19,7 +19,7 @@ Sample = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A random table and how it is read."""
+    """A random table and the settings of its reader."""
 
     rows: list[int]
     dead: dict[int, list[int]]
@@ -31,7 +31,7 @@ class Case:
     shuffle: bool
 
     def order(self) -> LegOrder:
-        """The order of this case."""
+        """Return the order of this case."""
         return order_of(
             units_of(self.rows, self.dead),
             self.passes,
@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def samples_of(stretch: Stretch) -> list[Sample]:
-    """The rows of one stretch, in reading order."""
+    """Return the rows of one stretch, in reading order."""
     block = stretch.block
     rows = block.rows_of(stretch.start, stretch.stop)
     at = np.searchsorted(block.base, rows, side="right") - 1
@@ -78,25 +78,25 @@ def samples_of(stretch: Stretch) -> list[Sample]:
 
 
 def samples(order: LegOrder, group: int, start: int, stop: int) -> list[Sample]:
-    """The group's samples start .. stop-1, in reading order."""
+    """Return the group's samples start .. stop-1, in reading order."""
     return [sample for stretch in order.sources[0].stretches(group, start, stop) for sample in samples_of(stretch)]
 
 
 def ends_of(order: LegOrder) -> list[int]:
-    """Rows of each key group over all passes."""
+    """Return the number of rows of each key group over all passes."""
     available = order.sources[0].available()
     assert available is not None
     return [int(rows) for rows in available]
 
 
 def total_steps(order: LegOrder) -> int:
-    """Steps of the leg, which is finite and counted."""
+    """Return the number of steps of a finite leg."""
     assert order.total_steps is not None
     return order.total_steps
 
 
 def live(case: Case) -> list[tuple[int, int]]:
-    """Every (unit, row) that is not dead."""
+    """Return every (unit, row) that is not dead."""
     return [(u, r) for u, rows in enumerate(case.rows) for r in range(rows) if r not in case.dead.get(u, ())]
 
 
@@ -113,7 +113,7 @@ def test_every_live_row_once_per_pass(case: Case) -> None:
 @EXAMPLES
 @given(cases())
 def test_slices_tile_units_with_dead_rows(case: Case) -> None:
-    """The slices of a unit follow each other without gap or overlap, and one that begins inside it begins with a live row."""
+    """The slices of a unit have no gap or overlap, and a slice inside it begins with a live row."""
     cut = case.order().sources[0].cut_of(0)
     ends: dict[int, int] = {}
     for group in range(case.key_groups):
@@ -127,8 +127,8 @@ def test_slices_tile_units_with_dead_rows(case: Case) -> None:
 
 @EXAMPLES
 @given(cases(), st.data())
-def test_samples_do_not_depend_on_where_reading_began(case: Case, data: st.DataObject) -> None:
-    """Reading a key group from any sample on gives the tail of reading it from the beginning."""
+def test_samples_ignore_reading_start(case: Case, data: st.DataObject) -> None:
+    """Reading a key group from any sample gives the tail of reading it from the beginning."""
     order = case.order()
     group = data.draw(st.integers(0, case.key_groups - 1))
     end = ends_of(order)[group]
@@ -139,7 +139,7 @@ def test_samples_do_not_depend_on_where_reading_began(case: Case, data: st.DataO
 @EXAMPLES
 @given(cases())
 def test_steps_add_up(case: Case) -> None:
-    """The valid rows of all steps sum to all passes' live rows, every step has some, and all but the tail are full."""
+    """The valid rows of all steps are the live rows of all passes. Every step has some, and all but the last ones are full."""
     order = case.order()
     valid = [order.valid_rows(step) for step in range(1, total_steps(order) + 1)]
     assert sum(valid) == case.passes * len(live(case))
@@ -151,8 +151,8 @@ def test_steps_add_up(case: Case) -> None:
 
 @EXAMPLES
 @given(cases(), st.data())
-def test_advances_are_contiguous_and_sum_up(case: Case, data: st.DataObject) -> None:
-    """However checkpoints divide the steps, advances continue where the last ended and count every row once."""
+def test_advances_are_contiguous(case: Case, data: st.DataObject) -> None:
+    """Advances continue at the end of the last one and count every row once, for any division into checkpoints."""
     order = case.order()
     cuts = data.draw(st.sets(st.integers(1, total_steps(order)), max_size=6))
     bounds = [0, *sorted(cuts | {total_steps(order)})]

@@ -21,7 +21,7 @@ ORDER BY ALL
 
 @st.composite
 def orders(draw: st.DrawFn) -> LegOrder:
-    """A random order of two passes; the first row of every other unit is dead."""
+    """A random order of two passes. The first row of every other unit is dead."""
     rows = draw(st.lists(st.integers(2, 40), min_size=1, max_size=12))
     key_groups = draw(st.integers(1, 6))
     return order_of(
@@ -36,7 +36,7 @@ def orders(draw: st.DrawFn) -> LegOrder:
 
 
 def python_positions(order: LegOrder, pass_index: int) -> list[tuple[int, int, int, int, int]]:
-    """(unit, row, key group, block, position) of every live row of a pass, as the readers compute it."""
+    """Return (unit, row, key group, block, position) of every live row of a pass, as the readers compute it."""
     found = []
     cut = order.sources[0].cut_of(pass_index)
     for group in range(order.settings.key_groups):
@@ -63,8 +63,8 @@ def test_sql_and_python_agree_on_every_row(order: LegOrder) -> None:
             assert connection.execute(POSITIONS).fetchall() == python_positions(order, pass_index)
 
 
-def test_a_cut_is_named_by_what_determines_it() -> None:
-    """Another plan, pass, seed or shuffle gives another cut id; the number of ranks or the batch does not enter it."""
+def test_cut_id_depends_on_its_inputs() -> None:
+    """Another plan, pass, seed or shuffle gives another cut id. The number of ranks and the batch size do not."""
 
     def cut_id(plan: str = "p", pass_index: int = 0, **changes: int) -> str:
         fields = {"seed": 1, "key_groups": 2, "batch_size": 4, "block_slices": 1, "shuffle": True, **changes}

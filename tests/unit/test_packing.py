@@ -19,7 +19,7 @@ REASON = "ValueError: bad"
 
 @dataclass(frozen=True)
 class Row:
-    """A live row: its position, the lengths of its documents, or that it is rejected."""
+    """A live row: its position and the lengths of its documents, or its rejection."""
 
     position: int
     documents: tuple[int, ...]
@@ -27,18 +27,18 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the row gives."""
+        """Return the number of tokens of the row."""
         return 0 if self.rejected else sum(self.documents)
 
 
 @dataclass(frozen=True)
 class Line:
-    """The blocks of a key group: (pass, block) -> its live rows; every token is a different number."""
+    """The blocks of a key group: (pass, block) -> its live rows. Every token is a different number."""
 
     blocks: dict[tuple[int, int], tuple[Row, ...]] = field(default_factory=dict)
 
     def tokens_of(self, key: tuple[int, int]) -> list[list[int]]:
-        """Tokens of each row of a block."""
+        """Return the tokens of each row of a block."""
         before = sum(row.tokens for other, rows in self.blocks.items() if other < key for row in rows)
         given = []
         for row in self.blocks[key]:
@@ -48,11 +48,11 @@ class Line:
 
     @property
     def total(self) -> int:
-        """Tokens of all blocks."""
+        """Return the number of tokens of all blocks."""
         return sum(row.tokens for rows in self.blocks.values() for row in rows)
 
     def documents(self, start: Cursor) -> Iterator[tuple[int, int, Documents]]:
-        """Blocks as a reader gives them that resumes at `start`."""
+        """Yield the blocks of a reader that resumes at `start`."""
         for key, rows in self.blocks.items():
             if key >= start[:2]:
                 begin = start.position if key == start[:2] else 0
@@ -71,7 +71,7 @@ class Line:
         return Documents(values, ends, source_rows(positions, row_of, rejected, ends))
 
     def samples(self, start: Cursor) -> Iterator[tuple[int, int, Samples]]:
-        """The same blocks, each token a sample."""
+        """Yield the same blocks, with each token as a sample."""
         for pass_index, block, documents in self.documents(start):
             columns = {"x": documents.values, "pair": np.stack([documents.values] * 2, axis=1)}
             yield pass_index, block, Samples(columns, documents.rows)
@@ -94,7 +94,7 @@ def lines(draw: st.DrawFn) -> Line:
 
 
 def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: Cursor = BEGINNING) -> list[Packed]:
-    """Take until nothing can follow, in steps of these sizes."""
+    """Take sequences in steps of these sizes until none can follow."""
     packer = Packer(line.documents(start), length=length, start=start, drain=drain, pad_id=PAD)
     taken: list[Packed] = []
     while not packer.exhausted:
@@ -104,15 +104,15 @@ def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: C
 
 
 def same(one: Packed, other: Packed) -> None:
-    """Assert that two results are alike in all."""
+    """Assert that two results are equal in all fields."""
     for name in ("tokens", "document", "position"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (one.count, one.items, one.cursor) == (other.count, other.items, other.cursor)
-    assert told(one.advances) == told(other.advances)
+    assert comparable(one.advances) == comparable(other.advances)
 
 
-def told(advances: Sequence[BlockAdvance]) -> list[tuple[object, ...]]:
-    """Advances as what can be compared."""
+def comparable(advances: Sequence[BlockAdvance]) -> list[tuple[object, ...]]:
+    """Return advances as comparable tuples."""
     return [
         (a.cursor, a.position_start, a.token_start, a.rows_consumed, a.filtered.tolist(), a.quarantined)
         for a in advances
@@ -120,7 +120,7 @@ def told(advances: Sequence[BlockAdvance]) -> list[tuple[object, ...]]:
 
 
 def check_advances(line: Line, taken: Sequence[Taken]) -> None:
-    """Advances follow each other without gap, and tell of every row once: consumed, filtered or quarantined."""
+    """Check that advances have no gap, and count every row once as consumed, filtered or quarantined."""
     advances = [advance for each in taken for advance in each.advances]
     at: dict[tuple[int, int], Cursor] = {}
     for each in taken:
@@ -141,13 +141,13 @@ def check_advances(line: Line, taken: Sequence[Taken]) -> None:
         assert advance.rows_consumed == len(consumed) - (advance.token_end is not None)
         assert advance.filtered.tolist() == [row.position for row in passed if not row.tokens and not row.rejected]
         assert advance.quarantined == tuple((row.position, REASON) for row in passed if row.rejected)
-    assert told(merge(advances)) == told(merge(merge(advances)))
+    assert comparable(merge(advances)) == comparable(merge(merge(advances)))
 
 
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3))
-def test_sequences_laid_end_to_end_are_all_tokens(line: Line, length: int, sizes: list[int]) -> None:
-    """Every token is in the sequences once and in order, whatever the blocks, T and how many are taken at a time."""
+def test_sequences_contain_all_tokens(line: Line, length: int, sizes: list[int]) -> None:
+    """Every token is in the sequences once and in order, for any blocks, any T and any number of sequences per call."""
     taken = read(line, length, sizes, drain=True)
     flat = np.concatenate([np.zeros(0, np.int32), *(each.tokens[each.document > 0] for each in taken)])
     assert np.array_equal(flat, np.arange(line.total))
@@ -165,7 +165,7 @@ def test_sequences_laid_end_to_end_are_all_tokens(line: Line, length: int, sizes
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans())
 def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[int], drain: bool) -> None:
-    """Behind every cursor the same sequences, cursors and advances follow as without the interruption."""
+    """After every cursor the sequences, cursors and advances are those of an uninterrupted reader."""
     taken = read(line, length, sizes, drain=drain)
     for cut, each in enumerate(taken):
         again = read(line, length, [*sizes[(cut + 1) % len(sizes) :], *sizes] * 99, drain=drain, start=each.cursor)
@@ -178,14 +178,14 @@ def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[
             np.concatenate([np.zeros((0, length), np.int32), *(p.tokens for p in part)]) for part in (again, rest)
         ]
         assert np.array_equal(tokens[0], tokens[1])
-        joined = [told(merge(a for p in part for a in p.advances)) for part in (again, rest)]
+        joined = [comparable(merge(a for p in part for a in p.advances)) for part in (again, rest)]
         assert joined[0] == joined[1]
 
 
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.integers(0, 3), st.integers(1, 3), st.booleans())
 def test_shared_key_group_is_one_line(line: Line, length: int, mine: int, theirs: int, drain: bool) -> None:
-    """Skipping what another rank takes leaves the cursor and the rest as taking everything does."""
+    """Skipping another rank's sequences gives the same cursor and rest as taking all of them."""
     whole = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     part = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     while not whole.exhausted:
@@ -193,14 +193,14 @@ def test_shared_key_group_is_one_line(line: Line, length: int, mine: int, theirs
         assert taken.cursor == part.cursor
         assert taken.count == skipped.count + own.count
         assert np.array_equal(taken.tokens[skipped.count :], own.tokens)
-        assert told(taken.advances) == told(merge([*skipped.advances, *own.advances]))
+        assert comparable(taken.advances) == comparable(merge([*skipped.advances, *own.advances]))
     assert part.exhausted
 
 
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.integers(1, 4))
-def test_documents_and_positions_are_those_of_a_loop(line: Line, length: int, size: int) -> None:
-    """Documents count from 1 within a sequence, and positions restart with each document and each sequence."""
+def test_documents_and_positions_match_loop(line: Line, length: int, size: int) -> None:
+    """Documents count from 1 in a sequence, and positions restart with each document and each sequence."""
     owner = [
         (key, row.position, index)
         for key, rows in line.blocks.items()
@@ -222,8 +222,8 @@ def test_documents_and_positions_are_those_of_a_loop(line: Line, length: int, si
 
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.integers(1, 4))
-def test_a_partial_tail_stays_pending(line: Line, length: int, size: int) -> None:
-    """Without draining only whole sequences come, and what follows behind the cursor is the tail with what is appended."""
+def test_partial_tail_stays_pending(line: Line, length: int, size: int) -> None:
+    """Without draining only whole sequences are taken. The tail is read after the cursor, together with appended rows."""
     taken = read(line, length, [size], drain=False)
     assert sum(each.count for each in taken) == line.total // length
     assert all((each.document > 0).all() for each in taken)
@@ -238,7 +238,7 @@ def test_a_partial_tail_stays_pending(line: Line, length: int, size: int) -> Non
 @EXAMPLES
 @given(lines(), st.integers(1, 12))
 def test_cursor_is_independent_of_take_size(line: Line, length: int) -> None:
-    """The cursor behind n sequences is the same whether they came one by one or at once."""
+    """The cursor after n sequences does not depend on the sizes of the calls."""
     ones = read(line, length, [1], drain=True)
     for count in range(1, len(ones) + 1):
         packer = Packer(line.documents(Cursor()), length=length)
@@ -248,7 +248,7 @@ def test_cursor_is_independent_of_take_size(line: Line, length: int) -> None:
 @EXAMPLES
 @given(lines(), st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
-    """Without packing each item is a sample: all come once and in order, behind every cursor the rest."""
+    """Without packing each item is a sample. All are read once and in order, and after every cursor the rest."""
     sampler = Sampler(line.samples(Cursor()))
     seen = 0
     taken: list[SampleRows] = []

@@ -16,11 +16,11 @@ from dlac_pipeline.rows.transform import Transform
 REASON = "ValueError: bad"
 REJECTED = -1
 Blocks = dict[int, dict[int, int]]
-"""Block -> position -> tokens of the row there; REJECTED: the transform raises for it."""
+"""Block -> position -> tokens of the row. The transform raises for REJECTED rows."""
 
 
 def lists(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Every number as a list of so many tokens."""
+    """Return each number n as a list of n tokens."""
     counts = batch["count"].to_pylist()
     if REJECTED in counts:
         raise ValueError("bad")
@@ -28,7 +28,7 @@ def lists(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def blocks(given: Blocks, start: Cursor = BEGINNING) -> Iterator[tuple[int, int, Documents]]:
-    """The blocks of pass 0 from a cursor on."""
+    """Yield the blocks of pass 0 from a cursor."""
     for block, rows in given.items():
         if block >= start.block:
             kept = {at: n for at, n in rows.items() if block > start.block or at >= start.position}
@@ -42,17 +42,17 @@ def blocks(given: Blocks, start: Cursor = BEGINNING) -> Iterator[tuple[int, int,
             )
 
 
-def told(advances: list[BlockAdvance]) -> list[tuple[object, ...]]:
-    """(cursor behind it, where it begins, rows consumed, filtered, quarantined) of each advance."""
+def comparable(advances: list[BlockAdvance]) -> list[tuple[object, ...]]:
+    """Return (next cursor, first cursor, rows consumed, filtered, quarantined) of each advance."""
     return [(a.cursor, a.position_start, a.rows_consumed, a.filtered.tolist(), a.quarantined) for a in advances]
 
 
 def test_trailing_rows_follow_next_block() -> None:
-    """Rows that give nothing behind a block's last token are told with the next block's first token, not before."""
+    """Rows without tokens after a block's last token are in the advance of the next block's first token, and no earlier one."""
     packer = Packer(blocks({0: {1: 4, 2: 0, 5: REJECTED}, 1: {0: 4, 6: 0}}), length=4)
     first, second = packer.take(1), packer.take(1)
-    assert told(first.advances) == [(Cursor(0, 0, 2), 0, 1, [], ())]
-    assert told(second.advances) == [
+    assert comparable(first.advances) == [(Cursor(0, 0, 2), 0, 1, [], ())]
+    assert comparable(second.advances) == [
         (Cursor(0, 0, 6), 2, 0, [2], ((5, REASON),)),
         (Cursor(0, 1, 7), 0, 1, [6], ()),
     ]
@@ -61,7 +61,7 @@ def test_trailing_rows_follow_next_block() -> None:
 
 
 def test_partial_row_is_consumed_once() -> None:
-    """The first advance ends with its token_end, the second begins at the same row with that as its token_start."""
+    """The first advance ends with its token_end, and the second begins in the same row with that as its token_start."""
     packer = Packer(blocks({0: {2: 6, 4: 6}}), length=4)
     first, second = packer.take(1).advances[0], packer.take(1).advances[0]
     assert (first.position_start, first.position_end, first.token_start, first.token_end) == (0, 3, None, 4)
@@ -70,8 +70,8 @@ def test_partial_row_is_consumed_once() -> None:
     assert merge([first, second])[0].cursor == Cursor(0, 0, 4, 2)
 
 
-def test_line_without_items_gives_empty_take() -> None:
-    """Rows that give nothing are told even if no sequence follows."""
+def test_line_without_tokens_gives_empty_take() -> None:
+    """Rows without tokens are in an advance even if no sequence follows."""
     packer = Packer(blocks({0: {3: 0}}), length=4)
     assert not packer.exhausted
     taken = packer.take(2)
@@ -90,19 +90,19 @@ def test_line_without_items_gives_empty_take() -> None:
     ],
 )
 def test_contradicting_cursor_is_refused(start: Cursor, found: str) -> None:
-    """Resuming in a row that is not there, or has not that many tokens, is an error that says what was found."""
+    """The error of a cursor in a missing row, or beyond a row's tokens, names the position found."""
     packer = Packer(blocks({0: {1: 4, 3: 0}, 6: {0: 4}}, start), length=4, start=start)
     with pytest.raises(CursorMismatch, match=found):
         packer.take(1)
 
 
-def test_rows_before_the_cursor_are_refused() -> None:
-    """A first block that holds rows before the cursor would repeat them."""
+def test_rows_before_cursor_are_refused() -> None:
+    """A first block with rows before the cursor would repeat them."""
     with pytest.raises(CursorMismatch, match="found a row at position 1"):
         Packer(blocks({0: {1: 4}}), length=4, start=Cursor(0, 0, 2)).take(1)
 
 
-def test_advances_that_do_not_meet_are_not_merged() -> None:
+def test_separate_advances_are_not_merged() -> None:
     """A missing advance is an error."""
     packer = Packer(blocks({0: {0: 4, 1: 4, 2: 4}}), length=4)
     one, _, three = (packer.take(1).advances[0] for _ in range(3))
@@ -110,8 +110,8 @@ def test_advances_that_do_not_meet_are_not_merged() -> None:
         merge([one, three])
 
 
-def test_a_block_that_failed_is_not_the_end() -> None:
-    """A line whose next block could not be made raises again whenever it is asked for: it never looks exhausted."""
+def test_failed_block_is_not_end() -> None:
+    """A line whose next block failed raises again for every call, and never looks exhausted."""
 
     def failing() -> Iterator[tuple[int, int, Documents]]:
         yield from blocks({0: {0: 4}})
@@ -124,14 +124,14 @@ def test_a_block_that_failed_is_not_the_end() -> None:
     assert packer.cursor == BEGINNING
 
 
-def test_a_sequence_has_a_token() -> None:
+def test_empty_sequence_is_refused() -> None:
     """T = 0 is refused."""
     with pytest.raises(SpecInvalid, match="found length 0"):
         Packer(iter(()), length=0)
 
 
-def test_a_single_block_is_not_copied() -> None:
-    """Tokens that come from one block are a view of its Arrow buffer."""
+def test_single_block_is_not_copied() -> None:
+    """Tokens from one block are a view of its Arrow buffer."""
     live = pa.table({"tokens": pa.array([[1, 2, 3], [4, 5, 6, 7, 8]], pa.list_(pa.int32()))})
     documents = documents_of(live, np.arange(2), column="tokens")
     packed = Packer(iter([(0, 0, documents)]), length=4).take(2)
@@ -140,8 +140,8 @@ def test_a_single_block_is_not_copied() -> None:
     assert packed.position.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
 
 
-def test_samples_of_a_block_are_its_rows() -> None:
-    """Without a transform every row is a sample."""
+def test_block_rows_are_samples() -> None:
+    """Every row is a sample if there is no transform."""
     live = pa.table({"x": pa.array([5, 6, 7]), "y": pa.array([[1.0, 2.0]] * 3)})
     samples = samples_of(live, np.array([2, 4, 9]), columns=["x", "y"])
     taken = Sampler(iter([(3, 1, samples)])).take(2)

@@ -1,4 +1,4 @@
-"""A job is placed on nodes that hold the newest checkpoint: who they are, and what each scheduler gets to know."""
+"""Placement of a job on nodes with the newest checkpoint: which nodes they are, and what each scheduler receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.kubernetes import Kubernetes
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.launch_request import Request
-from tests.cluster import COMPLETED, GOOD, Scripted, asked
+from tests.cluster import COMPLETED, GOOD, Scripted, cluster_request
 from tests.conftest import Arena
 
 HOST_MOUNT = {"kind": "host", "source": "/nvme", "path": "/nvme"}
@@ -27,7 +27,7 @@ FACTS = "JobId=7 JobState={} ReqNodeList={} NodeList= BatchHost=n1\n"
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Slurm's commands with answers of a test: n2 and n3 are idle; returns the commands, and the scripts that sbatch got."""
+    """Yield a list of Slurm's commands and sbatch's scripts. The commands report that n2 and n3 are idle."""
     calls: list[str] = []
 
     def answer(*command: str, script: str | None = None) -> str:
@@ -47,7 +47,7 @@ def required(script: str) -> list[str]:
 
 def request_on_kubernetes(**cluster: Any) -> Request:
     """Return a request whose local copies are below /nvme."""
-    request = asked("kubernetes", {"image": "i", **cluster})
+    request = cluster_request("kubernetes", {"image": "i", **cluster})
     checkpoint = request.spec.checkpoint.model_copy(update={"local": "/nvme/checkpoints"})
     return request.model_copy(update={"spec": request.spec.model_copy(update={"checkpoint": checkpoint})})
 
@@ -60,20 +60,20 @@ def pod_of(text: str) -> dict[str, Any]:
 
 
 def test_schedulers_name_nodes() -> None:
-    """A node is known by the name that its scheduler gives it; a pod's host name is not the node's."""
+    """A node has the name that its scheduler gives it, which is not the name of a pod."""
     assert node_name({"DLAC_NODE_NAME": "k1", "SLURMD_NODENAME": "n1"}) == "k1"
     assert node_name({"SLURMD_NODENAME": "n1"}) == "n1"
     assert node_name({}) == socket.gethostname()
 
 
 def test_largest_holder_is_first() -> None:
-    """Nodes are ordered by the bytes that their ranks wrote. Ranks whose local folder is the store hold no copy."""
+    """Nodes are ordered by the bytes that their ranks wrote. Ranks whose local folder is the store have no copy."""
     votes = [{"node": node, "files": [{"bytes": size}]} for node, size in (("a", 5), ("b", 4), ("b", 4), ("", 99))]
     assert holders_of(votes) == ["b", "a"]
 
 
-def test_ledger_knows_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first checkpoint of an attempt records its nodes, which hold the later ones of that attempt as well."""
+def test_ledger_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first checkpoint of an attempt records its nodes, which also have the attempt's later checkpoints."""
     arena.table(appends=(120,), row_group_rows=20)
     places = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
     spec = arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1, **places)
@@ -86,8 +86,8 @@ def test_ledger_knows_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
     assert [list(each) for each in nodes] == [["n1"], [], ["n2"], []]
 
 
-def test_one_place_has_no_holders(arena: Arena) -> None:
-    """Where checkpoints are only in the store, no node is nearer than another; nor before the first checkpoint."""
+def test_store_alone_has_no_holders(arena: Arena) -> None:
+    """No node has a copy if checkpoints are only in the store, or before the first checkpoint."""
     arena.table(appends=(60,), row_group_rows=20)
     arena.train(arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1))
     assert nodes_with_newest(Ledger(arena.lakehouse).rows("r1", kinds=HEAD_KINDS)) == []
@@ -95,7 +95,7 @@ def test_one_place_has_no_holders(arena: Arena) -> None:
 
 
 def test_submission_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is submitted for a run with a checkpoint should have the nodes that hold it."""
+    """A job for a run with a checkpoint prefers the nodes that have it."""
     arena.table(appends=(120,), row_group_rows=20)
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     places = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
@@ -108,22 +108,22 @@ def test_submission_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_slurm_requires_idle_holders(idle: list[str]) -> None:
-    """A job requires those of the nodes that are idle, in their order, at most as many as it gets."""
-    Slurm().submit(asked("slurm", {"partition": "h100"}, nodes="1"), near=["n1", "n3", "n2"])
+    """A job requires the idle nodes among the holders, in their order, and at most its number of nodes."""
+    Slurm().submit(cluster_request("slurm", {"partition": "h100"}, nodes="1"), near=["n1", "n3", "n2"])
     assert idle[0].startswith("sinfo --noheader --Node")
     assert idle[0].endswith("--nodes=n1,n3,n2 --partition=h100")
     assert required(idle[1]) == ["n3"]
 
 
 def test_user_places_slurm_job(idle: list[str]) -> None:
-    """Where the user's options name nodes, or there is no copy, no other node is required."""
-    Slurm().submit(asked("slurm", {"options": {"nodelist": "n9"}}), near=["n2"])
-    Slurm().submit(asked("slurm", {}), near=[])
+    """No node is required if the user's options name nodes, or if no node has a copy."""
+    Slurm().submit(cluster_request("slurm", {"options": {"nodelist": "n9"}}), near=["n2"])
+    Slurm().submit(cluster_request("slurm", {}), near=[])
     assert [required(call) for call in idle] == [["n9"], []]
 
 
 def test_refused_holders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that Slurm refuses on these nodes gets any; one that it refuses otherwise is refused."""
+    """A job that Slurm refuses on these nodes is submitted without them. A job refused for another reason is refused."""
     refusal = ["Requested node configuration is not available", "Invalid account"]
     scripts: list[str] = []
 
@@ -136,11 +136,11 @@ def test_refused_holders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         return "7\n"
 
     monkeypatch.setattr(slurm, "_answer", answer)
-    assert Slurm().submit(asked("slurm", {}), near=["n2"]) == "7"
+    assert Slurm().submit(cluster_request("slurm", {}), near=["n2"]) == "7"
     assert [required(script) for script in scripts] == [["n2"], []]
     refusal.pop(0)
     with pytest.raises(ConnectionError, match="Invalid account"):
-        Slurm().submit(asked("slurm", {}), near=["n2"])
+        Slurm().submit(cluster_request("slurm", {}), near=["n2"])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_refused_holders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["pending", "running", "required by the user"],
 )
 def test_pending_job_drops_holders(monkeypatch: pytest.MonkeyPatch, near: list[str], state: str, dropped: bool) -> None:
-    """A pending job does not wait for its nodes for long. What a user requires stays required."""
+    """A pending job drops its nodes after a short time. Nodes that a user requires stay required."""
     calls: list[str] = []
 
     def answer(*command: str, script: str | None = None) -> str:
@@ -159,14 +159,14 @@ def test_pending_job_drops_holders(monkeypatch: pytest.MonkeyPatch, near: list[s
 
     monkeypatch.setattr(slurm, "_answer", answer)
     client = Slurm(prefers_s=0.0)
-    client.submit(asked("slurm", {}), near=near)
+    client.submit(cluster_request("slurm", {}), near=near)
     client.state("7")
     assert ("scontrol update JobId=7 ReqNodeList=" in calls) == dropped
 
 
 def test_pods_prefer_holders() -> None:
-    """The scheduler of Kubernetes puts pods on these nodes if it can, beside what the user prefers."""
-    from kubernetes_validate import validate  # seconds, for every process that collects tests
+    """The Kubernetes scheduler prefers these nodes for the pods, together with the user's preferences."""
+    from kubernetes_validate import validate  # its import takes seconds in every process that collects tests
 
     mine = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
     rule = {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [mine]}}}
@@ -185,13 +185,13 @@ def test_pods_prefer_holders() -> None:
 
 @pytest.mark.parametrize("mounts", [[], [{**HOST_MOUNT, "read_only": True}], [{"source": "claim", "path": "/nvme"}]])
 def test_pods_without_copies_prefer_nothing(mounts: list[dict[str, Any]]) -> None:
-    """A copy in a pod's own folder is gone with the pod, and one on a claim is as near from each node."""
+    """A copy in a pod's own folder is lost with the pod, and one on a claim is equally near from each node."""
     request = request_on_kubernetes(mounts=mounts)
     assert "affinity" not in pod_of(Kubernetes(request).render(request, near=["k1"]))["spec"]
 
 
-def test_rendering_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is only shown names no nodes: neither the ledger nor the cluster is asked."""
+def test_rendering_reads_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendered job names no nodes, and neither the ledger nor the cluster is read."""
     monkeypatch.setattr(slurm, "_answer", lambda *command, **_: pytest.fail(f"asked {command}"))
     assert GOOD["lakehouse"]["uri"].startswith("postgresql")
-    assert required(ClusterJob(asked("slurm", {}), Slurm()).render()) == []
+    assert required(ClusterJob(cluster_request("slurm", {}), Slurm()).render()) == []

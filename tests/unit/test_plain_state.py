@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes out of it again: numbers become Python's, and what loading refuses never gets in."""
+"""Plain values in a checkpoint: numbers become Python's, and types that loading refuses are never saved."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Kind(IntEnum):
 
 
 class Strange:
-    """An object of a script's own."""
+    """An object of a script."""
 
 
-def loaded(state: Any, folder: Path) -> Any:
-    """What loading gives of a state."""
+def save_and_load(state: Any, folder: Path) -> Any:
+    """Save a state, and return the loaded one."""
     write_state(state, folder / "state.pt")
     return load_tensors(folder / "state.pt")
 
@@ -61,23 +61,23 @@ NUMBERS: list[Any] = [
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
 def test_numpy_number_becomes_python_number(tmp_path: Path, number: Any) -> None:
-    """Bit for bit, wherever it stands, also as a key; it would have been refused."""
+    """The value stays bit for bit, anywhere in the state and also as a key. Loading would have refused the NumPy type."""
     state: dict[Any, Any] = {"groups": [{"lr": number}, (1, number)], number: "as a key"}
     (tmp_path / "as it is").mkdir()
     with pytest.raises(CheckpointUnsafe):
-        loaded(state, tmp_path / "as it is")
-    found = loaded(plain_state(state), tmp_path)
+        save_and_load(state, tmp_path / "as it is")
+    found = save_and_load(plain_state(state), tmp_path)
     for one in (found["groups"][0]["lr"], found["groups"][1][1], list(found)[1]):
         assert type(one) in (bool, int, float, complex, str, bytes)
         if isinstance(one, float):
             assert struct.pack("d", one) == struct.pack("d", float(number))
         else:
             assert one == number
-    assert type(number) is type(state["groups"][0]["lr"])  # the script's own stays what it is
+    assert type(number) is type(state["groups"][0]["lr"])  # the script's own state is unchanged
 
 
 def test_plain_state_is_unchanged() -> None:
-    """Not even a container is made anew, and no tensor is looked into."""
+    """No container is copied, and no tensor is read."""
     model = torch.nn.BatchNorm1d(2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 2)).sum().backward()
@@ -87,7 +87,7 @@ def test_plain_state_is_unchanged() -> None:
 
 
 def test_only_containers_of_numbers_are_copied() -> None:
-    """Tensors, and containers without such a number, are those of the state, which itself is left as it was."""
+    """Tensors, and containers without such a number, are shared with the state. The state is unchanged."""
     weight, betas = torch.ones(2), (0.9, 0.99)
     live: OrderedDict[str, Any] = OrderedDict(
         weight=weight, group={"betas": betas, "lr": np.float64(0.5)}, other={"a": [1]}
@@ -124,18 +124,18 @@ REFUSED: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("value", "kind", "why"), REFUSED, ids=[kind for _, kind, _ in REFUSED])
-def test_what_loading_refuses_is_named_with_its_place(value: Any, kind: str, why: str) -> None:
-    """Type, path and what to do, before anything is written."""
+def test_unloadable_value_is_located(value: Any, kind: str, why: str) -> None:
+    """The error comes before a write, and names the type, the path and the remedy."""
     state = {"optimizer": {"param_groups": [{"lr": 0.1}, {"lr": value}]}}
-    said = rf"found {kind} at optimizer\['param_groups'\]\[1\]\['lr'\], which .*{why}.*keep it as one of these"
-    with pytest.raises(SpecInvalid, match=said):
+    message = rf"found {kind} at optimizer\['param_groups'\]\[1\]\['lr'\], which .*{why}.*keep it as one of these"
+    with pytest.raises(SpecInvalid, match=message):
         plain_state(state)
     with pytest.raises(SpecInvalid, match=r"at optimizer\.state\.weight\['x'\]"):
         plain_state({"x": value}, at="optimizer.state.weight")
 
 
-def test_a_state_that_contains_itself_is_refused() -> None:
-    """Rather than followed for ever."""
+def test_recursive_state_is_refused() -> None:
+    """Such a state is not followed endlessly."""
     state: dict[str, Any] = {"a": 1}
     state["self"] = [state]
     with pytest.raises(SpecInvalid, match="contains itself"):
@@ -143,11 +143,11 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 
 
 class Flagged(torch.Tensor):
-    """A tensor with a class of a script's own."""
+    """A tensor with a class of a script."""
 
 
 def exotic() -> list[Any]:
-    """Rare values that loading takes."""
+    """Return rare values that loading accepts."""
     marked = torch.nn.Parameter(torch.ones(2))
     marked.frozen_at = 3  # type: ignore[attr-defined]  # as scripts do
     values = [torch.float16, torch.Size([2, 3]), torch.device("cpu"), {1, 2}, bytearray(b"x"), Counter("aab")]
@@ -155,27 +155,27 @@ def exotic() -> list[Any]:
 
 
 @pytest.mark.parametrize("value", exotic(), ids=lambda value: type(value).__name__)
-def test_what_loading_takes_is_taken(tmp_path: Path, value: Any) -> None:
-    """However rare: the same object is handed on, and comes back."""
+def test_loadable_value_is_saved(tmp_path: Path, value: Any) -> None:
+    """The same object is saved, however rare its type, and is loaded again."""
     state = {"a": value}
     assert plain_state(state)["a"] is value
-    assert str(loaded(state, tmp_path)["a"]) == str(value)
+    assert str(save_and_load(state, tmp_path)["a"]) == str(value)
 
 
-def test_classes_that_the_script_allows_are_taken(tmp_path: Path) -> None:
-    """As torch takes them; a tensor of such a class is tried without a copy of its memory."""
+def test_allowed_classes_are_saved(tmp_path: Path) -> None:
+    """Classes that torch allows are allowed. A tensor of such a class is checked without a copy of its memory."""
     flagged = torch.ones(1000).as_subclass(Flagged)
     assert refusal(flagged) == f"{Flagged.__module__}.Flagged"
     with torch.serialization.safe_globals([Flagged, Pair]):
         state = plain_state({"a": flagged, "pair": Pair(1, 2)})
-        found = loaded(state, tmp_path)
+        found = save_and_load(state, tmp_path)
     assert state["a"] is flagged
     assert torch.equal(found["a"], flagged)
     assert found["pair"] == Pair(1, 2)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "class_name"),
     [
         (np.float64(0.1), r"scalar$"),
         (defaultdict(int), r": collections\.defaultdict$"),
@@ -183,7 +183,7 @@ def test_classes_that_the_script_allows_are_taken(tmp_path: Path) -> None:
         (print, r": print$"),
     ],
 )
-def test_refused_file_names_class(tmp_path: Path, value: Any, said: str) -> None:
-    """The class that torch named at the end of its advice, not the advice."""
-    with pytest.raises(CheckpointUnsafe, match=said):
-        loaded({"a": value}, tmp_path)
+def test_refused_file_names_class(tmp_path: Path, value: Any, class_name: str) -> None:
+    """The error has the class that torch named at the end of its advice, and not the advice."""
+    with pytest.raises(CheckpointUnsafe, match=class_name):
+        save_and_load({"a": value}, tmp_path)

@@ -1,4 +1,4 @@
-"""What is decoded ahead stays within the budget, as it turns out and not only as it was estimated."""
+"""Blocks decoded ahead stay within the memory budget, by their real sizes and not only by estimates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MB = 2**20
 
 @pytest.fixture
 def prefetch() -> Iterator[Prefetcher]:
-    """Two threads, 10 MB."""
+    """Yield a prefetcher with two threads and 10 MB."""
     made = Prefetcher(threads=2, budget_bytes=10 * MB)
     yield made
     made.close()
@@ -28,7 +28,7 @@ def wanted(
     scratch: int = 0,
     begun: list[int] | None = None,
 ) -> Wanted[int]:
-    """A block that turns out to take `size` bytes; it is noted in `begun` when it is prepared."""
+    """Return a block whose real size is `size` bytes. Its preparation is recorded in `begun`."""
 
     def prepare() -> int:
         if begun is not None:
@@ -39,7 +39,7 @@ def wanted(
 
 
 def test_blocks_are_prepared_within_budget(prefetch: Prefetcher) -> None:
-    """Ten blocks of 1 MB fit; the next one is begun when one was read."""
+    """Ten blocks of 1 MB fit. The next one begins after one was read."""
     begun: list[int] = []
     blocks = [wanted(block, begun=begun) for block in range(12)]
     for block in blocks:
@@ -53,7 +53,7 @@ def test_blocks_are_prepared_within_budget(prefetch: Prefetcher) -> None:
 
 
 def test_block_counts_with_real_size(prefetch: Prefetcher) -> None:
-    """What was estimated as 1 MB and takes 8 leaves room for 2."""
+    """A block that was estimated as 1 MB and takes 8 leaves room for 2."""
     prefetch.ask(wanted(0, size=8 * MB))
     prefetch.settle()
     for block in range(1, 5):
@@ -65,8 +65,8 @@ def test_block_counts_with_real_size(prefetch: Prefetcher) -> None:
     assert prefetch.waited_s == 0
 
 
-def test_what_preparing_takes_besides_counts(prefetch: Prefetcher) -> None:
-    """Scratch of both threads is room that no block is given."""
+def test_scratch_memory_counts(prefetch: Prefetcher) -> None:
+    """The scratch memory of both threads is not available to blocks."""
     begun: list[int] = []
     for block in range(4):
         prefetch.ask(wanted(block, scratch=4 * MB, begun=begun))
@@ -74,8 +74,8 @@ def test_what_preparing_takes_besides_counts(prefetch: Prefetcher) -> None:
     assert sorted(begun) == [0, 1]
 
 
-def test_what_others_keep_counts_too() -> None:
-    """With 3 of 4 MB taken by others, one block fits."""
+def test_memory_of_others_counts() -> None:
+    """One block fits if others keep 3 of 4 MB."""
     prefetch = Prefetcher(threads=1, budget_bytes=4 * MB, beside_bytes=lambda: 3 * MB)
     try:
         begun: list[int] = []
@@ -88,7 +88,7 @@ def test_what_others_keep_counts_too() -> None:
 
 
 def test_oversized_blocks_warn_once(prefetch: Prefetcher) -> None:
-    """Blocks that are needed are prepared all the same, with one warning that says what to do."""
+    """Needed blocks are prepared in any case, with one warning that names the remedy."""
     prefetch.take(wanted(0, size=6 * MB))
     with pytest.warns(
         UserWarning, match="leave room in 10 MB, found that the 2 blocks being read take 12 MB: .*raise read.budget_mb"
@@ -98,7 +98,7 @@ def test_oversized_blocks_warn_once(prefetch: Prefetcher) -> None:
 
 
 def test_failed_block_raises_when_taken(prefetch: Prefetcher) -> None:
-    """Neither asking for it nor for another one raises."""
+    """Neither the request for it nor the one for another block raises."""
 
     def fail() -> int:
         raise OSError("away")

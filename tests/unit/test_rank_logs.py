@@ -1,4 +1,4 @@
-"""Logs of ranks: bounded while they are written, and read without harm to a terminal."""
+"""Logs of ranks: bounded while they grow, and shown without harm to a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOUND = 2**20
 
 
 def write_beside_bound(log: Path, count: int, rest: str = "x" * 80) -> None:
-    """Append so many lines to a log, a write for each, while a thread keeps the log within its bound."""
+    """Append `count` lines to a log, one write each, while a thread keeps the log within its bound."""
     bound = LogBound({0: log, 1: log.with_name("never-written")}, BOUND)
     with log.open("ab", buffering=0) as stream:
         for line in range(count):
@@ -25,7 +25,7 @@ def write_beside_bound(log: Path, count: int, rest: str = "x" * 80) -> None:
 
 
 def is_exact(folder: Path) -> bool:
-    """Return whether a file system can take the middle out of a file."""
+    """Return whether the file system can remove the middle of a file."""
     file = folder / "scratch"
     file.write_bytes(b"a" * BOUND)
     with file.open("r+b") as stream:
@@ -34,7 +34,7 @@ def is_exact(folder: Path) -> bool:
 
 @pytest.mark.parametrize("collapses", [True, False])
 def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collapses: bool) -> None:
-    """The first and the last lines stay, whichever way the file system allows, and a line in between says what is missing."""
+    """The first and the last lines stay, on every file system, and a line in between reports how many are missing."""
     if not collapses:
         monkeypatch.setattr(rank_logs, "_collapse", lambda *_: False)
     log = tmp_path / "rank-00000.log"
@@ -62,8 +62,8 @@ def test_endless_line_stays_bounded(tmp_path: Path) -> None:
     assert raw.endswith(b"ValueError: the end")
 
 
-def test_small_logs_are_left(tmp_path: Path) -> None:
-    """A log within its bound is not touched, nor any log without a bound."""
+def test_small_logs_are_unchanged(tmp_path: Path) -> None:
+    """A log within its bound, or without one, does not change."""
     log = tmp_path / "rank-00000.log"
     log.write_bytes(b"a" * BOUND)
     LogBound({0: log}, BOUND).close()
@@ -73,7 +73,7 @@ def test_small_logs_are_left(tmp_path: Path) -> None:
 
 
 def test_log_is_bounded_while_written(tmp_path: Path) -> None:
-    """The bound does not wait for the end of the rank."""
+    """The log is cut before the rank ends."""
     log = tmp_path / "rank-00000.log"
     bound = LogBound({0: log}, BOUND)
     with log.open("ab", buffering=0) as stream:
@@ -99,7 +99,7 @@ def test_log_is_bounded_while_written(tmp_path: Path) -> None:
     ],
 )
 def test_last_lines_of_log(tmp_path: Path, written: bytes, lines: int | None, expected: list[str]) -> None:
-    """As many lines as are asked for, ended or not."""
+    """Return the requested number of lines, with or without a final newline."""
     log = tmp_path / "log"
     log.write_bytes(written)
     reader = LogReader(log, lines=lines)
@@ -107,7 +107,7 @@ def test_last_lines_of_log(tmp_path: Path, written: bytes, lines: int | None, ex
 
 
 def test_reader_follows_log(tmp_path: Path) -> None:
-    """A line is read once it has ended; a log that was cut meanwhile says so, and is read from there on."""
+    """A line is read after its end. A log that was cut between two reads reports this, and is read from there."""
     log = tmp_path / "log"
     reader = LogReader(log)
     assert list(reader.read()) == []
@@ -125,7 +125,7 @@ def test_reader_follows_log(tmp_path: Path) -> None:
 
 
 def test_lines_are_harmless() -> None:
-    """Progress bars keep their last text, and escape sequences lose their effect."""
+    """Only the last text of a progress bar stays, and escape sequences have no effect."""
     assert readable(b"10%\r20%\r30%\r") == "30%"
     assert (
         readable(b"\x1b[2J\x1b]0;title\x07\x1b[1;31mtext\x1b[0m\x07\x9b\tmore \xff")

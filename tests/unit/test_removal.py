@@ -1,4 +1,4 @@
-"""The removal of retired checkpoints: what cannot be removed keeps nothing else, is tried again, and is told of once."""
+"""Removal of retired checkpoints: a failed removal blocks no other, is retried, and is logged once."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ class Store:
         self.tries = 0
         remove = StoreFiles.remove
 
-        def removed(files: StoreFiles, address: str) -> None:
+        def remove_or_fail(files: StoreFiles, address: str) -> None:
             self.tries += 1
             if int(Path(address).name.split("-")[1]) in self.stuck:
                 raise StoreUnavailable("the folder is not empty")
             remove(files, address)
 
-        monkeypatch.setattr(StoreFiles, "remove", removed)
+        monkeypatch.setattr(StoreFiles, "remove", remove_or_fail)
 
     def row(self, number: int) -> CheckpointRow:
-        """Make a checkpoint; gives its ledger row."""
+        """Make a checkpoint, and return its ledger row."""
         folder = self.run / "attempt-0001" / f"step-{number:09d}-abcd"
         folder.mkdir(parents=True)
         uri = (folder / "manifest.json").as_uri()
         return CheckpointRow(checkpoint_id=str(number), step=number, manifest_uri=uri)
 
     def retention(self, retired: int) -> Retention:
-        """Of an attempt before which so many checkpoints were retired, whose folders are left."""
+        """Return the retention of an attempt, with earlier retired checkpoints whose folders still exist."""
         rows: list[LedgerRow] = [self.row(number) for number in range(retired)]
         rows += [RetireRow(checkpoint_id=str(number)) for number in range(retired)]
         tiers = Tiers(run="r", local=self.run.parent, store=None, files=StoreFiles(deadline_s=0.0))
         return Retention(CheckpointSpec(keep_last=1), tiers, 2, rows)
 
     @property
-    def left(self) -> list[int]:
-        """The checkpoints whose folders are there."""
+    def existing(self) -> list[int]:
+        """The checkpoints whose folders exist."""
         return sorted(int(path.name.split("-")[1]) for path in self.run.glob("attempt-*/step-*"))
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty one."""
+    """An empty store."""
     return Store(tmp_path, monkeypatch)
 
 
-def settled() -> None:
-    """Wait until nothing is being removed."""
+def wait_for_removals() -> None:
+    """Wait until every removal has ended."""
     for thread in threading.enumerate():
         if thread.name == "retention":
             thread.join()
 
 
 def test_failed_removal_blocks_no_other(store: Store) -> None:
-    """Left over from attempts before: all the others go."""
+    """All other left-over folders of earlier attempts are removed."""
     store.stuck = {0}
     store.retention(4).sweep()
-    assert store.left == [0]
+    assert store.existing == [0]
 
 
 def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """However many checkpoints follow there is one warning; when it can be removed it goes, in the same attempt."""
+    """One warning is logged, whatever the number of later checkpoints. The same attempt removes the folder once it can."""
     caplog.set_level(logging.WARNING)
     retention = store.retention(3)
     store.stuck = {1, 3}
@@ -83,51 +83,51 @@ def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.
     for number in range(4, 8):
         retention.committed(head, [] if number == 4 else [str(number - 2)])
         head = store.row(number)
-        settled()
-    assert store.left == [1, 3, 6, 7]
-    (said,) = caplog.records
-    assert "the folder is not empty" in said.getMessage()
+        wait_for_removals()
+    assert store.existing == [1, 3, 6, 7]
+    (record,) = caplog.records
+    assert "the folder is not empty" in record.getMessage()
     store.stuck = set()
     retention.committed(head, [])
-    settled()
-    assert store.left == [6, 7]
+    wait_for_removals()
+    assert store.existing == [6, 7]
     tries = store.tries
     retention.committed(store.row(8), [])
-    settled()
-    assert store.tries == tries  # nothing is left, and left-overs are looked for once
+    wait_for_removals()
+    assert store.tries == tries  # nothing is left, and left-over folders are listed once
 
 
 def test_many_failures_cost_commit_little(store: Store) -> None:
-    """Behind each checkpoint a few are tried again, those of longest ago first, and what is new does not wait for them."""
+    """A few failed removals are retried after each checkpoint, oldest first, and new removals do not wait for them."""
     many = 3 * removal.AGAIN_AT_ONCE
     retention = store.retention(many)
     store.stuck = set(range(many))
     retention.sweep()
     assert store.tries == many
     retention.committed(store.row(many), [])
-    settled()
+    wait_for_removals()
     assert store.tries == many + removal.AGAIN_AT_ONCE
     store.stuck = set()
     retention.committed(store.row(many + 1), [str(many)])
-    settled()
-    assert store.left == [*range(removal.AGAIN_AT_ONCE), *range(2 * removal.AGAIN_AT_ONCE, many), many + 1]
+    wait_for_removals()
+    assert store.existing == [*range(removal.AGAIN_AT_ONCE), *range(2 * removal.AGAIN_AT_ONCE, many), many + 1]
 
 
 def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left over is looked for until it was found once."""
+    """Left-over folders are looked for until a listing succeeds."""
     retention = store.retention(2)
     with monkeypatch.context() as patched:
         patched.setattr(StoreFiles, "children", _refuse)
         retention.committed(store.row(2), [])
-        settled()
-    assert store.left == [0, 1, 2]
+        wait_for_removals()
+    assert store.existing == [0, 1, 2]
     retention.committed(store.row(3), [])
-    settled()
-    assert store.left == [2, 3]
+    wait_for_removals()
+    assert store.existing == [2, 3]
 
 
 def test_failing_takes_no_commit_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each failure takes its time, as with a store that is away, the rest waits for the next checkpoint."""
+    """If each failure is slow, as with an unavailable store, the rest waits for the next checkpoint."""
     monkeypatch.setattr(removal, "_FAILING_S", 0.0)
     retention = store.retention(2)
     store.stuck = {0, 1}
@@ -136,8 +136,8 @@ def test_failing_takes_no_commit_long(store: Store, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(removal, "_FAILING_S", 10.0)
     store.stuck = {0}
     retention.committed(store.row(2), [])
-    settled()
-    assert store.left == [0, 2]
+    wait_for_removals()
+    assert store.existing == [0, 2]
 
 
 def _refuse(*_: object) -> list[str]:

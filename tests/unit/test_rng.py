@@ -1,4 +1,4 @@
-"""The random number generators of a rank, as a checkpoint keeps them."""
+"""The random number generators of a rank, as saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dlac_pipeline.checkpoint.rng import load_rng, save_rng, seed_rng
 from dlac_pipeline.checkpoint.stage.copies import Direct
 
 
-def drawn() -> list[float]:
-    """The next number of each generator."""
+def draw() -> list[float]:
+    """Draw the next number of each generator."""
     return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
-def test_generators_go_on_where_they_were_saved(tmp_path: Path) -> None:
-    """All of them, whatever was drawn in between."""
+def test_generators_resume_where_saved(tmp_path: Path) -> None:
+    """Each generator resumes, whatever was drawn between the save and the restore."""
     seed_rng(1, 2, 3)
     save_rng(tmp_path, 0, Direct().write)
-    expected = drawn()
-    assert drawn() != expected
+    expected = draw()
+    assert draw() != expected
     load_rng(tmp_path, 0)
-    assert drawn() == expected
+    assert draw() == expected

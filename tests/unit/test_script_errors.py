@@ -1,4 +1,4 @@
-"""The record of an exception that ends a rank: the line of the user's code, and which party it blames."""
+"""The record of an exception that ends a rank: the line of the user's code, and the party to blame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlac_pipeline.elastic.ranks.script_errors import describe_exception
 
 
 def fail(folder: Path, statement: str) -> BaseException:
-    """Run a script of one function that ends with an exception, and return that."""
+    """Run a script of one function that ends with an exception, and return the exception."""
     script = folder / "train.py"
     script.write_text(f"import errno, json, os, requests, socket, sys\ndef train():\n    {statement}\n\ntrain()\n")
     with pytest.raises(BaseException) as found:  # noqa: PT011 - also those that end a process
@@ -60,7 +60,7 @@ def fail(folder: Path, statement: str) -> BaseException:
     ],
 )
 def test_origin_of_exception(tmp_path: Path, statement: str, origin: str) -> None:
-    """A passing failure is not taken for a bug, even where the script wraps it."""
+    """A transient failure is not taken for a bug, even if the script wraps it."""
     record = describe_exception(fail(tmp_path, statement))
     assert record["origin"] == origin
     assert record["where"] == f"{tmp_path / 'train.py'}:3 in train"
@@ -69,7 +69,7 @@ def test_origin_of_exception(tmp_path: Path, statement: str, origin: str) -> Non
 
 
 def test_place_ignores_message(tmp_path: Path) -> None:
-    """Exceptions of one class from one line are the same, whatever they say; another class or line is another."""
+    """Exceptions of one class from one line are the same, with any message. Another class or line is another exception."""
     statements = ["raise ValueError(1)", "raise ValueError(2)", "raise KeyError(1)", "pass; raise ValueError(1)"]
     places = [describe_exception(fail(tmp_path, each))["place"] for each in statements]
     assert places[0] == places[1] == places[3]
@@ -91,7 +91,7 @@ def test_place_ignores_message(tmp_path: Path) -> None:
     ],
 )
 def test_any_exception_fits_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str) -> None:
-    """The record keeps its reserved size, so that it can be written on a full disk, and names the class."""
+    """The record keeps its reserved size, so that it can be written to a full disk, and has the class name."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     file = reason_file(tmp_path, 0)
@@ -116,7 +116,7 @@ def test_any_exception_fits_record(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_record_shows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str) -> None:
-    """Neither in the message nor in the traceback, the detail or the place."""
+    """Neither the message, the traceback, the detail nor the place has the secret."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     file = reason_file(tmp_path, 0)
@@ -128,7 +128,7 @@ def test_record_shows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_first_record_keeps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception that passes two handlers is recorded once; `sys.exit(0)` is no failure."""
+    """An exception that passes two handlers is recorded once. `sys.exit(0)` is no failure."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     file = reason_file(tmp_path, 0)

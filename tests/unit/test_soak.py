@@ -1,4 +1,4 @@
-"""The soak campaign's choosing and accounting, without a campaign."""
+"""The soak campaign's choice and accounting of faults, without a campaign."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 
 from benchmarks.soak_faults.account import journal
 from benchmarks.soak_faults.choosing import KINDS, choose
+from benchmarks.soak_faults.facts import PHASES, last_before
 from benchmarks.soak_faults.page import page_of
 from benchmarks.soak_faults.store import full, mounted
 from benchmarks.soak_faults.strikes import STRIKES
-from benchmarks.soak_faults.told import PHASES, last_before
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
 
-def test_every_kind_is_chosen_and_can_be_done() -> None:
-    """As many faults as there are kinds are one of each, and there is something that does each."""
+def test_every_kind_is_chosen() -> None:
+    """As many faults as kinds have one of each kind, and each kind has a function that causes it."""
     assert STRIKES.keys() == KINDS.keys()
     chosen = choose(7, len(KINDS), runs=2)
     assert Counter(choice.kind for choice in chosen) == dict.fromkeys(KINDS, 1)
@@ -32,7 +32,7 @@ def test_every_kind_is_chosen_and_can_be_done() -> None:
 
 
 def test_seed_determines_campaign() -> None:
-    """Moments grow within the campaign's time; another seed chooses otherwise."""
+    """Moments grow within the campaign's time. Another seed chooses other faults."""
     chosen = choose(1, 200, runs=2)
     assert chosen == choose(1, 200, runs=2) != choose(2, 200, runs=2)
     moments = [choice.moment for choice in chosen]
@@ -43,7 +43,7 @@ def test_seed_determines_campaign() -> None:
 
 
 def test_follow_up_fault_strikes_same_run() -> None:
-    """Two at once at the most: three attempts in a row that commit nothing end a run."""
+    """At most two faults strike together, as three consecutive attempts without a commit end a run."""
     chosen = choose(3, 300, runs=2)
     pairs = [(before, choice) for before, choice in itertools.pairwise(chosen) if choice.follows]
     assert pairs
@@ -55,13 +55,13 @@ def test_follow_up_fault_strikes_same_run() -> None:
 
 
 def test_notice_belongs_to_last_fault() -> None:
-    """Nothing to none; a notice at the very moment to the fault of that moment."""
+    """A notice before the first fault belongs to none, and a notice at the moment of a fault belongs to that fault."""
     struck = [(10.0, 3), (20.0, 5)]
     assert [last_before(struck, moment) for moment in (9.9, 10.0, 19.0, 25.0)] == [None, 3, 3, 5]
 
 
-def test_a_full_store_has_no_byte_free(tmp_path: Path) -> None:
-    """Also where others write while it is filled; and all of it is free again afterwards."""
+def test_full_store_has_no_free_byte(tmp_path: Path) -> None:
+    """The store is full even if others write while it is filled. All space is free again afterwards."""
     store, ended, size = tmp_path / "store", threading.Event(), 25 * mmap.PAGESIZE
 
     def write() -> None:
@@ -76,7 +76,7 @@ def test_a_full_store_has_no_byte_free(tmp_path: Path) -> None:
         writer.start()
         try:
             with full(store):
-                assert shutil.disk_usage(store).free <= size  # writing it anew frees it first
+                assert shutil.disk_usage(store).free <= size  # a rewrite frees this much first
         finally:
             ended.set()
             writer.join()
@@ -86,7 +86,7 @@ def test_a_full_store_has_no_byte_free(tmp_path: Path) -> None:
 
 
 def test_journal_counts_attempt_of_checkpoint() -> None:
-    """Steps of an attempt that were done again behind its last checkpoint do not count."""
+    """Steps of an attempt that were repeated after its last checkpoint do not count."""
     lineage = [CheckpointRow(attempt=1, step=2), CheckpointRow(attempt=2, step=3)]
     entries = [
         {"attempt": 1, "step": 1, "rank": 0, "rows": [4]},
@@ -99,8 +99,8 @@ def test_journal_counts_attempt_of_checkpoint() -> None:
 
 
 def test_unhealed_fault_is_reported() -> None:
-    """The page of a campaign that failed does not look like that of one that held."""
-    told = {"recoveries": 0, "noticed_by": [], "outcomes": [], "rows_replayed": 0, "quarantined": 0}
+    """The page of a failed campaign differs from that of a successful one."""
+    facts = {"recoveries": 0, "noticed_by": [], "outcomes": [], "rows_replayed": 0, "quarantined": 0}
     fault = {
         "number": 1,
         "kind": "rank killed",
@@ -109,7 +109,7 @@ def test_unhealed_fault_is_reported() -> None:
         "step": 17,
         "what": "SIGKILL to rank 1",
         "recovery_s": None,
-        "told": {**told, **dict.fromkeys(PHASES, 0.0)},
+        "told": {**facts, **dict.fromkeys(PHASES, 0.0)},
     }
     run = {"attempts": 1, "finished": True, "audit_exact": False, "journal_agrees": True, "losses_identical": True}
     where = {"minutes_taken": 1.0, "seed": 1, "day": "2026-11-22", "machine": "2 cores", "skipped": ["store full"]}
@@ -124,7 +124,7 @@ def test_unhealed_fault_is_reported() -> None:
             **where,
         }
     )
-    for said in (
+    for text in (
         "TrainingFailed: stuck",
         "Healed: 0 of 1",
         "**It failed:**",
@@ -132,4 +132,4 @@ def test_unhealed_fault_is_reported() -> None:
         "locks: soak-001",
         "store full",
     ):
-        assert said in page
+        assert text in page

@@ -20,7 +20,7 @@ Place = tuple[int, int]
 
 
 def places_of(stretch: Stretch) -> list[Place]:
-    """The rows of one stretch, in reading order."""
+    """Return the rows of one stretch, in reading order."""
     block = stretch.block
     rows = block.rows_of(stretch.start, stretch.stop)
     at = np.searchsorted(block.base, rows, side="right") - 1
@@ -29,19 +29,19 @@ def places_of(stretch: Stretch) -> list[Place]:
 
 
 def rows_of(order: SourceOrder, group: int, start: int, stop: int | None = None) -> list[tuple[int, Place]]:
-    """(pass, row) of a key group's rows start .. stop-1 of the leg, in reading order."""
+    """Return (pass, row) of a key group's rows start .. stop-1 of the leg, in reading order."""
     return [
         (stretch.pass_index, place) for stretch in order.stretches(group, start, stop) for place in places_of(stretch)
     ]
 
 
 def live_in(units: UnitTable) -> set[Place]:
-    """Every row that is not dead."""
+    """Return every row that is not dead."""
     return {(unit, row) for unit in range(len(units)) for row in units.live_offsets(unit).tolist()}
 
 
 def without(units: UnitTable, rows: set[Place]) -> UnitTable:
-    """The same units with these rows dead, too."""
+    """Return the same units with these rows dead too."""
     dead = {unit: {*offsets.tolist()} for unit, offsets in units.dead.items()}
     for unit, row in rows:
         dead.setdefault(unit, set()).add(row)
@@ -63,7 +63,7 @@ def unit_tables(draw: st.DrawFn) -> UnitTable:
 
 @st.composite
 def cut_settings(draw: st.DrawFn) -> CutSettings:
-    """How passes are cut."""
+    """Settings of the cuts of passes."""
     return CutSettings(
         seed=draw(st.integers(0, 2**63 - 1)),
         key_groups=draw(st.integers(1, 6)),
@@ -75,7 +75,7 @@ def cut_settings(draw: st.DrawFn) -> CutSettings:
 
 @st.composite
 def queues(draw: st.DrawFn, *, endless: bool = False) -> tuple[dict[str, UnitTable], list[tuple[str, int]]]:
-    """One to four plans and how many passes are made over each."""
+    """One to four plans, and the number of passes over each."""
     plans = {f"p{index}": draw(unit_tables()) for index in range(draw(st.integers(1, 4)))}
     upcoming = [(plan_id, draw(st.integers(1, 3))) for plan_id in plans]
     if endless:
@@ -85,7 +85,7 @@ def queues(draw: st.DrawFn, *, endless: bool = False) -> tuple[dict[str, UnitTab
 
 @dataclass
 class Model:
-    """What a source must do, written down again: who was dealt what, and what is left of it, row by row."""
+    """An independent model of a source: the rows that each key group was dealt, and those that it has not read yet."""
 
     settings: CutSettings
     dealt: list[int]
@@ -93,9 +93,9 @@ class Model:
     passes: int = 0
     named: dict[int, OpenCut] = field(default_factory=dict)
     lines: dict[int, list[list[Place]]] = field(default_factory=dict)
-    """Pass -> of each key group all rows that it was dealt, in reading order, however many of them are gone by now."""
+    """Pass -> all rows that each key group was dealt, in reading order, including those already read."""
     at: list[tuple[int, int]] = field(default_factory=list)
-    """Of each key group the pass, and how many of its rows it is behind."""
+    """The pass of each key group, and the number of rows that it has passed."""
     read: list[tuple[int, int, Place]] = field(default_factory=list)
     excluded: set[tuple[str, Place]] = field(default_factory=set)
 
@@ -103,26 +103,26 @@ class Model:
         self.at = [(0, 0)] * self.settings.key_groups
 
     def take(self, group: int, count: int | None, plans: dict[str, UnitTable]) -> list[tuple[int, Place]]:
-        """The next rows of a key group; all there are if `count` is None."""
+        """Return the next rows of a key group, or all remaining rows if `count` is None."""
         taken: list[tuple[int, Place]] = []
-        pass_index, behind = self.at[group]
+        pass_index, passed = self.at[group]
         while count is None or len(taken) < count:
             if pass_index == self.passes and not self._enter(plans):
                 break
             line = self.lines[pass_index][group]
-            if behind == len(line):
-                pass_index, behind = pass_index + 1, 0
+            if passed == len(line):
+                pass_index, passed = pass_index + 1, 0
                 continue
-            place = line[behind]
-            behind += 1
+            place = line[passed]
+            passed += 1
             if (self.named[pass_index].plan_id, place) not in self.excluded:
                 taken.append((pass_index, place))
-                self.at[group] = (pass_index, behind)
+                self.at[group] = (pass_index, passed)
         self.read += [(group, pass_index, place) for pass_index, place in taken]
         return taken
 
     def exclude(self, plan_id: str, rows: set[Place]) -> None:
-        """These rows of a plan are not read from now on; those not read yet count as never dealt."""
+        """Exclude these rows of a plan from now on. Those not read yet count as never dealt."""
         fresh = {(plan_id, place) for place in rows} - self.excluded
         for pass_index, lines in self.lines.items():
             for group, line in enumerate(lines):
@@ -163,24 +163,24 @@ class Model:
 
 
 def fresh(upcoming: Sequence[tuple[str, int]], settings: CutSettings) -> SourceStart:
-    """A source of which nothing was read."""
+    """Return a source without any read row."""
     return SourceStart.fresh(settings.key_groups, upcoming)
 
 
 def cursors_at(order: SourceOrder, consumed: Sequence[int]) -> list[Cursor]:
-    """The cursor of each key group behind so many rows."""
+    """Return the cursor of each key group after `consumed` rows."""
     return [order.cursor(group, count) for group, count in enumerate(consumed)]
 
 
 def available(order: SourceOrder) -> list[int]:
-    """Rows of each key group; the source ends."""
+    """Return the number of rows of each key group. The source must end."""
     rows = order.available()
     assert rows is not None
     return [int(count) for count in rows]
 
 
 def split_row(order: SourceOrder, group: int, consumed: int) -> Cursor:
-    """The cursor of a key group that is behind some items of its next row, as packing leaves it."""
+    """Return the cursor of a key group inside its next row, as packing leaves it."""
     (stretch,) = order.stretches(group, consumed, consumed + 1)
     position = int(stretch.block.positions_of(stretch.start, stretch.stop)[0])
     return Cursor(stretch.pass_index, stretch.block.index, position, 5)
@@ -191,7 +191,7 @@ def split_row(order: SourceOrder, group: int, consumed: int) -> Cursor:
 def test_each_live_row_once_per_pass(
     queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings
 ) -> None:
-    """Plan after plan, pass after pass, all key groups together read every live row once, and pass numbers go on."""
+    """All key groups together read every live row once, in every pass of every plan, and passes are numbered on."""
     plans, upcoming = queue
     order = SourceOrder(fresh(upcoming, settings), plans, settings)
     read = [row for group in range(settings.key_groups) for row in rows_of(order, group, 0)]
@@ -203,10 +203,10 @@ def test_each_live_row_once_per_pass(
 
 @EXAMPLES
 @given(queues(), cut_settings(), st.data())
-def test_a_cursor_says_how_much_was_consumed(
+def test_cursor_counts_consumed_rows(
     queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings, data: st.DataObject
 ) -> None:
-    """Also in a leg that begins in the middle of open cuts, and within a row that was read in part; cursors only grow."""
+    """This holds in a leg that begins in open cuts, and in a partly read row. Cursors only grow."""
     plans, upcoming = queue
     order = SourceOrder(fresh(upcoming, settings), plans, settings)
     consumed = [data.draw(st.integers(0, rows)) for rows in available(order)]
@@ -227,7 +227,7 @@ def test_a_cursor_says_how_much_was_consumed(
 def test_legs_read_what_one_leg_reads(
     queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings, data: st.DataObject
 ) -> None:
-    """However unevenly key groups get on, ending a leg and beginning the next changes neither rows nor cuts."""
+    """A new leg changes neither rows nor cuts, however uneven the progress of the key groups is."""
     plans, upcoming = queue
     whole = SourceOrder(fresh(upcoming, settings), plans, settings)
     start, done = whole.start, [0] * settings.key_groups
@@ -240,7 +240,7 @@ def test_legs_read_what_one_leg_reads(
             done[group] += count
             split = data.draw(st.booleans())
             cursors.append(split_row(order, group, count) if split else order.cursor(group, count))
-            if split or count:  # otherwise it stands where it stood, perhaps inside a row
+            if split or count:  # otherwise the cursor stays, perhaps inside a row
                 assert cursors[-1] == (split_row if split else SourceOrder.cursor)(whole, group, done[group])
             else:
                 assert cursors[-1] == start.cursors[group]
@@ -256,7 +256,7 @@ def test_legs_read_what_one_leg_reads(
 def test_legs_with_exclusions_and_appends(
     queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings, data: st.DataObject
 ) -> None:
-    """Rows excluded between legs are passed over and nothing is cut again; appended plans follow; key groups stay level."""
+    """Rows excluded between legs are skipped without new cuts, appended plans follow, and key groups stay level."""
     plans, upcoming = queue
     model = Model(settings, [0] * settings.key_groups, list(upcoming))
     start = fresh(upcoming, settings)
@@ -298,7 +298,7 @@ def _excluding(
     data: Any,
     settings: CutSettings,
 ) -> SourceStart:
-    """The start of a leg that leaves rows of some plan out, as `follow` makes it."""
+    """Return the start of a leg that excludes rows of some plan, as `follow` makes it."""
     plan_id = data.draw(st.sampled_from(sorted(plans)))
     known = {place for other, place in model.excluded if other == plan_id}
     left = sorted(live_in(plans[plan_id]) - known)
@@ -319,7 +319,7 @@ def _excluding(
 
 
 def _check_read(model: Model, plans: dict[str, UnitTable]) -> None:
-    """Each live row was read once per pass; but rows that were excluded before their turn."""
+    """Check that each live row was read once per pass, except rows that were excluded before their turn."""
     read = Counter((pass_index, place) for _, pass_index, place in model.read)
     for pass_index, named in model.named.items():
         rows = live_in(plans[named.plan_id])
@@ -334,7 +334,7 @@ def _check_read(model: Model, plans: dict[str, UnitTable]) -> None:
 def test_key_groups_stay_level(
     queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings
 ) -> None:
-    """After every pass of any number of plans no key group was dealt more than one row more than another."""
+    """After every pass over any plans no key group was dealt more than one row more than another."""
     plans, upcoming = queue
     order = SourceOrder(fresh(upcoming, settings), plans, settings)
     order.available()
@@ -349,7 +349,7 @@ def test_key_groups_stay_level(
 @EXAMPLES
 @given(st.integers(0, 500), st.lists(st.integers(0, 60), min_size=1, max_size=8))
 def test_uneven_groups_are_levelled(rows: int, dealt: list[int]) -> None:
-    """Who was dealt less before gets more: a group that gets anything ends at most one row above every other."""
+    """Groups that were dealt less get more. A group that gets rows ends at most one row above any other."""
     before = np.array(dealt, dtype=np.int64)
     given_now = deal(rows, before)
     assert given_now.min() >= 0
@@ -360,19 +360,19 @@ def test_uneven_groups_are_levelled(rows: int, dealt: list[int]) -> None:
 
 @EXAMPLES
 @given(unit_tables(), cut_settings(), st.data())
-def test_portions_keep_the_order(units: UnitTable, cut: CutSettings, data: st.DataObject) -> None:
-    """The portions of an unshuffled stretch hold its rows in its order, and only the slices that they need."""
+def test_portions_keep_order(units: UnitTable, cut: CutSettings, data: st.DataObject) -> None:
+    """The portions of an unshuffled stretch have its rows in order, and only the needed slices."""
     order = SourceOrder(SourceStart.fresh(cut.key_groups, [("p", 1)]), {"p": units}, replace(cut, shuffle=False))
     group = data.draw(st.integers(0, cut.key_groups - 1))
     for stretch in order.stretches(group, data.draw(st.integers(0, 5))):
-        at_once = _divided(len(stretch.block.slices.unit), data.draw(st.integers(1, 3)))
+        at_once = _portions(len(stretch.block.slices.unit), data.draw(st.integers(1, 3)))
         portions = list(stretch.portions(at_once))
         found = [place for part in portions for place in _places_in(part)]
         assert found == places_of(stretch)
         assert portions[-1].cursor == stretch.cursor
 
 
-def _divided(slices: int, at_once: int) -> list[int]:
+def _portions(slices: int, at_once: int) -> list[int]:
     return [min(at_once, slices - first) for first in range(0, slices, at_once)]
 
 

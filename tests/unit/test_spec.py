@@ -19,8 +19,8 @@ GOOD: dict[str, Any] = {
 }
 
 
-def changed(section: str, **values: Any) -> dict[str, Any]:
-    """The good spec with some values of one section replaced."""
+def with_values(section: str, **values: Any) -> dict[str, Any]:
+    """Return the valid spec with some changed values in one section."""
     return {**GOOD, section: {**GOOD.get(section, {}), **values}}
 
 
@@ -30,43 +30,46 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
         ({**GOOD, "run": "../up"}, r"run: .*'\.\./up'"),
         ({**GOOD, "run": ""}, r"run: .*found ''"),
         ({**GOOD, "hue": "red"}, r"hue: unknown field, expected one of \['run', .*'red'"),
-        (changed("order", batchsize=1), r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)"),
-        ({**GOOD, "lunch": {"a": 1}}, r"lunch: unknown field, did you mean 'launch'\? \(found dict\)"),
-        (changed("source", table="t"), r"source\.table: expected namespace\.table, found 't'"),
-        (changed("source", table=".t"), r"source\.table: expected namespace\.table, found '\.t'"),
-        (changed("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
-        (changed("launch", grace_s=26), r"launch\.grace_s: .*less than or equal to 25 \(found 26\)"),
-        (changed("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
-        (changed("order", batch_size=0), r"order\.batch_size: .*found 0"),
-        (changed("order", seed=-1), r"order\.seed: .*found -1"),
-        (changed("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
-        (changed("source", columns=[]), r"source\.columns: .*\[\]"),
-        (changed("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
-        (changed("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
         (
-            changed("checkpoint", interval="auto", every_s=30),
+            with_values("order", batchsize=1),
+            r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)",
+        ),
+        ({**GOOD, "lunch": {"a": 1}}, r"lunch: unknown field, did you mean 'launch'\? \(found dict\)"),
+        (with_values("source", table="t"), r"source\.table: expected namespace\.table, found 't'"),
+        (with_values("source", table=".t"), r"source\.table: expected namespace\.table, found '\.t'"),
+        (with_values("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
+        (with_values("launch", grace_s=26), r"launch\.grace_s: .*less than or equal to 25 \(found 26\)"),
+        (with_values("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
+        (with_values("order", batch_size=0), r"order\.batch_size: .*found 0"),
+        (with_values("order", seed=-1), r"order\.seed: .*found -1"),
+        (with_values("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
+        (with_values("source", columns=[]), r"source\.columns: .*\[\]"),
+        (with_values("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
+        (with_values("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
+        (
+            with_values("checkpoint", interval="auto", every_s=30),
             r'checkpoint: expected interval = "auto", or every_s, found both',
         ),
         (
-            changed("checkpoint", recovery_point_s=60),
+            with_values("checkpoint", recovery_point_s=60),
             r"checkpoint: expected recovery_point_s with interval = \"auto\" only",
         ),
-        (changed("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
-        (changed("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
-        (changed("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
+        (with_values("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
+        (with_values("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
+        (with_values("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
         ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
     ],
 )
-def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
-    """An invalid spec is refused with the field's path, what was expected and the value found."""
+def test_wrong_value_is_named(raw: dict[str, Any], message: str) -> None:
+    """The error of an invalid spec has the field's path, the expected value and the value found."""
     with pytest.raises(SpecInvalid, match=message) as caught:
         parse_spec(raw, origin="'job.toml'")
     assert str(caught.value).startswith("'job.toml' is not a valid job spec:")
 
 
 def test_recorded_blank_filter_is_none() -> None:
-    """A spec that version 0.1 recorded, with an empty text for no filter, is still read; what users write is not."""
-    recorded = changed("source", row_filter="")
+    """An empty filter text in a spec that version 0.1 recorded means no filter. Users cannot write it."""
+    recorded = with_values("source", row_filter="")
     with pytest.raises(SpecInvalid, match="found the blank ''"):
         parse_spec(recorded, origin="test")
     assert parse_recorded(recorded, origin="test").source.row_filter is None
@@ -76,7 +79,7 @@ def test_recorded_blank_filter_is_none() -> None:
 @pytest.mark.parametrize("where", ["source", "mixture"])
 @pytest.mark.parametrize("setting", ["row_filter", "exclude"])
 def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None:
-    """An empty template variable neither selects nor excludes all rows, in any source; a spec survives its own dump."""
+    """The empty value of a template variable selects and excludes no rows, in any source. A dumped spec is read again."""
     more = {setting: ["x > 1", blank] if setting == "exclude" else blank}
     source = {**GOOD["source"], "name": "more", **more}
     raw = {**GOOD, "source": source} if where == "source" else {**GOOD, "mixture": [source]}
@@ -88,17 +91,17 @@ def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None
 
 
 def test_message_hides_sections_and_parser() -> None:
-    """A missing field does not repeat the section that it is missing from; a validator's message stands as written."""
+    """The error of a missing field does not repeat its section. A validator's message is not changed."""
     with pytest.raises(SpecInvalid) as caught:
-        parse_spec({**changed("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
-    said = str(caught.value)
-    assert "source.table: Field required\n" in said
-    assert "Value error" not in said
-    assert "{" not in said
+        parse_spec({**with_values("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
+    message = str(caught.value)
+    assert "source.table: Field required\n" in message
+    assert "Value error" not in message
+    assert "{" not in message
 
 
 def test_every_field_is_described() -> None:
-    """Each setting carries the description that the documentation and Dagster show."""
+    """Each setting has the description that the documentation and Dagster show."""
     pending: list[type[BaseModel]] = [JobSpec]
     while pending:
         model = pending.pop()
@@ -109,12 +112,12 @@ def test_every_field_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "steps"),
+    ("values", "steps"),
     [({}, 100), ({"every_steps": 7}, 7), ({"every_s": 30}, None), ({"every_s": 30, "every_steps": 7}, 7)],
 )
-def test_seconds_replace_steps_unless_both_are_said(said: dict[str, Any], steps: int | None) -> None:
-    """A spec that names a time alone has no checkpoints at multiples of steps; one that goes through JSON says the same."""
-    spec = parse_spec(changed("checkpoint", **said), origin="here")
+def test_seconds_replace_steps(values: dict[str, Any], steps: int | None) -> None:
+    """A spec with a time alone has no checkpoints at multiples of steps, and neither has its JSON."""
+    spec = parse_spec(with_values("checkpoint", **values), origin="here")
     assert spec.checkpoint.steps_between == steps
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
 
@@ -132,7 +135,7 @@ def test_seconds_replace_steps_unless_both_are_said(said: dict[str, Any], steps:
         ),
     ],
 )
-def test_toml_and_yaml_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+def test_toml_and_yaml_are_equal(tmp_path: Path, name: str, text: str) -> None:
     """Both formats give the same spec, with the script's path made absolute from the spec's folder."""
     (tmp_path / name).write_text(text)
     spec = read_spec(tmp_path / name)
@@ -153,21 +156,21 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path, name: str, text: str) -> Non
         ("job.yaml", "- a\n- b\n", r"expected a table of settings .* found list"),
     ],
 )
-def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, text: str, message: str) -> None:
-    """A file that is not a spec at all is refused by name."""
+def test_unreadable_file_is_clear_error(tmp_path: Path, name: str, text: str, message: str) -> None:
+    """A file without a spec is refused by name."""
     (tmp_path / name).write_text(text)
     with pytest.raises(SpecInvalid, match=message):
         read_spec(tmp_path / name)
 
 
-def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
-    """A path that leads nowhere is refused by name."""
+def test_missing_file_is_clear_error(tmp_path: Path) -> None:
+    """A missing path is refused by name."""
     with pytest.raises(SpecInvalid, match=r"cannot read .*nowhere\.toml"):
         read_spec(tmp_path / "nowhere.toml")
 
 
 def test_home_fills_only_empty_settings(tmp_path: Path) -> None:
-    """Catalog, warehouse and store that the spec names are kept; the others lie in the home folder."""
+    """Catalog, warehouse and store of the spec are kept. Missing ones are in the home folder."""
     spec = parse_spec({**GOOD, "checkpoint": {"store": "/mnt/store"}}, origin="here").resolved(tmp_path)
     assert spec.checkpoint.store == "/mnt/store"
     assert spec.lakehouse.uri == f"sqlite:///{tmp_path.resolve()}/catalog.db"
@@ -189,7 +192,7 @@ def test_home_fills_only_empty_settings(tmp_path: Path) -> None:
 def test_misfit_ranks_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, message: str
 ) -> None:
-    """Torchrun was told of more ranks than can share a batch: it is said as for any other wrong value of the job spec."""
+    """More ranks by torchrun than can share a batch are reported like any other wrong value of the job spec."""
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({**GOOD, "launch": {"script": "train.py"}}))
     monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(SpecInvalid) as caught, training_run(tmp_path / "job.yaml"):

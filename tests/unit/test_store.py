@@ -1,4 +1,4 @@
-"""The folders of a run in its store: proved before an attempt, and shared with other machines."""
+"""The folders of a run in its store: checked before an attempt, and shared with other nodes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ AT_ONCE = 4
 
 
 def tiers_in(folder: Path, *, apart: bool) -> Tiers:
-    """Of the run "r" in one folder, or in two."""
+    """Return the tiers of the run "r" in one folder, or in two."""
     store = (folder / "far").as_uri() if apart else None
     return Tiers(run="r", local=folder / "near", store=store, files=StoreFiles(deadline_s=0.0))
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one place", "two places"])
 def test_equal_process_ids_share_store(tmp_path: Path, apart: bool) -> None:
-    """Containers on several machines have the same small process ids: none renames another's file away."""
+    """Containers on several nodes have the same small process ids. None renames another's file."""
     together = Barrier(AT_ONCE, timeout=120.0)
 
     def prove(number: int) -> None:
@@ -41,8 +41,8 @@ def test_equal_process_ids_share_store(tmp_path: Path, apart: bool) -> None:
     assert left == ({".dlac"} if apart else set())
 
 
-def test_a_write_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None:
-    """Names are never used again, so nothing would overwrite what is left."""
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
+    """A left-over file would stay, as names are never used again."""
     (tmp_path / "taken" / "by-a-folder").mkdir(parents=True)
     with pytest.raises(OSError, match="taken"):
         write_durably(tmp_path / "taken", b"content")
@@ -51,7 +51,7 @@ def test_a_write_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["near", "far"])
 def test_only_run_folder_content_is_made(tmp_path: Path, gone: str) -> None:
-    """Behind the bare mount point of a file system that was there before, nothing is written."""
+    """Nothing is written to a bare mount point whose file system was mounted before."""
     tiers, name = tiers_in(tmp_path, apart=True), "attempt-0001/step-000000010-abcd"
     tiers.check_writable()
     source = tmp_path / "source"
@@ -68,14 +68,14 @@ def test_only_run_folder_content_is_made(tmp_path: Path, gone: str) -> None:
 
 
 def test_manifest_needs_run_folder(tmp_path: Path) -> None:
-    """Nor is any other small file."""
+    """Small files are not written without it."""
     with pytest.raises(StoreUnavailable, match="no folder"):
         StoreFiles(deadline_s=0.0).write(str(tmp_path / "r/a/s/manifest.json"), b"{}", within=str(tmp_path / "r"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_deepspeed_makes_folders_in_a_checkpoint_s_only(tmp_path: Path) -> None:
-    """DeepSpeed's save makes its folders itself: where the checkpoint's is missing it notes a failure, and makes none."""
+def test_deepspeed_needs_checkpoint_folder(tmp_path: Path) -> None:
+    """DeepSpeed makes folders itself. In a missing checkpoint folder it makes none, and records a failure."""
     pytest.importorskip("deepspeed")
     folder = tmp_path / "attempt-0001" / "step-000000010-abcd"
     recorder = _recorder(folder, lambda path, state: None)
@@ -91,7 +91,7 @@ def test_deepspeed_makes_folders_in_a_checkpoint_s_only(tmp_path: Path) -> None:
 
 
 def test_file_is_closed_after_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails at the fsync is told of, and costs no descriptor."""
+    """A disk that fails at the fsync is reported, and no descriptor leaks."""
     descriptors: list[int] = []
 
     def failing(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Stores of this node listen at the address that was given and at no other."""
+"""Stores of this node listen at their configured address only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dlac_pipeline.elastic.sealed_store import SealedStore
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
-from tests.crews import SECRET, heartbeat, round_of
+from tests.launched_nodes import SECRET, heartbeat, round_of
 from tests.ports import own_port
 
 NEVER = threading.Event()
@@ -44,7 +44,7 @@ class Strike:
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether a second connection is taken there."""
+    """Return whether the address accepts a second connection."""
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
@@ -53,7 +53,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def test_served_rendezvous_listens_there_only() -> None:
-    """`dlac rendezvous` takes connections at its address and refuses them at another one of this node."""
+    """`dlac rendezvous` accepts connections at its address, and no other address of this node does."""
     port, ready, ends = own_port(), threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(serve_rendezvous, f"127.0.0.1:{port}", ends, ready.set)
@@ -66,7 +66,7 @@ def test_served_rendezvous_listens_there_only() -> None:
 
 
 def test_node_serves_its_address_only() -> None:
-    """So does a node that serves the rendezvous of its run."""
+    """A node that serves the rendezvous of its run listens at its address only."""
     port = own_port()
     store = Endpoint(f"127.0.0.1:{port}", timeout_s=60).connect()
     assert (answers("127.0.0.1", port), answers(OTHER_LOOPBACK, port)) == (True, False)
@@ -75,16 +75,16 @@ def test_node_serves_its_address_only() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "no.such.node.invalid:1", ":80", "127.0.0.1", "127.0.0.1:x"])
 def test_unusable_rendezvous_is_refused(address: str) -> None:
-    """An address at which this node cannot listen is named."""
+    """The error names an address at which this node cannot listen."""
     with pytest.raises(SpecInvalid, match="host:port"):
         serve_rendezvous(address, NEVER, lambda: None)
 
 
 def test_group_store_listens_at_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's store of the process group, which a script makes by itself, is the one that DLAC has opened."""
+    """Rank 0's store of the process group, which a script makes itself, is the store that DLAC has opened."""
     port = own_port()
-    said = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in said.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process_group, "_SERVED", [])
     process_group.serve_group_store()
@@ -95,8 +95,8 @@ def test_group_store_listens_at_master(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.destroy_process_group()
 
 
-def test_stranger_writes_in_vain(tmp_path: Path) -> None:
-    """Whatever a stranger without the key writes, overwrites or deletes, two nodes meet, and nothing of it is run."""
+def test_stranger_writes_are_ignored(tmp_path: Path) -> None:
+    """Two nodes meet although a stranger without the key writes, overwrites and deletes. None of its pickles is loaded."""
     server = process_group.serve_store("127.0.0.1", own_port())
     stranger = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     strike = pickle.dumps(Strike(tmp_path / "struck")).decode("latin-1")
@@ -105,7 +105,7 @@ def test_stranger_writes_in_vain(tmp_path: Path) -> None:
     for place, beat in enumerate(beats):
         beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
-    def together() -> bool:
+    def have_met() -> bool:
         names = {f"dlac/r/{name}" for name in ("lease", "slots", "node/1", "node/2", "member/1", "member/2")}
         for name in {*stranger.list_keys(), *names}:
             stranger.set(name, strike)
@@ -114,7 +114,7 @@ def test_stranger_writes_in_vain(tmp_path: Path) -> None:
         return all(beat.plan is not None for beat in beats)
 
     stranger.set("dlac/r/lease", strike)
-    wait_until(together, what="the round")
+    wait_until(have_met, what="the round")
     leader, other = sorted((round_of(beat) for beat in beats), key=lambda each: each.share.node)
     leader.announce("resume", {"step": 7})
     stranger.set("dlac/r/lease", strike)
@@ -128,7 +128,7 @@ def test_stranger_writes_in_vain(tmp_path: Path) -> None:
 
 
 def test_old_message_is_no_news() -> None:
-    """A lease that a stranger wrote down and writes again later does not set the nodes back."""
+    """A lease that a stranger recorded and replays does not set the nodes back."""
     server = process_group.serve_store("127.0.0.1", own_port())
     stranger = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     beat = heartbeat(server.port, LaunchSpec(script="x", nodes="1:2", rendezvous="127.0.0.1:1", last_call_s=1))
@@ -146,10 +146,10 @@ def test_old_message_is_no_news() -> None:
 
 @pytest.mark.parametrize("when", ["before the round", pytest.param("in the round", marks=pytest.mark.soak)])
 def test_earlier_store_is_no_news(when: str) -> None:
-    """What nodes wrote to an earlier store with the same key, and a stranger writes to this one, changes nothing."""
+    """A stranger replays messages of nodes from an earlier store with the same key. They change nothing."""
     written: dict[str, list[bytes]] = {}
     earlier = process_group.serve_store("127.0.0.1", own_port())
-    with meeting(earlier.port) as (leader, follower):
+    with meet(earlier.port) as (leader, follower):
         leader.announce("resume", {"step": 7})
         wait_until(lambda: follower.announced("resume") is not None, what="the announcement")
         for _ in range(6):
@@ -167,7 +167,7 @@ def test_earlier_store_is_no_news(when: str) -> None:
         for name, values in written.items():
             stranger.set(name, values[min(piece, len(values) - 1)].decode())
 
-    with meeting(later.port, on_tick=replay if when == "before the round" else lambda: None) as (leader, follower):
+    with meet(later.port, on_tick=replay if when == "before the round" else lambda: None) as (leader, follower):
         rounds_ = [round_of(beat) for beat in (leader, follower)]
         for _ in range(8):  # for longer than `node_timeout_s`
             replay()
@@ -180,33 +180,33 @@ def test_earlier_store_is_no_news(when: str) -> None:
 
 
 def _note(store: TCPStore, written: dict[str, list[bytes]]) -> None:
-    """Add the values of all keys to what was noted."""
+    """Add the values of all keys to the recorded ones."""
     for name in store.list_keys():
         written.setdefault(name, []).append(store.get(name))
 
 
 @contextmanager
-def meeting(port: int, *, on_tick: Callable[[], None] = lambda: None) -> Iterator[list[NodeHeartbeat]]:
-    """Yield two nodes in one round, the leader first; `on_tick` is called twice a second until they are."""
+def meet(port: int, *, on_tick: Callable[[], None] = lambda: None) -> Iterator[list[NodeHeartbeat]]:
+    """Yield two nodes in one round, the leader first. `on_tick` is called twice a second until they meet."""
     launch = LaunchSpec(script="x", nodes="2", rendezvous=f"127.0.0.1:{port}", last_call_s=1, node_timeout_s=3)
     beats = [heartbeat(port, launch) for _ in range(2)]
     for place, beat in enumerate(beats):
         beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
-    def together() -> bool:
+    def have_met() -> bool:
         on_tick()
         time.sleep(0.5)
         assert [beat.end for beat in beats] == [None, None]
         return all(beat.place is not None for beat in beats)
 
-    wait_until(together, what="the round")
+    wait_until(have_met, what="the round")
     yield sorted(beats, key=lambda each: each.place or 0)
     for beat in beats:
         beat.close(leaves=True)
 
 
-def test_other_key_disturbs_nobody() -> None:
-    """A node with another key takes no slot while others meet, so that it overwrites no record; it knows why it waits."""
+def test_other_key_disturbs_no_node() -> None:
+    """A node with another key takes no slot while others meet, so that it overwrites no record. It knows why it waits."""
     server = process_group.serve_store("127.0.0.1", own_port())
     launch = LaunchSpec(script="x", nodes="1:2", rendezvous="127.0.0.1:1", last_call_s=1, node_timeout_s=60)
     beat = heartbeat(server.port, launch)
@@ -222,7 +222,7 @@ def test_other_key_disturbs_nobody() -> None:
 
 
 def test_message_belongs_to_its_name() -> None:
-    """A sealed message is nothing under another name, or under another key."""
+    """A sealed message cannot be opened under another name or with another key."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     ours, theirs = (SealedStore(store, secret, "dlac/r") for secret in (SECRET, "another secret of nodes"))
     ours.publish("a", {"step": 1})
@@ -238,7 +238,7 @@ def test_message_belongs_to_its_name() -> None:
 
 
 def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's name that its hosts file maps to loopback stands for the address by which others reach the node."""
+    """If the node's hosts file maps its name to loopback, the other nodes' route to it has the address."""
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
     monkeypatch.setattr(addresses, "_routed_address", lambda: "192.0.2.2")
@@ -252,17 +252,17 @@ def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loopback_names_are_known() -> None:
-    """A name that resolves to loopback alone reaches no other node; one that resolves to nothing is no such name."""
+    """A name that resolves to loopback alone reaches no other node. A name without an address is no loopback name."""
     assert all(map(stands_for_loopback, ("127.0.1.1", "::1", "localhost")))
     assert not any(map(stands_for_loopback, ("198.51.100.7", "no.such.node.invalid", "a" * 300)))
 
 
 def test_other_node_has_no_address() -> None:
-    """An address of documentation is no node's."""
+    """An address of the documentation range belongs to no node."""
     assert (own_address("198.51.100.7"), own_address("no.such.node.invalid"), own_address("a" * 300)) == ("", "", "")
 
 
 def test_taken_address_is_refused() -> None:
-    """Two sockets do not listen at one address."""
+    """Two sockets cannot listen at one address."""
     with listen_at("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
         listen_at("127.0.0.1", first.getsockname()[1])

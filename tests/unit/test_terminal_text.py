@@ -1,4 +1,4 @@
-"""What others named is printed and not obeyed."""
+"""Text from outside is printed, and its terminal codes have no effect."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ HOSTILE = [
 
 
 def is_safe(text: str) -> bool:
-    """Whether a terminal only prints it."""
+    """Return whether a terminal only prints the text."""
     return terminal_text(text) == text and text.encode(errors="replace") is not None
 
 
 @given(st.text(st.characters()))
-def test_nothing_but_text_remains(text: str) -> None:
-    """Of any text; doing it twice changes nothing more."""
+def test_only_text_remains(text: str) -> None:
+    """This holds for any text. A second pass changes nothing."""
     shown = terminal_text(text)
     assert terminal_text(shown) == shown
     assert not any(ord(each) < 32 or 127 <= ord(each) < 160 for each in shown if each not in "\n\t")
 
 
 @pytest.mark.parametrize("text", ["plain", "é ü 漢字 नमस्ते", "a\nb\tc", "👩\u200d💻", "[/b] C:\\x"])
-def test_text_of_people_stays(text: str) -> None:
-    """Letters of any script, line breaks and joiners."""
+def test_written_text_stays(text: str) -> None:
+    """Letters of any script, line breaks and joiners stay."""
     assert terminal_text(text) == text
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_tables_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names and values, in narrow and wide tables, and plain lines."""
+    """Codes in names and values have no effect in narrow and wide tables and in plain lines."""
     out = io.StringIO()
     console = shared._SafeConsole(file=out, width=60)
     monkeypatch.setattr(shared, "OUT", console)
@@ -72,7 +72,7 @@ def test_tables_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_terminal_keeps_colours() -> None:
-    """What the console itself says to the terminal is obeyed."""
+    """Codes of the console itself take effect."""
     out = io.StringIO()
     console = shared._SafeConsole(file=out, force_terminal=True, color_system="standard")
     console.print(Text("error", "red"), Text("\x1b[2J"))
@@ -82,11 +82,11 @@ def test_terminal_keeps_colours() -> None:
 
 @pytest.mark.parametrize("hostile", HOSTILE[:-1])
 def test_errors_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error names what was found, and a terminal does not obey it."""
-    said: Any = io.StringIO()
-    monkeypatch.setattr(main, "ERR", shared._SafeConsole(file=said))
+    """An error quotes the value found, and its codes have no effect."""
+    output: Any = io.StringIO()
+    monkeypatch.setattr(main, "ERR", shared._SafeConsole(file=output))
     with pytest.raises(SystemExit):
         main._end(f"SpecInvalid: found {hostile}", 64)
-    assert is_safe(said.getvalue())
+    assert is_safe(output.getvalue())
     assert capsys.readouterr().out == ""
     assert sys.stdout is not None

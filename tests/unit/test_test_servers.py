@@ -1,4 +1,4 @@
-"""What the tests' own servers stand on."""
+"""Ports and networks that the tests' own servers use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ports import own_port
 
 
 def test_port_is_kept_for_later_server() -> None:
-    """And for the one after that; nobody else can have it, and nobody answers before."""
+    """Several servers can use the port one after another. No other process gets it, and it refuses connections before."""
     port = own_port()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
@@ -25,7 +25,7 @@ def test_port_is_kept_for_later_server() -> None:
 
 
 def test_refusing_network_recovers_with_server() -> None:
-    """A server that is started again; nobody waits for an answer that never comes."""
+    """Connections succeed once the server starts again. No client waits for an answer without a server."""
     port = own_port()
     network = Network(port)
     through = ("127.0.0.1", int(network.url.rpartition(":")[2]))

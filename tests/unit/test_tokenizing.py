@@ -30,14 +30,14 @@ NOT_UTF8 = pa.Array.from_buffers(
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer's JSON file."""
+    """Write a tokenizer's JSON file."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     save_tokenizer(train_tokenizer(TEXTS, 300), path)
     return path
 
 
 def reference(path: Path, text: str) -> list[int]:
-    """What the library gives for one text that stays a text."""
+    """Return the library's tokens of one text, without special tokens."""
     backend = Backend.from_file(str(path))
     backend.encode_special_tokens = True
     return list(backend.encode(text, add_special_tokens=False).ids)
@@ -46,7 +46,7 @@ def reference(path: Path, text: str) -> list[int]:
 @settings(max_examples=50, deadline=None)
 @given(texts=st.lists(st.text(max_size=30), max_size=20), skip=st.integers(0, 3), large=st.booleans())
 def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, large: bool) -> None:
-    """Whatever the array's type, offset and the stretches it is encoded in, each text has its own tokens."""
+    """Each text has its own tokens, for any type, offset and split of the array."""
     tokenizer = load_tokenizer(path)
     array = pa.array([*["x"] * skip, *texts], pa.large_string() if large else pa.string()).slice(skip)
     with pytest.MonkeyPatch.context() as patched:
@@ -59,22 +59,22 @@ def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, l
         assert values[offsets[index] : offsets[index + 1]].tolist() == reference(path, text)
 
 
-def test_a_file_is_bound_by_its_bytes(path: Path) -> None:
-    """The digest is that of the file, which is what a tokenized table's property says too."""
+def test_file_is_bound_by_bytes(path: Path) -> None:
+    """The digest is that of the file, and equals the property of a tokenized table."""
     tokenizer = load_tokenizer(path)
     assert tokenizer.digest == blake3(path.read_bytes()).hexdigest()
     assert tokenizer.digest == tokenizer_digest(Backend.from_file(str(path)))
 
 
 def test_special_token_text_stays_text(path: Path) -> None:
-    """No document can end itself."""
+    """No document can contain its own end."""
     tokenizer = load_tokenizer(path)
     end = tokenizer.token_id(END_OF_DOCUMENT)
     assert end not in tokenizer.encode(pa.array([TEXTS[3]]))[0]
 
 
-def test_nothing_is_cut_off_padded_or_added(tmp_path: Path, path: Path) -> None:
-    """Truncation and padding that a file asks for would lose tokens or invent some."""
+def test_no_token_is_lost_or_added(tmp_path: Path, path: Path) -> None:
+    """A file's settings for truncation and padding would lose tokens or add some."""
     backend = Backend.from_file(str(path))
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
@@ -86,34 +86,34 @@ def test_nothing_is_cut_off_padded_or_added(tmp_path: Path, path: Path) -> None:
     assert offsets.tolist() == [0, len(values)]
 
 
-def test_background_threads_are_the_parallelism(path: Path) -> None:
-    """The library's own threads stay out, unless the user asked for them."""
+def test_library_threads_stay_off(path: Path) -> None:
+    """The library's own threads stay off, unless the user enables them."""
     load_tokenizer(path)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
-def test_a_token_that_is_not_there_is_named(path: Path) -> None:
+def test_missing_token_is_named(path: Path) -> None:
     """Asking for a token that the tokenizer lacks is an error."""
     with pytest.raises(TokenizerUnreadable, match="expected a token '<bos>'"):
         load_tokenizer(path).token_id("<bos>")
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_other_json_file_is_refused(tmp_path: Path) -> None:
     """Another JSON file is an error that names it."""
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(TokenizerUnreadable, match=r"other\.json"):
         load_tokenizer(tmp_path / "other.json")
 
 
-def test_without_transformers_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is no file needs transformers, and the error says so."""
+def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is no file needs transformers, and the error names it."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(TokenizerUnreadable, match="install transformers"):
         load_tokenizer("gpt2")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
-    """Stand in for transformers, which is optional, with one tokenizer."""
+    """Replace the optional library transformers by one tokenizer."""
     module = ModuleType("transformers")
 
     def from_pretrained(name: str) -> Any:
@@ -125,8 +125,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
     monkeypatch.setitem(sys.modules, "transformers", module)
 
 
-def test_the_fast_tokenizer_of_transformers_is_used(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Its backend encodes, and the wrapper keeps the truncation it had."""
+def test_fast_tokenizer_is_used(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Its backend encodes, and the wrapper keeps its truncation."""
     backend = Backend.from_file(str(path))
     backend.enable_truncation(2)
     pretend(monkeypatch, SimpleNamespace(backend_tokenizer=backend))
@@ -137,15 +137,15 @@ def test_the_fast_tokenizer_of_transformers_is_used(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("wrapped", "found"), [(SimpleNamespace(), "SimpleNamespace"), (None, "not a local folder")])
-def test_what_transformers_cannot_give_is_an_error(monkeypatch: pytest.MonkeyPatch, wrapped: Any, found: str) -> None:
-    """A slow tokenizer and a name that is not there are errors."""
+def test_missing_fast_tokenizer_is_error(monkeypatch: pytest.MonkeyPatch, wrapped: Any, found: str) -> None:
+    """A slow tokenizer and a missing name are errors."""
     pretend(monkeypatch, wrapped)
     with pytest.raises(TokenizerUnreadable, match=found):
         load_tokenizer("some/model")
 
 
 def test_texts_become_documents(path: Path) -> None:
-    """A text is a document ended by its token; an empty text is filtered."""
+    """A text is a document that ends with its token. An empty text is filtered."""
     tokenizer = load_tokenizer(path)
     live = pa.table({"text": pa.chunked_array([TEXTS[:2], TEXTS[2:]])})
     documents = documents_of(live, 2 * np.arange(5), column="text", tokenizer=tokenizer, end_id=0)
@@ -156,8 +156,8 @@ def test_texts_become_documents(path: Path) -> None:
     assert documents.rows.ends.tolist() == documents.ends.tolist() == np.cumsum([len(t) for t in expected]).tolist()
 
 
-def test_a_column_of_tokens_is_not_tokenized(path: Path) -> None:
-    """Lists are tokens already, beside whatever tokenizer."""
+def test_token_column_is_not_tokenized(path: Path) -> None:
+    """Lists are tokens already, with any tokenizer."""
     live = pa.table({"t": [[400, 2], [3]]})
     documents = documents_of(live, np.arange(2), column="t", tokenizer=load_tokenizer(path))
     assert documents.values.tolist() == [400, 2, 3]
@@ -176,7 +176,7 @@ def test_invalid_text_is_rejected_row(path: Path) -> None:
 
 
 def test_rejected_rows_are_named_in_order(path: Path) -> None:
-    """The two lists become one, by position."""
+    """The two lists are merged by position."""
 
     def no_cd(batch: pa.RecordBatch) -> pa.RecordBatch:
         if batch["keep"].to_pylist() != [True] * len(batch):
@@ -199,7 +199,7 @@ def test_rejected_rows_are_named_in_order(path: Path) -> None:
 
 
 def test_failing_tokenizer_is_no_bad_row() -> None:
-    """An error that no single text raises passes through."""
+    """An error that no single text raises is passed on."""
 
     class Fails(FastTokenizer):
         def encode(self, texts: Any) -> Any:

@@ -15,7 +15,7 @@ SEVERAL = LaunchSpec(script="train.py", nodes="2:4", rendezvous="node-1:29400")
 
 
 def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> dict[str, Any]:
-    """What options and variables replace, for the run `r`."""
+    """Return the settings that options and variables replace, for the run `r`."""
     return launch_settings(options, variables, launch, "r")
 
 
@@ -38,12 +38,12 @@ def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> di
     ],
 )
 def test_options_become_settings(options: list[str], replaced: dict[str, Any]) -> None:
-    """Only those that are given; torchrun's defaults replace nothing."""
+    """Only given options count. Defaults of torchrun replace nothing."""
     assert settings(*options) == replaced
 
 
 def test_options_outweigh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torchrun."""
+    """Options have priority over variables, as in torchrun."""
     monkeypatch.setenv("PET_NNODES", "3")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     assert settings(PET_NNODES="3", PET_NPROC_PER_NODE="4") == {"nodes": "3", "nproc_per_node": 4}
@@ -51,7 +51,7 @@ def test_options_outweigh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_per_node_follow_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of several nodes keeps them where only the number of ranks is given."""
+    """A job of several nodes keeps its nodes if only the number of ranks is given."""
     assert settings("--nproc-per-node", "2", launch=SEVERAL) == {"nproc_per_node": 2}
     assert settings("--nnodes", "1", "--nproc-per-node", "2", launch=SEVERAL) == {"nodes": "", "world_size": 2}
 

@@ -12,7 +12,7 @@ from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
 def batch(step: int) -> Batch:
-    """A batch of no samples for this step."""
+    """Return a batch without samples for this step."""
     return Batch(
         step=step,
         tensors={},
@@ -26,8 +26,8 @@ def batch(step: int) -> Batch:
 
 
 @given(st.integers(0, 50), st.lists(st.booleans(), max_size=30))
-def test_stretches_cover_every_step_once(committed: int, applied: list[bool]) -> None:
-    """Runs of applied steps and single skipped steps follow each other without a gap, in order."""
+def test_ranges_cover_every_step_once(committed: int, applied: list[bool]) -> None:
+    """Ranges of applied steps and single skipped steps follow each other without a gap, in order."""
     tracker = ReaderStateTracker(committed_step=committed, groups=range(1))
     for step, was_applied in enumerate(applied, start=committed + 1):
         tracker.step_done(batch(step), applied=was_applied)
@@ -37,8 +37,8 @@ def test_stretches_cover_every_step_once(committed: int, applied: list[bool]) ->
     assert len(flags) <= len(tracker.skipped) + 1
 
 
-def test_a_commit_is_where_the_next_stretch_begins() -> None:
-    """What a checkpoint has recorded is not recorded again."""
+def test_next_range_begins_at_commit() -> None:
+    """Steps that a checkpoint has recorded are not recorded again."""
     tracker = ReaderStateTracker(committed_step=0, groups=range(1))
     tracker.step_done(batch(1), applied=True)
     tracker.step_done(batch(2), applied=False)
@@ -52,8 +52,8 @@ def test_a_commit_is_where_the_next_stretch_begins() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 5, 6])
-def test_a_step_out_of_turn_is_refused(step: int) -> None:
-    """A step left out or recorded twice is an error that names both steps, and records nothing."""
+def test_step_out_of_order_is_refused(step: int) -> None:
+    """The error of a skipped or repeated step names both steps, and nothing is recorded."""
     tracker = ReaderStateTracker(committed_step=3, groups=range(1))
     with pytest.raises(CursorMismatch, match=rf"expected step_done for step 4, found step {step}"):
         tracker.step_done(batch(step), applied=True)

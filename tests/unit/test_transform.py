@@ -23,17 +23,17 @@ DOUBLED = "def double(batch):\n    return batch.set_column(0, 'x', [2 * x.as_py(
 
 
 def transform(function: Callable[[pa.RecordBatch], Any]) -> Transform:
-    """A function as a transform."""
+    """Return a function as a transform."""
     return Transform("tests:f", "digest", function)
 
 
 def numbers(values: list[float]) -> pa.Table:
-    """A table with one column x."""
+    """Return a table with one column x."""
     return pa.table({"x": pa.array(values)})
 
 
 def repeated(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Every row x times: 0 drops it; below 0 raises."""
+    """Repeat every row x times. 0 drops it, and a negative number raises."""
     counts = batch["x"].to_numpy()
     if (counts < 0).any():
         raise ValueError("below zero")
@@ -48,7 +48,7 @@ def run(
 
 
 def test_function_is_bound_by_its_source(tmp_path: Path) -> None:
-    """The digest is that of the file's bytes and the function's name, wherever the file lies."""
+    """The digest is that of the file's bytes and the function's name, and ignores the file's path."""
     (tmp_path / "a.py").write_text(DOUBLED)
     (tmp_path / "b.py").write_text(DOUBLED + "# changed\n")
     one, other = (load_transform(f"{tmp_path / name}.py:double") for name in "ab")
@@ -59,8 +59,8 @@ def test_function_is_bound_by_its_source(tmp_path: Path) -> None:
     assert done.row.tolist() == [0, 1]
 
 
-def test_a_function_is_loaded_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that a module re-exports is bound by the file that defines it."""
+def test_function_is_loaded_from_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that defines a re-exported function binds it."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "defines_it.py").write_text(DOUBLED)
     (tmp_path / "exports_it.py").write_text("from defines_it import double\n")
@@ -81,8 +81,8 @@ def test_a_function_is_loaded_from_a_module(tmp_path: Path, monkeypatch: pytest.
         ("sys:intern", "expected the source file"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path: Path, name: str, message: str) -> None:
-    """Whatever is wrong with the name or the file, the error says what was expected and found."""
+def test_unloadable_function_is_named(tmp_path: Path, name: str, message: str) -> None:
+    """The error for a wrong name or file names the expected and the found value."""
     (tmp_path / "a.py").write_text(DOUBLED)
     (tmp_path / "raises.py").write_text("1 / 0")
     with pytest.raises(TransformFailed, match=message):
@@ -91,8 +91,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, name: str, message: str)
 
 @EXAMPLES
 @given(st.lists(st.integers(-1, 3), max_size=40), st.integers(1, 10))
-def test_rows_are_mapped_dropped_multiplied_and_quarantined(counts: list[int], chunk: int) -> None:
-    """Every row gives as many rows as it says, the raising ones are found and named, however the table is chunked."""
+def test_rows_are_mapped_or_quarantined(counts: list[int], chunk: int) -> None:
+    """Every row gives its number of rows. Rows that raise are named, for any chunks of the table."""
     pieces = [counts[i : i + chunk] for i in range(0, len(counts), chunk)]
     live = pa.table({"x": pa.chunked_array(pieces, pa.int64())})
     done = run(repeated, live, reject="quarantine", check=True)
@@ -105,8 +105,8 @@ def test_rows_are_mapped_dropped_multiplied_and_quarantined(counts: list[int], c
 
 @EXAMPLES
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=40))
-def test_every_row_becomes_samples_or_is_passed_over(counts: list[int]) -> None:
-    """Positions of a block's rows are in exactly one of: giving samples, filtered, quarantined."""
+def test_every_row_is_counted_once(counts: list[int]) -> None:
+    """A block's row positions are in exactly one list: sampled, filtered or quarantined."""
     positions = 10 + 3 * np.arange(len(counts))
     samples = samples_of(
         numbers(list(counts)), positions, columns=["x"], transform=transform(repeated), reject="quarantine"
@@ -120,16 +120,16 @@ def test_every_row_becomes_samples_or_is_passed_over(counts: list[int]) -> None:
         assert samples.columns["x"].tolist() == [x for x in counts for _ in range(x)]
 
 
-def test_a_rejected_row_fails_with_its_position() -> None:
-    """By default the first row that the function raises for is an error that carries its position and the reason."""
+def test_rejected_row_fails_with_position() -> None:
+    """By default the first row that the function raises for is an error with the row's position and the reason."""
     with pytest.raises(RowRejected, match="ValueError: below zero for the row at position 16") as caught:
         run(repeated, numbers([1, 2, -1, 0, -1]))
     assert caught.value.position == 16
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_running_out_of_memory_rejects_no_row() -> None:
-    """MemoryError says nothing about rows, and passes through."""
+def test_memory_error_rejects_no_row() -> None:
+    """MemoryError proves nothing about rows, and is passed on."""
 
     def hungry(batch: pa.RecordBatch) -> pa.RecordBatch:
         raise MemoryError
@@ -139,14 +139,14 @@ def test_running_out_of_memory_rejects_no_row() -> None:
 
 
 def raises_for_two(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rejects batches, never a row."""
+    """Raise for batches, and never for a single row."""
     if len(batch) > 1:
         raise ValueError("too many")
     return batch
 
 
 def centred(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Depends on the other rows of the batch."""
+    """Depend on the other rows of the batch."""
     return batch.set_column(0, "x", pc.subtract(batch["x"], pc.mean(batch["x"])))
 
 
@@ -167,13 +167,13 @@ def centred(batch: pa.RecordBatch) -> pa.RecordBatch:
 def test_broken_contract_is_always_error(
     function: Callable[[pa.RecordBatch], Any], message: str, reject: Reject
 ) -> None:
-    """What is wrong with the function is never taken for bad rows."""
+    """An error of the function is never taken for bad rows."""
     with pytest.raises(TransformFailed, match=message):
         run(function, numbers([1.0, 2.0, 4.0, 9.0]), reject=reject, check=True)
 
 
 def test_batch_dependent_columns_are_error() -> None:
-    """Parts that give other columns than others cannot be joined."""
+    """Parts with different columns cannot be joined."""
 
     def odd(batch: pa.RecordBatch) -> pa.RecordBatch:
         if -1 in batch["x"].to_pylist():
@@ -184,26 +184,26 @@ def test_batch_dependent_columns_are_error() -> None:
         run(odd, numbers([1, 1, -1, 2]), reject="quarantine")
 
 
-def test_nan_equals_itself_in_the_check() -> None:
-    """A NaN is no sign that a function depends on its batch."""
+def test_nan_equals_itself_in_check() -> None:
+    """A NaN is no evidence that a function depends on its batch."""
     done = run(lambda batch: batch, numbers([math.nan, 1.0]), check=True)
     assert math.isnan(done.table["x"][0].as_py())
 
 
-def test_a_table_may_come_back() -> None:
-    """What returns a table instead of a batch is as good."""
+def test_table_may_be_returned() -> None:
+    """A function may return a table instead of a batch."""
     assert run(lambda batch: pa.Table.from_batches([batch]), numbers([3])).table["x"].to_pylist() == [3]
 
 
 def test_no_rows_no_call() -> None:
-    """A block without live rows needs no columns."""
+    """A block without live rows needs no columns, and no call."""
     empty = numbers([]).slice(0, 0)
     assert samples_of(empty, np.zeros(0, np.int64), columns=["y"], transform=transform(repeated)).rows.items == 0
     assert documents_of(empty, np.zeros(0, np.int64), column="y", transform=transform(repeated)).rows.items == 0
 
 
-def test_a_transform_makes_documents() -> None:
-    """One row becomes several documents, framed each; a row whose documents are all empty is filtered."""
+def test_transform_makes_documents() -> None:
+    """One row becomes several documents, each with its frame. A row with only empty documents is filtered."""
 
     def lists(batch: pa.RecordBatch) -> pa.RecordBatch:
         rows = [row for row, x in enumerate(batch["x"].to_pylist()) for _ in range(2)]
@@ -232,7 +232,7 @@ def test_a_transform_makes_documents() -> None:
 )
 @pytest.mark.parametrize("chunked", [True, False])
 def test_lists_of_any_integers_are_tokens(kind: pa.DataType, chunked: bool) -> None:
-    """Chunks, offsets and widths do not matter; an empty list is filtered and gets no frame."""
+    """Chunks, offsets and widths do not matter. An empty list is filtered and gets no frame."""
     rows: list[list[int]] = [[9, 9], [1, 2], [3, 4], [5, 6]]
     if not pa.types.is_fixed_size_list(kind):
         rows += [[], [8]]
@@ -256,7 +256,7 @@ def test_lists_of_any_integers_are_tokens(kind: pa.DataType, chunked: bool) -> N
         (pa.array(["a", "b"]), SpecInvalid, "expected a tokenizer for column 't'"),
     ],
 )
-def test_columns_that_hold_no_tokens_are_refused(column: pa.Array, error: type[Exception], message: str) -> None:
+def test_columns_without_tokens_are_refused(column: pa.Array, error: type[Exception], message: str) -> None:
     """Nulls, other types, and texts without a tokenizer are errors that name the column."""
     with pytest.raises(error, match=message):
         documents_of(pa.table({"t": column}), np.arange(2), column="t")

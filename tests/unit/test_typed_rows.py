@@ -1,4 +1,4 @@
-"""Rows of the ledger: their columns, their JSON, and what older and newer versions wrote."""
+"""Rows of the ledger: their columns, their JSON, and rows of older and newer versions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ROWS: list[LedgerRow] = [
 
 
 def test_every_kind_survives_round_trip() -> None:
-    """Rows of one read come back as they were written, in order of `seq`."""
+    """Rows of one read equal the written ones, in order of `seq`."""
     assert {type(row) for row in ROWS} == set(KINDS.values()) - {OtherRow}
     columns = [{**row.to_columns(), "seq": seq} for seq, row in enumerate(ROWS, start=1)]
     parsed = parse_columns(columns[::-1])
@@ -103,7 +103,7 @@ def test_every_kind_survives_round_trip() -> None:
     )
 )
 def test_advances_survive_round_trip(row: AdvanceRow) -> None:
-    """Any advance comes back as it was."""
+    """Any advance is read as written."""
     (parsed,) = parse_columns([row.to_columns()])
     assert isinstance(parsed, AdvanceRow)
     assert parsed.to_columns() == row.to_columns()
@@ -121,7 +121,7 @@ def test_damaged_detail_is_named() -> None:
 
 
 def test_parsed_fields_are_as_written() -> None:
-    """Every field of a row that was read is that of the row that was written."""
+    """Every field of a read row equals that of the written row."""
     columns = [{**row.to_columns(), "seq": seq} for seq, row in enumerate(ROWS, start=1)]
     for written, row in zip(ROWS, parse_columns(columns), strict=True):
         assert replace(row, seq=0) == written
@@ -137,7 +137,7 @@ def test_older_quarantine_of_rows_is_read() -> None:
 
 
 def test_newer_values_are_kept() -> None:
-    """A kind and a value in `detail` that this version does not know come back as they were."""
+    """An unknown kind and an unknown value in `detail` are kept."""
     newer: list[Columns] = [
         {"kind": "promote", "run": "r", "seq": 1, "detail": '{"to": 3}'},
         {"kind": "claim", "detail": '{"pool": "a"}'},

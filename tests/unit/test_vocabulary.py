@@ -1,4 +1,4 @@
-"""Words of our own dialect that prose must not use: each has a plain word in the field."""
+"""Dialect words that prose must not use. The field has a plain word for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How facts are written for people: nothing is wider than the terminal, and nothing is lost where it is narrow."""
+"""Facts as text for people: never wider than the terminal, and complete on a narrow one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (0, "0 s"),
         (0.004, "0 s"),
@@ -52,25 +52,25 @@ ROWS = [
         (-231, "-3 min 51 s"),
     ],
 )
-def test_durations_have_two_units(seconds: float, said: str) -> None:
-    """The two largest, without one that is 0; no `0 h 10 min`, and no 60 s."""
-    assert format_duration(seconds) == said
+def test_durations_have_two_units(seconds: float, expected: str) -> None:
+    """A duration has its two largest units, without a zero: no `0 h 10 min`, and no 60 s."""
+    assert format_duration(seconds) == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [(0.2, "now"), (-2, "now"), (9.9, "9 s ago"), (61, "1 min ago"), (7500, "2 h 5 min ago"), (-3600, "in 1 h")],
 )
-def test_ages_are_whole_units(seconds: float, said: str) -> None:
-    """A clock that is ahead is shown as that; a moment is the same as its seconds."""
-    assert format_ago(seconds) == said
+def test_ages_are_whole_units(seconds: float, expected: str) -> None:
+    """An age in the future is shown as such. A moment is shown like its seconds."""
+    assert format_ago(seconds) == expected
     moment = datetime(2026, 11, 23, tzinfo=UTC)
-    assert format_age(moment, now=(moment + timedelta(seconds=seconds)).timestamp()) == said
+    assert format_age(moment, now=(moment + timedelta(seconds=seconds)).timestamp()) == expected
     assert format_age(None) == ""
 
 
 def test_counts_have_right_number() -> None:
-    """One is singular, everything else plural; sizes and rates have their units."""
+    """One is singular, every other number plural. Sizes and rates have their units."""
     assert [format_count(count, "attempt") for count in (0, 1, 5_000)] == ["0 attempts", "1 attempt", "5,000 attempts"]
     assert format_count(2, "leg of it", "legs of it") == "2 legs of it"
     assert [format_bytes(count) for count in (None, 1, 17_500)] == ["", "1 byte", "17.5 kB"]
@@ -84,7 +84,7 @@ def test_counts_have_right_number() -> None:
 
 @pytest.mark.parametrize("width", [32, 40, 60, 80, 120, 200])
 def test_tables_fit_every_width(width: int) -> None:
-    """No line is longer than the terminal is wide, every value is there whole, and empty columns are left out."""
+    """No line is wider than the terminal, every value is complete, and empty columns are left out."""
     lines = lay_out_table(COLUMNS, ROWS, width)
     assert max(map(len, lines)) <= width
     joined = "".join("".join(line.split()) for line in lines)
@@ -93,14 +93,14 @@ def test_tables_fit_every_width(width: int) -> None:
 
 
 def test_wide_tables_have_row_lines() -> None:
-    """In a pipe nothing is folded nor cut off: a header, and a line for each row."""
+    """Output to a pipe is neither folded nor cut: a header, and a line for each row."""
     lines = lay_out_table(COLUMNS, ROWS, 100_000)
     assert len(lines) == 3
     assert [line.split()[-1] for line in lines[1:]] == [ROWS[0][4], ROWS[1][3]]
 
 
 def test_one_long_column_is_folded() -> None:
-    """A single long column is folded in its place where there is room; values that are none leave no line."""
+    """A single long column is folded in its place if there is room. Rows without values have no line."""
     columns = (TableColumn(name="run", long=True), TableColumn(name="state"))
     lines = lay_out_table(columns, [(LONG, "dead"), ("r", "finished")], 60)
     assert lines[0].split() == ["run", "state"]
@@ -110,7 +110,7 @@ def test_one_long_column_is_folded() -> None:
 
 
 def test_facts_leave_unknown_out() -> None:
-    """What is not known has no line; line breaks and long words are kept within the width."""
+    """An unknown fact has no line. Line breaks and long words stay within the width."""
     lines = lay_out_facts({"run": LONG, "loss": None, "names": "", "excluded": "a < 1\nb > 2", "step": 0}, 40)
     assert max(map(len, lines)) <= 40
     assert not any("None" in line or "loss" in line or "names" in line for line in lines)
@@ -119,6 +119,6 @@ def test_facts_leave_unknown_out() -> None:
 
 
 def test_wide_characters_count_twice() -> None:
-    """A terminal gives them two columns."""
+    """A wide character has two columns in a terminal."""
     assert fold("訓練" * 5, 8) == ["訓練訓練", "訓練訓練", "訓練"]
     assert fold("", 8) == [""]

@@ -1,4 +1,4 @@
-"""A copied state is the state as it was: values, what shares memory, and everything beside tensors."""
+"""Copied states: the copy keeps values, shared memory, and objects that are no tensors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Wr
 
 
 def saved(writer: Writer, folder: Path, state: Any) -> Any:
-    """What lies in the file of a state."""
+    """Write a state, and return the content of its file."""
     writer.write(folder / "state.pt", state)
     writer.finish()
     return torch.load(folder / "state.pt", weights_only=False)
 
 
 def copying() -> Copies:
-    """A writer of copies."""
+    """Return a writer of copies."""
     return Copies(CopyMemory())
 
 
 def test_change_after_copy_is_absent(tmp_path: Path) -> None:
-    """Tensors updated in place, items replaced, lists grown: the file has what was there when it was handed over."""
+    """The file has the values at the time of the copy, although tensors, items and lists change later."""
     state: dict[str, Any] = {
         "weight": torch.arange(6.0).reshape(2, 3),
         "steps": [1, 2],
@@ -49,7 +49,7 @@ def test_change_after_copy_is_absent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
 def test_copied_model_equals_direct_write(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The same file content, for whatever state_dict() gives."""
+    """The file content is the same for any result of state_dict()."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 8)).sum().backward()
@@ -70,8 +70,8 @@ def test_copied_model_equals_direct_write(tmp_path: Path, dtype: torch.dtype) ->
     assert vars(second["model"]) == vars(state["model"])  # its _metadata
 
 
-def test_views_of_one_memory_stay_views_of_one(tmp_path: Path) -> None:
-    """Two views of a flat buffer, and a tensor named twice, are copied once and stay together."""
+def test_views_stay_shared(tmp_path: Path) -> None:
+    """Two views of a flat buffer, and a tensor with two names, are copied once and stay shared."""
     flat = torch.arange(10.0)
     state = {"head": flat[:4], "tail": flat[6:].view(2, 2), "transposed": flat.view(2, 5).t(), "again": flat}
     copies = Copies(CopyMemory())
@@ -85,7 +85,7 @@ def test_views_of_one_memory_stay_views_of_one(tmp_path: Path) -> None:
 
 
 def test_copy_memory_is_used_again(tmp_path: Path) -> None:
-    """The second checkpoint of the same state takes no memory anew, and has its own values."""
+    """The second checkpoint of the same state takes no new memory, and has its own values."""
     memory, weight = CopyMemory(), torch.zeros(1000)
     addresses = []
     for step in range(3):
@@ -99,8 +99,8 @@ def test_copy_memory_is_used_again(tmp_path: Path) -> None:
     assert [torch.load(tmp_path / f"{step}.pt")["weight"][0].item() for step in range(3)] == [0, 1, 2]
 
 
-def test_parameters_and_plain_objects_keep_what_they_are(tmp_path: Path) -> None:
-    """A Parameter stays one; numbers, strings, empty tensors and tuples come back alike."""
+def test_parameters_and_objects_keep_type(tmp_path: Path) -> None:
+    """A Parameter stays one. Numbers, strings, empty tensors and tuples are loaded as saved."""
     state = {"p": torch.nn.Parameter(torch.ones(2)), "t": (1, "two", torch.zeros(0)), "big": 2**70}
     found = saved(copying(), tmp_path, state)
     assert isinstance(found["p"], torch.nn.Parameter)
@@ -111,7 +111,7 @@ def test_parameters_and_plain_objects_keep_what_they_are(tmp_path: Path) -> None
 
 
 def test_differently_sized_storage_is_copied_whole(tmp_path: Path) -> None:
-    """Two tensors that begin at one address, the shorter one first: neither lacks anything."""
+    """Two tensors at one address, the shorter one first, are both complete."""
     numbers = np.arange(100.0)
     state = {"short": torch.from_numpy(numbers[:10]), "long": torch.from_numpy(numbers)}
     found = saved(copying(), tmp_path, state)
@@ -119,8 +119,8 @@ def test_differently_sized_storage_is_copied_whole(tmp_path: Path) -> None:
     assert torch.equal(found["long"], torch.arange(100.0, dtype=torch.float64))
 
 
-def test_views_that_are_conjugated_lazily_keep_their_values(tmp_path: Path) -> None:
-    """conj() only sets a bit; what is saved is what the tensor says."""
+def test_conjugated_views_keep_values(tmp_path: Path) -> None:
+    """conj() only sets a bit. The saved values are the conjugated ones."""
     waves = torch.tensor([1 + 2j, 3 - 4j])
     found = saved(copying(), tmp_path, {"conj": waves.conj(), "imag": waves.conj().imag})
     assert torch.equal(found["conj"], torch.tensor([1 - 2j, 3 + 4j]))
@@ -128,34 +128,34 @@ def test_views_that_are_conjugated_lazily_keep_their_values(tmp_path: Path) -> N
 
 
 class Pair(NamedTuple):
-    """What optimizers like to keep."""
+    """A tuple as some optimizers keep it."""
 
     first: torch.Tensor
     second: int
 
 
-class Seen(CopyMemory):
-    """Knows which of the memory that it gave is there still."""
+class TrackedCopyMemory(CopyMemory):
+    """Copy memory that knows which of its storages still exist."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._given: list[weakref.ref[torch.UntypedStorage]] = []
+        self._copies: list[weakref.ref[torch.UntypedStorage]] = []
 
     def copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """As it is, and remembered."""
-        given = super().copy_of(storage)
-        self._given.append(weakref.ref(given))
-        return given
+        """Copy the storage, and remember the copy."""
+        copied = super().copy_of(storage)
+        self._copies.append(weakref.ref(copied))
+        return copied
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each piece."""
-        return [storage.nbytes() for one in self._given if (storage := one()) is not None]
+        """The bytes of each existing storage."""
+        return [storage.nbytes() for one in self._copies if (storage := one()) is not None]
 
 
-def test_named_tuples_and_memory_of_other_sizes(tmp_path: Path) -> None:
-    """A named tuple is copied by its fields; memory that the next checkpoint does not need is let go of."""
-    memory = Seen()
+def test_unneeded_memory_is_released(tmp_path: Path) -> None:
+    """A named tuple is copied by its fields. Memory that the next checkpoint does not need is released."""
+    memory = TrackedCopyMemory()
     for size in (1000, 2000, 3000):
         copies = Copies(memory)
         pair = Pair(torch.full((size,), 7.0), 3)

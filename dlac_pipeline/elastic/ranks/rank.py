@@ -184,15 +184,6 @@ def _as_script_invalid(err: BaseException, script: str) -> BaseException:
     )
 
 
-def pid_of(launch: Path, rank: int) -> int:
-    """Return the process of a rank, living or dead, for tools outside the launch.
-
-    Raises:
-        FileNotFoundError: it has not begun yet.
-    """
-    return int(pid_file(launch, rank).read_text() or 0)
-
-
 def _reason_file() -> Path:
     return reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"]))
 

@@ -124,12 +124,8 @@ class Lakehouse:
                 "nothing was deleted: stop all launches and restore the newest backup of the catalog, or point its "
                 f"metadata_location of table {identifier!r} to {newest!r} (docs/recovery.md)"
             ) from err
-        except (
-            ValidationError,
-            ValueError,
-            KeyError,
-            NotADirectoryError,
-        ) as err:  # pyiceberg's of a metadata file with something else in it
+        # pyiceberg's of a metadata file with other content
+        except (ValidationError, ValueError, KeyError, NotADirectoryError) as err:
             raise self._metadata_problem(identifier, err) from err
 
     def _metadata_problem(self, identifier: str, err: Exception) -> LakehouseError:

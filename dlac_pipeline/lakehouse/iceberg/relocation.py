@@ -134,9 +134,8 @@ def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
     file = file.resolve()
     made_at = Path(recorded.catalog_file or _guess_origin(file, warehouse, before))
     current = Path(f"{warehouse}{below_warehouse}")
-    found_here = current.exists() or (
-        current.parent.is_dir() and not Path(path).exists()
-    )  # the catalog may be an older backup
+    # the catalog may be an older backup
+    found_here = current.exists() or (current.parent.is_dir() and not Path(path).exists())
     moves = [] if made_at.parent == file.parent else [(str(made_at.parent), str(file.parent))]
     if before != warehouse and found_here:
         moves.append((before, warehouse))

@@ -104,9 +104,8 @@ class GuardedSqlCatalog(SqlCatalog):
             response: CommitTableResponse = super().commit_table(table, requirements, updates)
         except CommitFailedException as err:
             return _landed_or_conflict(self, table, updates, err)
-        except (
-            FileNotFoundError
-        ) as err:  # so many others committed that the metadata just looked up was replaced and removed
+        # others have committed so often that the metadata file was replaced and removed
+        except FileNotFoundError as err:
             raise CommitConflict(
                 f"a commit to {'.'.join(table.name())!r} was overtaken, and did not land: {err}"
             ) from err

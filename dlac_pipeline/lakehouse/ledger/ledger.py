@@ -278,10 +278,8 @@ class _Tries:
         table = self._ledger.lakehouse.own("consumption")
         if not _same_rows(self._run, state.table, table):
             return None
-        self._decided = (
-            replace(state, table=table),
-            wanted,
-        )  # so that the next try looks at what has come since this one
+        # the next try reads only what other processes have appended since this one
+        self._decided = (replace(state, table=table), wanted)
         return self._decided
 
 

@@ -134,9 +134,8 @@ class LedgerWatch:
                 self._found = err
                 _log.error("%s", err)
                 return
-            except (
-                Exception
-            ) as err:  # of a driver or a file system; the next look, or the next commit, may find the catalog again
+            # of a driver or a file system: the next look, or the next commit, may find the catalog again
+            except Exception as err:
                 _log.debug("the ledger was not looked at: %r", err)
 
 

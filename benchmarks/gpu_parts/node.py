@@ -1,0 +1,87 @@
+"""The measured device, found by a separate process: the one that starts ranks must not open the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredNode:
+    """The node of a measurement."""
+
+    device: str
+    """The type of its accelerators, as PyTorch names it, or "cpu"."""
+    name: str
+    count: int
+    """Number of accelerators."""
+    backend: str
+    """Backend of the process group of its ranks."""
+    torch: str
+    system: str
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether it has an accelerator."""
+        return self.count > 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a run: two, or one for a single accelerator, which NCCL gives to one rank."""
+        return min(2, self.count) if self.accelerated else 2
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of a rank on it."""
+        return {} if self.accelerated else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def find_node() -> MeasuredNode:
+    """Return this node."""
+    return MeasuredNode(**run_program([sys.executable, "-m", __name__]))
+
+
+def run_program(command: list[str]) -> dict[str, Any]:
+    """Run a program of a benchmark, and return the JSON object on its last line.
+
+    Raises:
+        RuntimeError: the program failed.
+    """
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise RuntimeError(
+            f"expected {command[1:3]!r} to end with status 0, found {ended.returncode}: {ended.stderr[-2000:]}"
+        )
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def _here() -> MeasuredNode:
+    import torch
+    from torch.distributed import get_default_backend_for_device
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "cpu" if accelerator is None else accelerator.type
+    module: Any = torch.get_device_module(device)
+    name = module.get_device_name() if hasattr(module, "get_device_name") else f"{os.cpu_count()} cores"
+    return MeasuredNode(
+        device=device,
+        name=name,
+        count=0 if accelerator is None else torch.accelerator.device_count(),
+        backend=get_default_backend_for_device(device),
+        torch=torch.__version__,
+        system=f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_here())))

@@ -1,0 +1,112 @@
+"""Rows that kill the rank that has them in hand are left out after a set number of deaths, and reported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedRowsRow
+from dlac_pipeline.spec.job_spec import parse_spec
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+DEADLY = 123
+
+
+def test_deadly_rows_are_quarantined(arena: Arena) -> None:
+    """SIGSEGV at every batch with one row: that global batch is left out and named. All other rows are read once."""
+    arena.table(appends=(300,))
+    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": DEADLY}
+    launch = arena.launch(arena.spec("r", passes=1, every_steps=4, **settings))
+    assert launch.wait() == 0, launch.stderr
+    assert len(launch.of("attempt")) == 3  # the commits of the first one do not matter
+    assert all("SIGSEGV" in failure["cause"] for failure in launch.of("failure"))
+    (event,) = launch.of("quarantine")
+    read = [row for rows in arena.journal("r").values() for row in rows]
+    assert len(read) == len(set(read)) == 300 - event["rows"]
+    assert DEADLY not in read
+    assert 1 <= event["rows"] <= 32
+    named = arena.rows("r", QuarantinedRowsRow)
+    assert sum(len(each.positions) for each in named) == sum(each.rows for each in named) == event["rows"]
+    assert all("died in step" in each.reason for each in named)
+    report = audit_run(arena.lakehouse, "r")
+    assert report.exact, report.problems
+    assert (report.rows_consumed, report.rows_quarantined, report.rows_excluded) == (
+        300 - event["rows"],
+        event["rows"],
+        0,
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rows", [300, 20])
+def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int) -> None:
+    """The rows are in the run's last or only batch. The leg without them is committed nevertheless."""
+    arena.table(appends=(rows,))
+    batches = arena.train(arena.spec("before", world_size=1, passes=1))
+    last = batches[max(batches)]
+    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
+    launch = arena.launch(arena.spec("r", world_size=1, passes=1, every_steps=max(1, max(batches) - 1), **settings))
+    assert launch.wait() == 0, launch.stderr
+    named = arena.rows("r", QuarantinedRowsRow)
+    assert sum(each.rows for each in named) == len(last)
+    assert [row.step for row in arena.lineage("r")][-1] == max(batches) - 1
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems, report.finished) == (True, (), True)
+    assert (report.rows_consumed, report.rows_quarantined) == (rows - len(last), len(last))
+
+
+@pytest.mark.soak
+def test_following_run_leaves_rows_out_once(arena: Arena) -> None:
+    """The run has no more rows, and ends. The next launch knows the quarantine, and does not die again."""
+    arena.table(appends=(320,))
+    batches = arena.train(arena.spec("before", world_size=1, passes=1))
+    last = batches[max(batches)]
+    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
+    spec = arena.spec("r", world_size=1, follow="appends", every_steps=max(batches) - 1, **settings)
+    launch = arena.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    again = arena.launch(spec)
+    assert again.wait() == 0, again.stderr
+    assert not again.of("failure")
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems) == (True, ())
+    assert (report.rows_consumed, report.rows_quarantined, report.rows_pending) == (320 - len(last), len(last), 0)
+
+
+@pytest.mark.soak
+def test_deadly_packed_documents_are_quarantined(arena: Arena) -> None:
+    """A row's tokens are packed into sequences. The quarantined rows are those that the ranks reported for the batch."""
+    rows = arena.lakehouse.catalog.create_table
+    tokens = pa.table({"tokens": pa.array([[row] * (5 + row % 40) for row in range(400)], pa.list_(pa.int32()))})
+    rows("src.docs", tokens.schema, properties={"write.parquet.row-group-limit": "25"}).append(tokens)
+    spec = parse_spec(
+        {
+            "run": "r",
+            "source": {"table": "src.docs", "columns": ["tokens"]},
+            "sequences": {"length": 32},
+            "order": {"batch_size": 8, "key_groups": 4, "seed": 5},
+            "checkpoint": {"every_steps": 7},
+            "launch": {
+                "script": str(arena.program("train_packed.py")),
+                "world_size": 2,
+                "deaths_at_same_rows": 2,
+                "attempts_without_progress": 2,
+            },
+            "params": {"journal": str(arena.home / "journal"), "deadly_token": str(DEADLY)},
+        },
+        origin="the test",
+    ).resolved(arena.home)
+    launch = arena.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    (event,) = launch.of("quarantine")
+    trained_tokens = {token for each in arena.journal("r").values() for sequence in each for token in sequence}  # type: ignore[attr-defined]  # here a "row" is a sequence
+    assert DEADLY not in trained_tokens
+    report = audit_run(arena.lakehouse, "r")
+    assert report.exact, report.problems
+    assert 0 < report.rows_quarantined <= event["rows"]
+    assert report.rows_consumed + report.rows_quarantined == 400

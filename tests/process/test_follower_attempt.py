@@ -1,0 +1,147 @@
+"""Leader and follower nodes whose ranks are still starting: they receive stops, and notice lost nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from dlac_pipeline.elastic import fork_server
+from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
+from dlac_pipeline.supervise.attempt_state import Observation
+from dlac_pipeline.supervise.choose_leg import RESUME as RESUME_OPTIONS
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
+from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
+from dlac_pipeline.supervise.supervision import Supervision
+from tests.conftest import wait_until
+from tests.launched_nodes import rounds, silence
+
+POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
+
+
+@pytest.fixture
+def slow_imports(tmp_path: Path) -> Iterator[Supervision]:
+    """Yield the supervision of a job whose ranks import a library for an hour."""
+    (tmp_path / "script.py").touch()
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(3600)\n")
+    starter = RankStarter()
+    yield _supervision(_spec(tmp_path), starter)
+    starter.close()
+
+
+def _spec(folder: Path) -> JobSpec:
+    raw = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": ["x"]},
+        "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
+        "launch": {"script": str(folder / "script.py"), "preload": ["slow_library"]},
+    }
+    spec = parse_spec(raw, origin="the test").resolved(folder)
+    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
+    return spec
+
+
+def _supervision(spec: JobSpec, starter: RankStarter) -> Supervision:
+    return Supervision(
+        request=Request(spec=spec), lakehouse=Mock(), plans=Mock(), starter=starter, on_event=lambda event: None
+    )
+
+
+@contextmanager
+def run_on_thread(call: Callable[[], Any], supervision: Supervision) -> Iterator[Callable[[], Any]]:
+    """Run a call on a thread, and yield a function that waits for its result. The ranks' server ends in any case."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+        try:
+            yield lambda: future.result(300)
+        finally:
+            fork_server.end_server()
+
+
+def test_follower_passes_stop_on(slow_imports: Supervision) -> None:
+    """A follower that knows the resume point does not only wait for its ranks."""
+    with rounds(2) as (leader, led):
+        attempt = FollowerAttempt(slow_imports, led, attempt=0)
+        leader.announce(RESUME, asdict(POINT))
+        with run_on_thread(attempt.run, slow_imports) as verdict:
+            wait_until(lambda: _has_resume_point(slow_imports.spec), what="the resume point")
+            slow_imports.stop.set()
+            wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its request")
+            leader.announce(VERDICT, AttemptVerdict(ending="stopped", attempt=1).to_message())
+            assert verdict().ending == "stopped"
+
+
+def test_follower_notices_lost_leader(slow_imports: Supervision) -> None:
+    """The follower does not wait for its ranks to end the attempt."""
+    with rounds(2, timeout_s=5) as (leader, led):
+        leader.publish({})
+        leader.announce(RESUME, asdict(POINT))
+        attempt = FollowerAttempt(slow_imports, led, attempt=0)
+        with run_on_thread(attempt.run, slow_imports) as verdict:
+            wait_until(lambda: _has_resume_point(slow_imports.spec), what="the resume point")
+            silence(leader)
+            found = verdict()
+            assert "which led" in found.restart.cause
+
+
+def test_leader_receives_stop_of_follower(slow_imports: Supervision) -> None:
+    """The leader receives it before its own ranks have started, and stops them."""
+    with rounds(2) as (leader, other):
+        attempt = _leader_attempt(slow_imports, leader)
+        ranks = AllRanks(start_local_ranks(slow_imports.spec, attempt.folder, leader, slow_imports.starter), leader)
+        with run_on_thread(lambda: attempt._wait_for_start(ranks), slow_imports) as pids:
+            other.publish({"asked": STOP})
+            wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its request")
+            wait_until(slow_imports.stop.is_set, what="the stop")
+            assert pids() == [0]
+        ranks.own.end()
+
+
+def test_preempted_node_exits_during_rescale(slow_imports: Supervision) -> None:
+    """One of its ranks is preempted while the node makes room for new nodes. The node does not train with them."""
+    with rounds(1) as (alone,):
+        without, with_notice = _leader_attempt(slow_imports, alone), _leader_attempt(slow_imports, alone)
+        assert isinstance(_end_rescale(without, has_notice=False), Rescale)
+        assert not slow_imports.leaving.is_set()
+        assert _end_rescale(with_notice, has_notice=True) == "stopped"
+        assert slow_imports.leaving.is_set()
+
+
+def test_preempted_leader_stops_no_other_node(slow_imports: Supervision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader is preempted while it verifies a checkpoint. The other nodes resume, and a run of one node stops."""
+    slow_imports.leave()
+    for nodes, ending in ((2, Rescale), (1, str)):
+        with rounds(nodes) as node_rounds:
+            attempt = _leader_attempt(slow_imports, node_rounds[0])
+            monkeypatch.setattr(attempt, "_claim", lambda attempt=attempt: attempt._report_verification(7, 1, 2))
+            assert isinstance(attempt.run(), ending)
+            assert attempt.number == 0
+
+
+def _end_rescale(attempt: SupervisedAttempt, *, has_notice: bool) -> Any:
+    """Return the end of an attempt whose ranks have exited after a checkpoint, to make room."""
+    ranks = Mock(own=Mock(has_notice=has_notice), leaving_nodes=[])
+    for observation in (Observation.TRAINING_BEGAN, Observation.ROOM_TO_GROW):
+        assert attempt._apply(observation, ranks) is None
+    return attempt._apply(Observation.RANKS_EXITED, ranks)
+
+
+def _leader_attempt(supervision: Supervision, round_: Round) -> SupervisedAttempt:
+    assert round_.share.node == LEADER
+    return SupervisedAttempt(supervision, round_, options=RESUME_OPTIONS, replaces=None, failure=None)
+
+
+def _has_resume_point(spec: JobSpec) -> bool:
+    return any((Path(spec.checkpoint.local) / spec.run).glob("launch-*/resume.json"))

@@ -1,0 +1,147 @@
+"""Events of a supervisor in a Dagster run that stores them slowly, or cannot store them."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dagster import DagsterExecutionInterruptedError
+
+from dlac_pipeline.dagster.assets import supervised as module
+from dlac_pipeline.dagster.assets.supervised import _Voice, supervise_launch
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
+
+TALKS = """
+import json, sys
+print(json.dumps({"event": "step", "step": 0}), flush=True)
+sys.stdin.read()
+for step in range(1, 20):
+    print(json.dumps({"event": "step", "step": step}), flush=True)
+print(json.dumps({"event": "ended"}), flush=True)
+"""
+BOUND_S = 0.5
+STAYS = 'import time; print(\'{"event": "step"}\', flush=True); time.sleep(60)'
+
+
+LINGERS = """
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print('{"event": "step"}', flush=True)
+signal.sigwait([signal.SIGTERM])
+time.sleep(2)
+print('{"event": "ended"}', flush=True)
+"""
+
+
+@contextmanager
+def talking_process(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process after its first output, so that its start counts for no limit."""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        select.select([process.stdout], [], [])
+        yield process
+
+
+@pytest.mark.parametrize("bound", ["silent_s", "within_s"])
+def test_slow_receiver_loses_no_event(bound: str) -> None:
+    """Time without a reader is no silence, and events of a supervisor before its deadline are not lost."""
+    with talking_process(TALKS) as process:
+        events = []
+        for event in _Voice(process).events(**{bound: BOUND_S}):
+            events.append(event)
+            if len(events) == 1:
+                assert process.stdin is not None
+                process.stdin.close()
+                process.wait()
+                time.sleep(BOUND_S + 0.1)
+    assert (len(events), events[-1]) == (21, {"event": "ended"})
+
+
+@pytest.mark.parametrize("bound", ["silent_s", "within_s"])
+def test_silent_supervisor_is_given_up(bound: str) -> None:
+    """The process still runs, but the reader stops waiting."""
+    with talking_process(STAYS) as process:
+        voice = _Voice(process)
+        events = list(voice.events(**{bound: BOUND_S}))
+        assert voice.open
+        process.kill()
+    assert events == [{"event": "step"}]
+
+
+def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A library or a user's transform prints to the stream of events. The events are read, and the rest is logged."""
+    talks = "print('loading', flush=True)\n" + TALKS + "print('[]')\nprint('7')\nprint(b'\\xff')\n"
+    with subprocess.Popen([sys.executable, "-c", talks], stdout=subprocess.PIPE) as process:
+        events = list(_Voice(process).events())
+    assert (len(events), events[-1]) == (21, {"event": "ended"})
+    assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
+
+
+@pytest.mark.soak
+def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Dagster's storage is unavailable. The outcome of the run is returned nevertheless, and unshown events are logged."""
+
+    def fail_storage(event: dict[str, Any]) -> None:
+        raise OSError("the database is away")
+
+    assert supervise_launch(failing_request(tmp_path), fail_storage)["kind"] == "CatalogUnreachable"
+    assert "the event error could not be shown, training continues: the database is away" in caplog.text
+
+
+def test_interruption_during_display_ends_run(tmp_path: Path) -> None:
+    """The interruption is an exception at any point of the process. A listener for cancellations is called."""
+    requests: list[str] = []
+
+    def interrupt(event: dict[str, Any]) -> None:
+        raise DagsterExecutionInterruptedError
+
+    with pytest.raises(DagsterExecutionInterruptedError):
+        supervise_launch(failing_request(tmp_path), interrupt, on_asking=lambda: requests.append("asked"))
+    assert requests == ["asked"]
+
+
+def test_last_events_of_nodes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher reads their events for longer than ranks take to exit."""
+    program = tmp_path / "supervisor"
+    program.write_text(f"#!{sys.executable}\n{LINGERS}")
+    program.chmod(0o755)
+    monkeypatch.setattr(module, "_MARGIN_S", 0.0)
+    request = failing_request(tmp_path)
+    launch = request.spec.launch.model_copy(update={"on": "slurm", "grace_s": 0.1})
+    request = request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
+    events: list[str] = []
+
+    def interrupt(event: dict[str, Any]) -> None:
+        events.append(event["event"])
+        if len(events) == 1:
+            raise DagsterExecutionInterruptedError
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(DagsterExecutionInterruptedError):
+        supervise_launch(request, interrupt)
+    assert events == ["step", "ended"]
+
+
+def failing_request(folder: Path) -> Request:
+    """Return a job that cannot start, because a file is in the place of its catalog's folder."""
+    (folder / "file").touch()
+    (folder / "train.py").touch()
+    away = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
+    raw = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": ["x"]},
+        "order": {"batch_size": 32},
+        "launch": {"script": str(folder / "train.py")},
+        "lakehouse": away.model_dump(),
+    }
+    return Request(spec=parse_spec(raw, origin="the test").resolved(folder / "home"))

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FORKS = """
+import multiprocessing, signal, time
+from dlac_pipeline.train.termination_notice import Notices
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+
+notices = Notices(LaunchSpec(script="x"), local_rank=0, launched=False, on_deadline=lambda: None)
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
+child.start()
+time.sleep(0.5)
+child.terminate()
+child.join(60)
+time.sleep(1.0)
+print(child.exitcode, notices.first)
+signal.raise_signal(signal.SIGUSR1)
+print(notices.first.name)
+notices.close()
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+
+TOO_LATE = """
+import os, time
+from dlac_pipeline.train.termination_notice import Notices
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+
+launch = LaunchSpec(script="x", deadline_s=0.5)
+notices = Notices(launch, local_rank=0, launched=False, on_deadline=lambda: (print("too late", flush=True), time.sleep(600)))
+os.kill(os.getpid(), 10)
+time.sleep(600)
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in its own process."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
+
+
+def test_signal_to_forked_child_stays_there() -> None:
+    """A terminated worker of a data loader dies of the signal, and the rank that forked it has no termination notice."""
+    result = run(FORKS)
+    assert result.stdout.splitlines() == ["-15 None", "SIGUSR1", "True"], result.stderr
+
+
+def test_process_ends_at_deadline_despite_hang() -> None:
+    """The watchdog calls its function in a thread, and waits for it at most a second."""
+    result = run(TOO_LATE)
+    assert (result.returncode, result.stdout) == (86, "too late\n"), result.stderr

@@ -1,0 +1,120 @@
+"""A script that ends before its run: after a checkpoint if it ends between two steps, otherwise as a failure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import dagster as dg
+import pytest
+
+from assets.training import model_checkpoint
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, run_tag
+from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Supervisor
+from jobs.definitions import defs
+from tests.dagster_runs import job_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Arena
+
+SCRIPT = """
+import sys
+import torch
+import dlac_pipeline as dlac
+
+with dlac.training_run() as run:
+    run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
+    for batch in run.batches():
+        if batch.step == 18 and "in a step" in run.spec.params["ending"]:
+            break
+        if batch.step == 18 and "exits" in run.spec.params["ending"]:
+            sys.exit(0)
+        run.step_done(batch.mean(batch["x"].sum(-1)))
+        if run.step == 15 and "between steps" in run.spec.params["ending"]:
+            break
+        if run.step == run.total_steps and "at the end" in run.spec.params["ending"]:
+            break
+"""
+SILENT = """
+import dlac_pipeline as dlac
+from dlac_pipeline.lakehouse.errors import DlacError
+
+try:
+    with dlac.training_run() as run:
+        for batch in run.batches():
+            run.step_done(0.0)
+except DlacError:
+    pass
+"""
+
+
+def supervisor(arena: Arena, script: str, ending: str = "") -> Supervisor:
+    """Return the supervisor of a run of one rank and 20 steps, with a checkpoint at every tenth."""
+    path = arena.home / "script.py"
+    path.write_text(script)
+    spec = arena.spec("r", world_size=1, passes=1, script=str(path), ending=ending, start="spawn")
+    return Supervisor(Request(spec=spec))
+
+
+def test_script_may_end_between_steps(arena: Arena) -> None:
+    """A checkpoint of its last step is committed. The next start resumes there, and finishes the run exactly."""
+    arena.table(appends=(640,))
+    outcome = supervisor(arena, SCRIPT, "between steps").run()
+    assert (outcome.ending, outcome.step) == ("left", 15)
+    assert [row.step for row in arena.lineage("r")] == [10, 15]
+    outcome = supervisor(arena, SCRIPT, "at the end").run()
+    assert (outcome.ending, outcome.step) == ("finished", 20)
+    assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(640))
+
+
+def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
+    """Every attempt would end in the same way, so one is enough. Its error names the remedy."""
+    arena.table(appends=(640,))
+    with pytest.raises(ScriptInvalid, match="SyntaxError"):
+        supervisor(arena, "def x(:").run()
+    assert len(arena.rows("r", ClaimRow)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("script", "ending", "message"),
+    [
+        (SCRIPT, "in a step", "at step 17"),
+        pytest.param(SCRIPT, "exits", "at step 17", marks=pytest.mark.soak),
+        pytest.param(SILENT, "", "run.restore", marks=pytest.mark.soak),
+        pytest.param("", "", "exit status 0 at step 0", marks=pytest.mark.soak),
+    ],
+    ids=["in a step", "exits", "keeps an error to itself", "never touches DLAC"],
+)
+def test_script_ending_in_step_has_failed(arena: Arena, script: str, ending: str, message: str) -> None:
+    """The script is not launched again, and committed checkpoints stay."""
+    arena.table(appends=(640,))
+    with pytest.raises(LeftUnfinished, match=message):
+        supervisor(arena, script, ending).run()
+    assert len(arena.rows("r", ClaimRow)) == 1
+    assert [row.step for row in arena.rows("r", CheckpointRow)] == ([10] if ending else [])
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
+def test_left_run_materializes_no_model(arena: Arena, tmp_path: Path) -> None:
+    """The run fails by name, and no sensor launches it again."""
+    arena.table(appends=(640,))
+    path = arena.home / "script.py"
+    path.write_text(SCRIPT)
+    spec = arena.spec("r", world_size=1, passes=1, script=str(path), ending="between steps")
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(
+        str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}
+    ) as instance:
+        job = defs.resolve_job_def("train_job")
+        done = job.execute_in_process(run_config=job_config(spec), instance=instance, raise_on_error=False)
+        assert not done.success
+        assert model_checkpoint.key not in {each.asset_key for each in done.get_asset_materialization_events()}
+        run = instance.get_run_by_id(done.run_id)
+        assert run is not None
+        assert run_tag(run, NO_RECOVERY_TAG) == "LeftUnfinished"
+    assert arena.lineage("r")[-1].step == 15

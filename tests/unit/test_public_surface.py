@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import inspect
+
+import dlac_pipeline
+from dlac_pipeline.lakehouse import errors
+
+
+def classes() -> dict[str, type[errors.DlacError]]:
+    """Return all error classes by name."""
+    found = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+    return {name: value for name, value in found.items() if issubclass(value, errors.DlacError)}
+
+
+def test_public_surface_is_pinned() -> None:
+    """Users import these sorted names, and each exists. A change here is a change for users."""
+    names = ["Batch", "DistributedState", "DlacDataset", "TorchState", "TrainingRun", "open_dataset", "training_run"]
+    assert dlac_pipeline.__all__ == names
+    assert all(getattr(dlac_pipeline, name).__name__ == name for name in dlac_pipeline.__all__)
+    assert not hasattr(dlac_pipeline, "no_such_name")
+
+
+def test_tree_of_errors_is_complete() -> None:
+    """The module docstring of dlac_pipeline.lakehouse.errors names every class once, below its parent."""
+    drawing = errors.__doc__ or ""
+    parents: list[str] = ["DlacError"]
+    drawn = {"DlacError": "Exception"}
+    for line in drawing.splitlines():
+        if "── " in line:
+            depth = line.index("── ") // 4 + 1
+            names = [word.strip() for word in line.split("── ")[1].split("  ")[0].split(",")]
+            del parents[depth:]
+            drawn.update(dict.fromkeys(names, parents[-1]))
+            parents.append(names[-1])
+    assert drawn == {name: value.__bases__[0].__name__ for name, value in classes().items()}
+
+
+def test_every_error_has_meaning_and_status() -> None:
+    """Each class has a one-sentence docstring, and an exit status that differs from those of signals and success."""
+    for name, value in classes().items():
+        assert value.__doc__, name
+        assert 64 <= value.exit_code <= 113, name

@@ -1,0 +1,71 @@
+"""Rescaling for new nodes: ranks have all the time that their checkpoint takes, but a termination notice keeps its deadline."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
+from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
+
+HOUR_S = 3600.0
+POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
+
+
+@pytest.fixture
+def when(tmp_path: Path) -> Iterator[CheckpointPolicy]:
+    """Yield the policy of rank 0, in a job for up to two nodes."""
+    launch = {"script": "x", "nodes": "1:2", "rendezvous": "host:1", "grace_s": 25.0}
+    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
+    raw = {"run": "r", "source": {"table": "src.t", "columns": ["x"]}, "order": order, "launch": launch}
+    policy_of_rank_0 = CheckpointPolicy(parse_spec(raw, origin="the test"), 0, tmp_path, EventWriter(tmp_path, 0))
+    policy_of_rank_0.resumed(POINT, Mock())
+    yield policy_of_rank_0
+    policy_of_rank_0.close()
+
+
+def event_names(folder: Path) -> list[str]:
+    """Return the names of the written events."""
+    path = folder / "events.jsonl"
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> None:
+    """Rank 0 reports the rescale after its supervisor's request. The report is no termination notice, and ends no node."""
+    assert when.step_done(1, in_background=False) == RankReport()
+    room_file(tmp_path).touch()
+    assert when.step_done(2, in_background=False) == RankReport(makes_room=True)
+    when.on_sync(StepSync(step=2, losses=[0.0], needed_s=HOUR_S, makes_room=True))
+    assert when.leaving is not None
+    assert when.reason() == NODES
+    when.left()
+    assert event_names(tmp_path) == []
+    assert not notice_file(tmp_path, 0).exists()
+
+
+def test_notice_outweighs_rescale(when: CheckpointPolicy, tmp_path: Path) -> None:
+    """A notice together with the rescale leaves no time for the checkpoint, and is reported."""
+    when.on_sync(StepSync(step=2, losses=[0.0], notice="SIGUSR1", needed_s=HOUR_S, makes_room=True))
+    assert when.reason() is None
+    when.left()
+    assert event_names(tmp_path) == ["preempted"]
+
+
+def test_notice_during_rescale_is_reported(when: CheckpointPolicy, tmp_path: Path) -> None:
+    """The checkpoint is being written. The rank keeps the deadline of the notice itself."""
+    when.on_sync(StepSync(step=2, losses=[0.0], makes_room=True))
+    signal.raise_signal(signal.SIGUSR1)
+    assert when.reason() == NODES
+    when.left()
+    assert event_names(tmp_path) == ["preempted"]
+    assert notice_file(tmp_path, 0).exists()
