@@ -18,7 +18,8 @@ setup: .venv/.ready
 demo: setup  ## plan, train, crash, recover, audit, report: the main job on real input
 	$(BIN)/dlac demo
 
-test: setup lint unit  ## lint, types, import contracts, tests
+test: setup  ## lint, types, import contracts, tests: side by side, because most waits of tests leave a core free
+	$(MAKE) --no-print-directory --jobs 2 lint unit
 
 lint: setup
 	$(BIN)/ruff check .
@@ -29,7 +30,7 @@ lint: setup
 	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py tests/unit/test_reference.py
 
 unit: setup
-	$(BIN)/pytest -m "not soak" -n 4 --dist loadgroup --no-loadscope-reorder --durations 30
+	$(BIN)/pytest -m "not soak" -n 6 --dist loadgroup --no-loadscope-reorder --durations 30
 
 docs: setup  ## the reference pages, and the site in site/; a warning is an error
 	$(BIN)/python docs/generate.py

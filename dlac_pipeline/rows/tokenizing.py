@@ -88,6 +88,8 @@ def load_tokenizer(name: str | Path) -> FastTokenizer:
     path = Path(name)
     if path.is_file():
         return _from_file(path)
+    if path.suffix == ".json":  # the hub has no tokenizer of such a name, and transformers asks it for a minute
+        raise TokenizerUnreadable(f"expected a tokenizer's JSON file at {str(name)!r}, found no file: correct the path")
     backend = _from_transformers(str(name))
     return FastTokenizer(backend, name=str(name), digest=blake3(backend.to_str(pretty=True).encode()).hexdigest())
 

@@ -150,6 +150,7 @@ def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatc
     assert 'pip install "dlac-pipeline[dagster]"' in done.stderr
 
 
+@pytest.mark.soak
 def test_the_demo_explains_its_own_options() -> None:
     """`dlac demo --help` is the demo's help."""
     with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
@@ -205,6 +206,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
     return said.decode()
 
 
+@pytest.mark.soak
 def test_output_is_whole_in_pipe(arena: Arena) -> None:
     """A pipe gets a line per row; a terminal that is too narrow for a row of SQL gets a line per field, and ids whole."""
     arena.table(appends=(300,))

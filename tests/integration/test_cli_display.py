@@ -80,6 +80,7 @@ def some_runs(arena: Arena) -> None:
     fork_run(arena.lakehouse, arena.spec(LONG, **settings), "whole", step=4)
 
 
+@pytest.mark.soak
 def test_commands_fit_narrow_terminals(arena: Arena) -> None:
     """No line is longer than the terminal, no None is shown, and names are whole in a pipe."""
     some_runs(arena)

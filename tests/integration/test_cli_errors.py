@@ -216,7 +216,7 @@ def test_markup_in_adopted_path_is_shown(arena: Arena) -> None:
         assert f"adopted from {name}" in console.export_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGPIPE])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGPIPE])
 def test_leaving_early_is_quiet(trained: Arena, number: signal.Signals) -> None:
     """Ctrl-C, and a reader such as `head` that has gone, print nothing."""
     command = [str(Path(sys.executable).parent / "dlac"), "status", "r", "--home", str(trained.home)]

@@ -103,6 +103,7 @@ def test_the_snapshot_sensor_asks_once_for_each_snapshot(
     assert after != before
 
 
+@pytest.mark.soak
 def test_rewound_run_trains_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Neither the Dagster run that ended well from that head before, nor the sensor's key, stands for the new branch."""
     arena.table(appends=(64,))

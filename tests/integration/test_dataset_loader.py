@@ -53,6 +53,7 @@ def test_read_ahead_consumer_reports_progress(datasets: Datasets) -> None:
         assert seen(datasets.open("packed", state=dataset.state_dict())) == datasets.whole("packed")[3:]
 
 
+@pytest.mark.soak
 def test_iterating_again_goes_on_where_the_consumer_stands(datasets: Datasets) -> None:
     """A loop that was left is gone on with, persistent workers or not; behind the last pass nothing follows."""
     whole = datasets.whole("packed")

@@ -71,6 +71,7 @@ def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
         checkpoint_of_file(arena.lakehouse, deployed)
 
 
+@pytest.mark.soak
 def test_the_same_weights_make_the_same_file_once(arena: Arena) -> None:
     """Exported again, the file has the same digest and the ledger no second row; a run that is on commits behind it."""
     arena.table(appends=(640,))

@@ -139,6 +139,7 @@ def rows_seen(arena: Arena, connection: duckdb.DuckDBPyConnection, macro: str, t
     return {row_id for (row_id,) in found.fetchall()}
 
 
+@pytest.mark.soak
 def test_rewound_fork_counts_ancestors(arena: Arena) -> None:
     """Excluded rows that only the run it was forked from was trained on have been seen by the fork as well."""
     arena.table(appends=(400,))
@@ -239,6 +240,7 @@ class AwayInTheEnd(SlowFiles):
         raise StoreUnavailable("away")
 
 
+@pytest.mark.soak
 def test_failed_fork_releases_own_hold(arena: Arena) -> None:
     """Another one to the same run goes on copying; once that has begun, every hold for it is let go of."""
     arena.table(appends=(500,))

@@ -89,7 +89,7 @@ def test_a_rolled_back_table_is_another_history(lake: Lake) -> None:
         lake.changes(second)
     lake.append(4)
     lake.expire(first, third)
-    with pytest.raises(AppendHistoryLost, match=r"to descend|new rows cannot be told"):
+    with pytest.raises(AppendHistoryLost, match=r"to descend|new rows cannot be distinguished"):
         lake.changes(second)
 
 

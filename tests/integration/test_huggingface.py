@@ -181,6 +181,7 @@ def test_a_killed_trainer_resumes_exactly(home: Path, kind: str, kills: int) -> 
     assert consumed(home) == whole
 
 
+@pytest.mark.soak
 def test_a_checkpoint_without_a_state_is_not_complete(home: Path) -> None:
     """The Trainer's newest checkpoint does not count when it was killed before the state was written."""
     dataset = opened(home)
@@ -195,6 +196,7 @@ def test_a_checkpoint_without_a_state_is_not_complete(home: Path) -> None:
     assert last_checkpoint(home / "nowhere") is None
 
 
+@pytest.mark.soak
 def test_accumulated_gradients_are_resumed_exactly(home: Path) -> None:
     """With gradient_accumulation_steps of 3 every optimizer step takes three batches, before and behind a resume."""
     trainer_of(home, opened(home), gradient_accumulation_steps=3, max_steps=9).train()

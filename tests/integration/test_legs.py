@@ -145,6 +145,7 @@ def test_followed_snapshot_is_pinned_and_released(arena: Arena) -> None:
     assert [pin.snapshot_id for pin in pins] == [leg.sources[0].snapshot_id for leg in legs(arena, "r")]
 
 
+@pytest.mark.soak
 def test_files_may_go_after_expiry(arena: Arena) -> None:
     """The audit misses a data file as long as its snapshot is there; what the table has expired is its own affair."""
     arena.table(appends=(96,), row_group_rows=50)

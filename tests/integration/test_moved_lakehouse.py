@@ -150,6 +150,7 @@ def test_home_with_odd_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r"))
 
 
+@pytest.mark.soak
 def test_copy_is_judged_by_itself(trained: Arena, tmp_path: Path) -> None:
     """The original trains on after `cp -r`: its newer commit mark proves nothing about the copy."""
     copy = tmp_path / "copy"

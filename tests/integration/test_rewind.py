@@ -247,6 +247,7 @@ def rows_trained_on(steps: Steps) -> dict[int, int]:
     return {row: step for step, rows in steps.items() for row in rows}
 
 
+@pytest.mark.soak
 def test_excluded_rows_that_were_seen_are_counted(arena: Arena) -> None:
     """Of a rewind that comes too late the report says how many rows, and which checkpoint has seen none of them."""
     arena.table()
@@ -272,6 +273,7 @@ def test_excluded_rows_that_were_seen_are_counted(arena: Arena) -> None:
     assert audit_run(arena.lakehouse, "r").exact
 
 
+@pytest.mark.soak
 def test_command_line_reports_rows_seen(arena: Arena) -> None:
     """The command says how many rows and prints the rewind that goes further back; `--json` has both."""
     arena.table(appends=(500,))
@@ -339,6 +341,7 @@ def test_spec_beyond_rewind_is_refused(arena: Arena) -> None:
     assert audit_run(arena.lakehouse, "r").exact
 
 
+@pytest.mark.soak
 def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
     """Without a name it is refused, as is what leaves nothing of an endless source; the other source is read as before."""
     arena.table(appends=(500,))
@@ -402,6 +405,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
     assert [row.kind for row in arena.rows("r", *HEAD_KINDS) if isinstance(row, RewindRow)] == ["rewind"]
 
 
+@pytest.mark.soak
 def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     """Told when it is found and again at the next start; rewinding to one of those goes on behind it."""
     arena.table()

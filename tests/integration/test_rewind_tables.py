@@ -24,6 +24,7 @@ def rows_of_steps(steps: Steps) -> set[int]:
     return {row for rows in steps.values() for row in rows}
 
 
+@pytest.mark.soak
 def test_exclusion_uses_newer_column(arena: Arena) -> None:
     """In what was planned before the column came it is null, and so nothing is excluded there."""
     table = arena.table(appends=(128,))
@@ -80,6 +81,7 @@ def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
     arena.train(lenient)
 
 
+@pytest.mark.soak
 def test_small_appends_commit_nothing_after_exclusion(arena: Arena) -> None:
     """What is left out was said with the branch's first checkpoint; a trickle of rows must not push older checkpoints out."""
     arena.table(appends=(128,))

@@ -133,6 +133,7 @@ def test_processes_have_titles(tmp_path: Path, start: str) -> None:
         assert start == "spawn" or " ".join(above.cmdline()).strip() == "dlac r fork server"
 
 
+@pytest.mark.soak
 def test_rank_has_default_signal_handlers(tmp_path: Path) -> None:
     """The script of a forked rank neither blocks nor ignores a signal that ends a launch, unless this process ignores it."""
     script = """
@@ -199,6 +200,7 @@ def test_log_of_rank_is_bounded(tmp_path: Path, start: str) -> None:
     assert ranks.log_end(0)["log_tail"].endswith("ValueError: the end")
 
 
+@pytest.mark.soak
 def test_silent_server_is_a_hang(tmp_path: Path) -> None:
     """The wait for it is as long as for a silent rank that starts."""
     spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=delaying_environment(tmp_path))
