@@ -5,7 +5,7 @@ import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder
 from dlac_pipeline.checkpoint.interval import Interval
 
 
-def an_hour(interval: Interval, now: float, *, behind: bool) -> float:
+def an_hour(interval: Interval, now: float, *, in_background: bool) -> float:
     """Return an hour, instead of the duration of the last checkpoint."""
     return 3600.0
 
