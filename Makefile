@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py tests/unit/test_reference.py
 
 unit: setup
-	$(BIN)/pytest -m "not soak" -n 6 --dist loadgroup --no-loadscope-reorder --durations 30
+	$(BIN)/pytest -m "not soak" -n 4 --dist loadgroup --no-loadscope-reorder --durations 30
 
 docs: setup  ## the reference pages, and the site in site/; a warning is an error
 	$(BIN)/python docs/generate.py

@@ -13,8 +13,11 @@ from pathlib import Path
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # published without types
 
 SHARED = ("lake", "workshop", "datasets")
-"""Fixtures of a session that one process makes for all modules. `campaign` has too many modules for one process."""
+"""Fixtures of a session that one process makes for all modules."""
 _ARGUMENT = re.compile(rf"\b({'|'.join(SHARED)}): [A-Z]")
+_CAMPAIGN = re.compile(r"\bcampaign: [A-Z]")
+_CAMPAIGNS = 3
+"""Processes that make a `campaign`: it has too many modules for one process."""
 _ROOT = Path(__file__).parents[1]
 
 
@@ -27,6 +30,19 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # as above
 
 @cache
 def group_of(module: str) -> str:
-    """Return the group of a test module: the shared fixture that its tests have as an argument, or the module itself."""
+    """Return the group of a test module: the shared fixture that its tests have as an argument, or the module itself.
+
+    The modules of `campaign` are three groups, in turn.
+    """
     found = _ARGUMENT.search((_ROOT / module).read_text())
-    return found[1] if found else module
+    if found:
+        return found[1]
+    campaign = _campaign_modules()
+    return f"campaign {campaign.index(module) % _CAMPAIGNS}" if module in campaign else module
+
+
+@cache
+def _campaign_modules() -> list[str]:
+    """Return the test modules that use a `campaign`, by name."""
+    modules = sorted((_ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(_ROOT)) for path in modules if _CAMPAIGN.search(path.read_text())]

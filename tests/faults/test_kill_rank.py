@@ -13,11 +13,9 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
-QUICK, ALL = 1, 20
-SEEDS = [pytest.param(seed, marks=[] if seed < QUICK else [pytest.mark.soak]) for seed in range(ALL)]
 
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
 def test_random_rank_kill_changes_nothing(campaign: Arena, seed: int) -> None:
     """The run finishes, its journal has every row once per pass, and batches and losses are those of the undisturbed run."""
     draw = random.Random(seed)

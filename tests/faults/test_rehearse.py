@@ -47,6 +47,7 @@ def production(arena: Arena, run: str) -> Seen:
     return (None if snapshot is None else snapshot.snapshot_id, files, sandboxes)
 
 
+@pytest.mark.soak
 def test_rehearsal_is_identical_and_clean(campaign: Arena) -> None:
     """`dlac rehearse` compares every loss after the last checkpoint with a successor. Ledger, files and journal stay."""
     before, entries = production(campaign, "reference"), len(campaign.entries("reference"))
