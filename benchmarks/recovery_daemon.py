@@ -5,8 +5,8 @@ another supervisor. The other side is a Dagster job whose only op runs `torchrun
 which reads from the first row. Dagster's run retries start it again. The process of the Dagster run stays alive on both sides:
 plain Dagster does not start a run again whose process is lost.
 
-Plain Dagster can fail to recover at all: DeepSpeed's resume may meet a checkpoint that a kill interrupted. Then its run makes no
-step for `_GIVES_UP_S`, the round ends for that side, and `bare_stuck` counts it. Such a kill is in no median.
+Plain Dagster can fail to recover at all, for a reason that was not found: its run makes no step for `_GIVES_UP_S`. Then the round
+ends for that side, and `bare_stuck` counts it. Such a kill is in no median.
 
 A third side has no counterpart: the Dagster run's process is killed too. A real dagster-daemon then fails the run, and its
 sensor requests `recover_job`. The sides alternate, with a few kills each, timed from outside.

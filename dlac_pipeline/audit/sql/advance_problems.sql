@@ -135,7 +135,7 @@ found AS (
                 AND d.block = w.block AND d.position = w.previous_position))
     UNION ALL
     SELECT run, 'tokens', place || format('expected tokens before {} of the row at position {} to be read, found {} before them',
-        token_end, read_to, token_start)
+        token_end, read_to, or_nothing(token_start))
     FROM placed
     WHERE token_end < 1 OR token_start < 1 OR (read_to = position_start AND token_start >= token_end)
     UNION ALL
