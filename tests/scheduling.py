@@ -1,5 +1,7 @@
 """The scheduler of `make test`: one process runs the tests of a module, or of all modules that share a trained lakehouse.
 
+Half of the processes run groups whose tests mostly wait for training processes. The other half keep the cores busy.
+
 pytest-xdist 3.8 groups tests by a suffix of their ids. With pytest 9.2 the suffix has no effect, for an id cannot be set any
 more: each process made each lakehouse. Here a group follows from the path in the id.
 """
@@ -11,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # published without types
+from xdist.workermanage import WorkerController  # type: ignore[import-untyped]  # as above
 
 SHARED = ("lake", "workshop", "datasets")
 """Fixtures of a session that one process makes for all modules."""
@@ -27,6 +30,20 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # as above
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid.partition("::")[0])
 
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        self.workqueue.move_to_end(self._next_group(), last=False)
+        super()._assign_work_unit(node)
+
+    def _next_group(self) -> str:
+        """Return the group to run next: one that waits, if fewer than half of the processes have one, else one that does not."""
+        waiting = sum(
+            any(_waits(group) and not all(tests.values()) for group, tests in work.items())
+            for work in self.assigned_work.values()
+        )
+        wanted = 2 * waiting < len(self.assigned_work)
+        groups: list[str] = list(self.workqueue)
+        return next((group for group in groups if _waits(group) == wanted), groups[0])
+
 
 @cache
 def group_of(module: str) -> str:
@@ -39,6 +56,11 @@ def group_of(module: str) -> str:
         return found[1]
     campaign = _campaign_modules()
     return f"campaign {campaign.index(module) % _CAMPAIGNS}" if module in campaign else module
+
+
+def _waits(group: str) -> bool:
+    """Return whether the tests of the group mostly wait for training processes."""
+    return group.startswith(("tests/faults/", "campaign"))
 
 
 @cache
