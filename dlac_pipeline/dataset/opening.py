@@ -142,7 +142,7 @@ def _spec_of(
         asked = spec if isinstance(spec, JobSpec) else read_spec(Path(spec))
     if lakehouse is None:
         return asked
-    config = lakehouse.config if isinstance(lakehouse, Lakehouse) else lakehouse
+    config = lakehouse.named if isinstance(lakehouse, Lakehouse) else lakehouse
     return asked.model_copy(update={"lakehouse": config})
 
 

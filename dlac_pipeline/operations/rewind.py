@@ -157,9 +157,10 @@ def _exclusions(leg: Leg, exclude: Sequence[str], source: str | None) -> tuple[E
 def _check_sources(
     lakehouse: Lakehouse, leg: Leg, wanted: Sequence[Exclusion], spec: JobSpec | None, *, begins: bool
 ) -> None:
-    for index, (mine, table) in enumerate(zip(leg.sources, _tables(lakehouse, leg, spec), strict=True)):
+    for index, (mine, name) in enumerate(zip(leg.sources, _table_names(leg, spec), strict=True)):
+        table = lakehouse.load(name)
         for plan_id in mine.start.plan_ids:
-            check_plan(lakehouse, plan_id, table=".".join(table.name()))
+            check_plan(lakehouse, plan_id, table=name)
         if mine.follow == "appends":
             _check_history(table, mine, "read" if spec is None else spec.sources[index].on_overwrite)
         where = [each.where for each in wanted if each.source == index]
@@ -169,10 +170,9 @@ def _check_sources(
             _check_leaves_some(lakehouse, table, mine, where, begins=begins, alone=len(leg.sources) == 1)
 
 
-def _tables(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Table]:
-    """Return the table of each source, by its current name."""
-    names = [source.table for source in (leg.sources if spec is None else spec.sources)]
-    return [lakehouse.load(name) for name in names]
+def _table_names(leg: Leg, spec: JobSpec | None) -> list[str]:
+    """Return the current name of the table of each source."""
+    return [source.table for source in (leg.sources if spec is None else spec.sources)]
 
 
 def _check_history(table: Table, mine: LegSource, on_overwrite: OnOverwrite) -> None:
@@ -240,7 +240,7 @@ def _seen_before(
     if target is None:
         return {"excluded_rows_seen": 0}
     try:
-        seen = _seen_rows(lakehouse, run, target, wanted, _tables(lakehouse, *of))
+        seen = _seen_rows(lakehouse, run, target, wanted, [lakehouse.load(name) for name in _table_names(*of)])
     except (DlacError, duckdb.Error) as err:  # the snapshot of an old plan may have expired
         return {"not_counted": f"{type(err).__name__}: {err}"}
     count = len({(source, path, row) for source, path, row, _ in seen})

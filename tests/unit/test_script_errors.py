@@ -52,7 +52,10 @@ def fail(folder: Path, statement: str) -> BaseException:
         ("answer = requests.Response(); answer.status_code = 403; answer.raise_for_status()", "script"),
         ("raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9')", "peer"),
         ("raise type('DistBackendError', (RuntimeError,), {})('NCCL error')", "peer"),
-        ("from dlac_pipeline.plan.affine import choose_permutation; choose_permutation('three', 1, shuffle=True)", "dlac"),
+        (
+            "from dlac_pipeline.plan.affine import choose_permutation; choose_permutation('three', 1, shuffle=True)",
+            "dlac",
+        ),
         ("from dlac_pipeline.lakehouse.errors import Fenced; raise Fenced('no')", ""),
     ],
 )

@@ -53,7 +53,10 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
         ),
         (changed("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
         (changed("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
-        (changed("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
+        (changed("lakehouse", type="in-memory"), r"lakehouse\.type: .*'in-memory'"),
+        (changed("source", ref="b", snapshot_id=1), r"source: expected ref or snapshot_id, found 'b' and 1"),
+        (changed("source", ref="b", follow="appends"), r"source: expected a source that follows .*'b'"),
+        (changed("source", table="a:s.t", catalog="b"), r"source: expected one catalog, found 'b'"),
         ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
     ],
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from dlac_pipeline.lakehouse.config import LakehouseConfig, sqlite_file
+from dlac_pipeline.lakehouse.config import DEFAULT_NAME, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.errors import LakehouseError
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import ReportingConnection, lock_timeout_s
 
@@ -100,7 +100,7 @@ def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not {"iceberg_tables", "iceberg_namespace_properties"} <= names:
             return Recorded()
-        key = (config.name, config.namespace)
+        key = (config.name or DEFAULT_NAME, config.namespace)
         table = connection.execute(
             "SELECT metadata_location FROM iceberg_tables "
             "WHERE catalog_name = ? AND table_namespace = ? AND table_name = 'consumption'",
