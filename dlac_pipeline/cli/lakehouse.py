@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,11 +76,15 @@ def audit(
 @app.command(
     rich_help_panel=LAKEHOUSE,
     epilog=examples(
-        'dlac sql "FROM checkpoints"', "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json"
+        'dlac sql "FROM checkpoints"',
+        "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
+        "dlac sql --database ledger.duckdb",
     ),
 )
 def sql(
-    query: Annotated[str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints".')],
+    query: Annotated[
+        str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints"; may be left out with --database.')
+    ] = "",
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
@@ -87,6 +92,10 @@ def sql(
         bool,
         typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions."),
     ] = False,
+    database: Annotated[
+        Path | None,
+        typer.Option(help="Write the tables, views and macros to this new DuckDB file, which is read without DLAC."),
+    ] = None,
 ) -> None:
     """Ask the lakehouse: the tables, the views of the audit, and its macros consumed(file, row, checkpoint), touched(...).
 
@@ -94,9 +103,13 @@ def sql(
     """
     import duckdb
 
-    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
+    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit, write_database
 
     lakehouse = lakehouse_of(spec, home)
+    if database is not None:
+        write_database(lakehouse, database)
+        if not query:
+            return
     with open_audit(lakehouse) as connection:
         try:
             if not connection.extract_statements(query):
