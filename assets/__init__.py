@@ -1,1 +1,1 @@
-"""Dagster's nouns: corpus, tokens, pinned snapshot, work plan, model checkpoint, and the checks on them."""
+"""Nouns of this project: corpus, tokens, and the assets of a training run."""

@@ -35,8 +35,9 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from tests.object_store import object_store
 
 _WIDTH = 4096
@@ -148,7 +149,7 @@ def _on_other_node(home: Path, spec: JobSpec) -> JobSpec:
 
 def _resume(lakehouse: Lakehouse, spec: JobSpec, forwarder: _Forwarder) -> _Resume:
     before, started = forwarder.bytes, time.perf_counter()
-    point = claim_and_verify(lakehouse, spec, nonce=new_nonce())
+    point = claim_and_verify(Plans(lakehouse), spec, ClaimRequest())
     total_s = time.perf_counter() - started
     assert point.step == 1
     return _Resume(bytes=forwarder.bytes - before, verify_s=point.verify_s, total_s=total_s)

@@ -43,10 +43,11 @@ from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders.tables import Lake
 from dlac_pipeline.ingest.tokenizer import save_tokenizer, train_tokenizer
 from dlac_pipeline.plan.legs.choice import first_leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
@@ -189,7 +190,7 @@ def open_reader(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> R
     spec = job(home, kind, shuffle=shuffle, threads=threads)
     lakehouse = Lake(home).lakehouse
     leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
-    return open_leg(lakehouse, leg, spec).reader(rank=0, world_size=1)
+    return open_leg(Plans(lakehouse), leg, spec).reader(rank=0, world_size=1)
 
 
 class Dlac:

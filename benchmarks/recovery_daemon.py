@@ -1,10 +1,12 @@
 """Global recovery, from SIGKILL of a launch to its first new optimizer step: `python -m benchmarks.recovery_daemon [--quick]`.
 
-As benchmarks/recovery.py, but what starts the two ranks is killed with them, and a real dagster-daemon has to start all of
-it again. Under DLAC a sensor sees that the Dagster run has failed and requests `recover_job`. Beside it a Dagster job whose
-only op runs `torchrun` on the same script with DeepSpeed's own resume, which reads rows from the first on; Dagster's run
-retries start it again. The process of the Dagster run stays alive on both sides: nothing in plain Dagster starts a run
-again whose process is gone. The sides take turns, a few kills each, timed from outside.
+As benchmarks/recovery.py, but what starts the two ranks is killed with them. Under DLAC the process of the Dagster run starts
+another supervisor. Beside it a Dagster job whose only op runs `torchrun` on the same script with DeepSpeed's own resume, which
+reads rows from the first on; Dagster's run retries start it again. The process of the Dagster run stays alive on both sides:
+nothing in plain Dagster starts a run again whose process is gone.
+
+A third side has no counterpart: the Dagster run's process is killed as well. A real dagster-daemon then fails the run, and its
+sensor requests `recover_job`. The sides take turns, a few kills each, timed from outside.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -30,7 +33,8 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.spec.job_spec import parse_spec
 from jobs.local_dagster import LocalDagster
 
-_SIDES = ("dlac", "bare")
+_DAEMON = "daemon"
+_SIDES = ("dlac", "bare", _DAEMON)
 _LOOKS_EVERY_S = 5.0
 """How often a daemon looks for runs that have ended."""
 _PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
@@ -40,26 +44,28 @@ def main() -> None:
     """Kill in turn, and report."""
     rounds, kills = (1, 2) if "--quick" in sys.argv[1:] else (4, 5)
     measured: dict[str, list[float]] = {side: [] for side in _SIDES}
-    recovered: list[Recovery] = []
+    recovered: dict[str, list[Recovery]] = {side: [] for side in _SIDES}
     for number in range(rounds):
         for side in _SIDES:
             with tempfile.TemporaryDirectory(prefix="dlac-recovery-") as home:
                 lakehouse = make_source(Path(home))
                 found = campaign(lakehouse, Path(home), side, kills, random.Random(number))
-                recovered += recoveries_of(lakehouse) if side == "dlac" else []
+                recovered[side] += [] if side == "bare" else recoveries_of(lakehouse)
             measured[side] += found
             print(json.dumps({"side": side, "recovery_s": found}), flush=True)
+    by_daemon = measured.pop(_DAEMON)
     figures = beside_bare(measured, "dlac", most=1.15)
-    for phase in _PHASES:
-        values = [getattr(one, phase) or 0.0 for one in recovered]
-        figures[f"dlac_{phase}"] = Figure(value=statistics.median(values), unit="s")
+    figures[f"{_DAEMON}_s"] = Figure(value=statistics.median(by_daemon), unit="s")
+    for side, phase in product(("dlac", _DAEMON), _PHASES):
+        values = [getattr(one, phase) or 0.0 for one in recovered[side]]
+        figures[f"{side}_{phase}"] = Figure(value=statistics.median(values), unit="s")
     report("recovery_daemon", figures)
 
 
 def campaign(lakehouse: Lakehouse, home: Path, side: str, kills: int, chance: random.Random) -> list[float]:
     """Seconds from each kill to the first new step."""
     stamps, found = home / "stamps", []
-    dagster, started, config = _under_dlac(home) if side == "dlac" else _bare(home, source_files(lakehouse))
+    dagster, started, config = _bare(home, source_files(lakehouse)) if side == "bare" else _under_dlac(home)
     with dagster.running():
         run_id = dagster.launch(started, config)
         steps_behind(stamps, 0.0, 2 * EVERY_STEPS)
@@ -67,7 +73,7 @@ def campaign(lakehouse: Lakehouse, home: Path, side: str, kills: int, chance: ra
             launch = _launch_of(stamps)
             time.sleep(chance.uniform(0.0, _LOOKS_EVERY_S))  # so that kills are in step with neither side's daemon
             _wait_between_checkpoints(stamps)
-            _kill(launch)
+            _kill([launch[0].parent() or launch[0], *launch] if side == _DAEMON else launch)
             killed_at, killed = time.time(), {process.pid for process in launch}
             found.append(steps_behind(stamps, killed_at, 1, not_by=killed) - killed_at)
             steps_behind(stamps, killed_at, 2 * EVERY_STEPS, not_by=killed)

@@ -34,9 +34,10 @@ from benchmarks.peer_loaders.tables import Lake
 from benchmarks.reader import Kind, build, job
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 
 _POSITIONS = (0.01, 0.5, 0.99)
 
@@ -91,7 +92,7 @@ def _measure(home: Path, kind: Kind, *, shuffle: bool, rounds: int) -> dict[str,
 
 
 def _opened(home: Path, kind: Kind, leg: Leg, *, shuffle: bool) -> OpenLeg:
-    return open_leg(Lake(home).lakehouse, leg, job(home, kind, shuffle=shuffle))
+    return open_leg(Plans(Lake(home).lakehouse), leg, job(home, kind, shuffle=shuffle))
 
 
 def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:

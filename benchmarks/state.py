@@ -32,6 +32,8 @@ from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, read_units
 from dlac_pipeline.plan import planner
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
+from dlac_pipeline.plan.plan import unit_table
+from dlac_pipeline.plan.slices import write_cut
 from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.plan.units import UnitTable
 
@@ -148,7 +150,7 @@ def _plan(units: int) -> None:
         del groups
         order = _leg(_source(plan.row.plan_id, passes=4)).order({plan.row.plan_id: plan.units})
         started = time.perf_counter()
-        planner.record_cut(lakehouse, plan.row.plan_id, order.sources[0].cut_of(0))
+        write_cut(lakehouse, plan.row.plan_id, order.sources[0].cut_of(0))
         cut_s = time.perf_counter() - started
         _say(
             plan_listing_s=(listed_s, "s", None),
@@ -168,7 +170,7 @@ def _open(units: int) -> None:
         row = _written_by_another(Path(home), units)
         lakehouse = connect(LakehouseConfig().at_home(Path(home)))
         before, started = _rss(), time.perf_counter()
-        plan = planner._unit_table(read_units(lakehouse, row))
+        plan = unit_table(read_units(lakehouse, row))
         loaded_s = time.perf_counter() - started
         order = _leg(_source("p", passes=4)).order({"p": plan})
         late = int(2.99 * int(plan.rows.sum())) // _BATCH

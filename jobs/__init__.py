@@ -1,1 +1,1 @@
-"""Dagster jobs, sensors, schedules and definitions, and the demo."""
+"""Jobs, sensors and schedules of this project, its definitions, and the demo."""

@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import dagster as dg
 
-from assets.checks import checkpoint_restorable, consumption_audit
-from assets.planning import pinned_snapshot, work_plan
-from assets.rehearsal import rehearsal_identical
-from assets.resources import JobResource, LakehouseResource
 from assets.sources import corpus, tokens
-from assets.training import model_checkpoint
-from jobs.alerts import dlac_alerts
-from jobs.continual import continual_training_schedule, new_snapshot_sensor
-from jobs.lost_runs import lost_run_sensor
-from jobs.recovery import preemption_sensor, recovery_sensor
-from jobs.rehearse import rehearse_job, rehearse_schedule
-from jobs.train import ingest_job, recover_job, train_job
-from jobs.upkeep import ledger_maintenance_schedule, upkeep_job
-from jobs.verify import verify_job, verify_schedule
+from assets.training import model_checkpoint, pinned_snapshot, work_plan
+from catalog import PROFILE
+from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
+from dlac_pipeline.dagster.assets.rehearsal import rehearsal_identical
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.resources import JobResource, LakehouseResource
+from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
+from jobs import train
+from jobs.maintenance import alerts, ledger_maintenance_schedule, rehearse_schedule, verify_schedule
 
 defs = dg.Definitions(
     assets=[corpus, tokens, pinned_snapshot, work_plan, model_checkpoint],
     asset_checks=[consumption_audit, checkpoint_restorable, rehearsal_identical],
-    jobs=[ingest_job, train_job, recover_job, upkeep_job, verify_job, rehearse_job],
-    schedules=[continual_training_schedule, ledger_maintenance_schedule, verify_schedule, rehearse_schedule],
-    sensors=[recovery_sensor, preemption_sensor, lost_run_sensor, new_snapshot_sensor, *dlac_alerts()],
-    resources={"job": JobResource.configure_at_launch(), "lakehouse": LakehouseResource()},
+    jobs=[train.ingest_job, train.train_job, train.recover_job, upkeep_job, verify_job, rehearse_job],
+    schedules=[train.continual_training_schedule, ledger_maintenance_schedule, verify_schedule, rehearse_schedule],
+    sensors=[train.recovery_sensor, train.preemption_sensor, lost_run_sensor, train.new_snapshot_sensor, *alerts],
+    resources={"job": JobResource.configure_at_launch(), "lakehouse": LakehouseResource(**PROFILE.model_dump())},
     executor=dg.in_process_executor,  # the process that Dagster watches is the one that holds the supervisor
 )

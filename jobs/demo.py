@@ -1,8 +1,9 @@
 """The main job on real input, through Dagster, with faults: `python -m jobs.demo` (`make demo`, `dlac demo`).
 
-1. Ingest and tokenize the standard library's sources. Train a reference run without faults.
-2. Train the same plan again as another run. SIGKILL one of its ranks in the middle of a step: the supervisor recovers.
-   SIGKILL the Dagster run's own process: the trainer exits, the sensor requests the recovery job, which finishes the run.
+1. Ingest and tokenize the standard library's sources.
+2. Train a reference run without faults, and the same plan as another run beside it. SIGKILL one of its ranks in the middle
+   of a step: the supervisor recovers. SIGKILL the Dagster run's own process: the trainer exits, the sensor requests the
+   recovery job, which finishes the run.
 3. Audit both, compare their losses bit by bit, and write the report.
 """
 
@@ -11,24 +12,24 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import dagster as dg
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
-from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.report import write_report
-from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
-from jobs.continual import run_config_of
+from jobs.definitions import defs
+from jobs.demo_runs import Fault, FollowedRun, Screen, Training, check_success
 from jobs.local_dagster import WORKSPACE, LiveRun, LocalDagster
 
 REFERENCE, FAULTY = "demo-reference", "demo-faulty"
@@ -37,38 +38,12 @@ MARKER = ".dlac-demo"
 """Written into the demo's home: only a folder that has it is ever emptied."""
 KILL_RANK_AT, KILL_DAGSTER_RUN_AT = 0.3, 0.6
 """Share of the run's steps after which each fault strikes."""
-
-
-@dataclass(slots=True)
-class Fault:
-    """Something that is done once to a run, from a step on."""
-
-    name: str
-    at_step: int
-    strike: Callable[[], bool]
-    struck: bool = False
-
-
-@dataclass(slots=True)
-class Stage:
-    """One line of the display: a Dagster run that is waited for."""
-
-    progress: Progress
-    task: TaskID
-    live: LiveRun | None = None
-    faults: list[Fault] = field(default_factory=list)
-
-    def tick(self) -> None:
-        """Show the progress, and inject the fault that is due."""
-        step = 0 if self.live is None else self.live.step()
-        self.progress.update(self.task, completed=step)
-        for fault in self.faults:
-            if not fault.struck and step >= fault.at_step:
-                fault.struck = fault.strike()
-                if fault.struck:
-                    self.progress.console.print(f"  [red]fault[/] at step {step}: {fault.name}", highlight=False)
-            if not fault.struck:
-                break
+_LOOK_S = 0.25
+_WITHIN_S = 1800.0
+"""Seconds for each part of the demo, on a machine that is much slower than a laptop."""
+_AUDITED = ("checkpoints", "recoveries", "rows_live", "rows_consumed", "rows_duplicated", "rows_missing", "exact")
+"""Figures of an audit that the demo shows. `dlac audit` shows all of them."""
+_Found = TypeVar("_Found")
 
 
 class Demo:
@@ -78,80 +53,116 @@ class Demo:
         self._dagster = LocalDagster(home)
         self._report = report
         self._console = console
+        self._screen = Screen(console)
         self._spec = read_spec(JOB).resolved(self._dagster.home)
         self._timings: dict[str, float] = {}
 
     def run(self) -> bool:
         """Run all of it. Return True if everything that it must show held."""
-        started = time.monotonic()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("step {task.completed}"),
-            TimeElapsedColumn(),
-        )
-        with self._dagster.running(), Progress(*columns, console=self._console) as progress:
-            self._expect_success(progress, "ingest and tokenize", "ingest_job", {})
-            self._expect_success(progress, "train the reference run", "train_job", self._config(REFERENCE), REFERENCE)
-            self._faulty(progress)
-        self._timings["total_s"] = time.monotonic() - started
-        lakehouse = connect(self._spec.lakehouse)
+        self._screen.say("demo", f"Dagster starts, with its storage and the lakehouse in {self._dagster.home}")
+        with self._dagster.running(), self._dagster.instance() as instance, self._screen.bars:
+            began = self._screen.passed_s()
+            self._ingest(instance)
+            self._timings["ingest_and_tokenize_s"] = self._screen.passed_s() - began
+            began = self._screen.passed_s()
+            self._train(instance)
+            self._timings["train_both_runs_s"] = self._screen.passed_s() - began
+        self._timings["total_s"] = self._screen.passed_s()
         runs = {"reference": REFERENCE, "faulty": FAULTY}
-        report = write_report(lakehouse, runs, self._report, self._timings)
-        for run in runs.values():
-            self._console.print(audit_table(audit_run(lakehouse, run)))
+        report = write_report(connect(self._spec.lakehouse), runs, self._report, self._timings)
         self._print(report)
         return bool(report["ok"])
 
-    def _faulty(self, progress: Progress) -> None:
+    def _ingest(self, instance: dg.DagsterInstance) -> None:
+        run = self._submit(instance, "ingest_job", {}, "ingest")
+        check_success(_wait_for(run.look))
+
+    def _train(self, instance: dg.DagsterInstance) -> None:
+        """Train both runs side by side, because a run that recovers leaves a part of the processors idle."""
         live = LiveRun(self._spec.checkpoint.local, FAULTY)
-        steps = self._steps_of_reference()
         faults = [
-            Fault("rank 1 is killed in the middle of a step", int(steps * KILL_RANK_AT), lambda: live.kill_rank(1)),
-            Fault("the Dagster run's process is killed", int(steps * KILL_DAGSTER_RUN_AT), live.kill_dagster_run),
+            Fault("SIGKILL of rank 1 in the middle of a step", KILL_RANK_AT, lambda: live.kill_rank(1)),
+            Fault("SIGKILL of the process of the Dagster run", KILL_DAGSTER_RUN_AT, live.kill_dagster_run),
         ]
-        run = self._follow(progress, "train with faults", "train_job", self._config(FAULTY), FAULTY, faults)
-        if run.status != dg.DagsterRunStatus.FAILURE or not all(fault.struck for fault in faults):
-            raise TrainingFailed(f"expected the Dagster run to die of the second fault, found {run.status.value}")
-        recovery = self._dagster.recovery_of(run.run_id)
-        self._console.print(f"  the sensor requested recovery run {recovery}", highlight=False)
-        stage = Stage(progress, progress.add_task("recover", total=steps), live)
-        ended = self._dagster.wait(recovery, while_waiting=stage.tick)
-        stage.tick()
-        _check_success(ended)
+        trainings = [
+            self._training(instance, REFERENCE, "reference", []),
+            self._training(instance, FAULTY, "with faults", faults),
+        ]
+        _wait_for(lambda: sum(training.look() for training in trainings) == len(trainings))  # each of them looks
 
-    def _steps_of_reference(self) -> int:
-        return audit_run(connect(self._spec.lakehouse), REFERENCE).step
-
-    def _config(self, run: str) -> dict[str, Any]:
-        spec: JobSpec = self._spec.model_copy(update={"run": run})
-        return run_config_of(spec)
-
-    def _expect_success(
-        self, progress: Progress, title: str, job: str, config: dict[str, Any], run: str | None = None
-    ) -> None:
-        _check_success(self._follow(progress, title, job, config, run, []))
-
-    def _follow(
-        self, progress: Progress, title: str, job: str, config: dict[str, Any], run: str | None, faults: list[Fault]
-    ) -> dg.DagsterRun:
-        started = time.monotonic()
-        live = None if run is None else LiveRun(self._spec.checkpoint.local, run)
-        stage = Stage(progress, progress.add_task(title, total=None), live, faults)
-        ended = self._dagster.wait(self._dagster.launch(job, config), while_waiting=stage.tick)
-        stage.tick()
-        progress.stop_task(stage.task)
-        self._timings[f"{title.replace(' ', '_')}_s"] = time.monotonic() - started
-        return ended
-
-    def _print(self, report: dict[str, Any]) -> None:
-        verdict = "[green]holds[/]" if report["ok"] else "[red]does not hold[/]"
-        self._console.print(
-            f"losses of both runs bit-identical at {report['steps_compared']} steps: {report['losses_identical']}\n"
-            f"everything that the demo must show {verdict}; total {self._timings['total_s']:.0f} s; "
-            f"report: {self._report / 'report.html'}",
-            highlight=False,
+    def _training(self, instance: dg.DagsterInstance, name: str, title: str, faults: list[Fault]) -> Training:
+        spec: JobSpec = self._spec.model_copy(update={"run": name})
+        return Training(
+            self._submit(instance, "train_job", run_config_of(spec), title),
+            LiveRun(spec.checkpoint.local, name),
+            self._screen,
+            batch_size=spec.order.batch_size,
+            faults=faults,
         )
+
+    def _submit(self, instance: dg.DagsterInstance, job: str, config: dict[str, Any], title: str) -> FollowedRun:
+        run_id = self._dagster.submit(instance, defs.resolve_job_def(job), config)
+        self._screen.say(title, f"{job} is queued as Dagster run {run_id}")
+        return FollowedRun(instance, run_id, self._screen, title)
+
+    def _print(self, report: Mapping[str, Any]) -> None:
+        self._console.print(_audits(report["audits"]), _recoveries(report["recoveries"]))
+        verdict = "[green]holds[/]" if report["ok"] else "[red]does not hold[/]"
+        home = self._dagster.home
+        self._console.print(
+            f"Losses of both runs are bit-identical at {report['steps_compared']} steps: {report['losses_identical']}.\n"
+            f"Everything that the demo must show {verdict}. It took {self._screen.passed_s():.0f} s.\n\n"
+            "Where to look next:\n"
+            f"  {self._report / 'report.html'}   losses, coverage and recoveries, with plots\n"
+            f"  dlac audit {FAULTY} --home {home}\n"
+            f"  dlac status {FAULTY} --home {home}\n"
+            "  make ui   these runs in Dagster, if the demo ran in its default folder",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _wait_for(look: Callable[[], _Found | None]) -> _Found:
+    """Look until something is found.
+
+    Raises:
+        TrainingFailed: nothing is found in time.
+    """
+    deadline = time.monotonic() + _WITHIN_S
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise TrainingFailed(
+                f"expected each part of the demo to end within {_WITHIN_S:.0f} s, found one that did not"
+            )
+        time.sleep(_LOOK_S)
+    return found
+
+
+def _audits(audits: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table("", *audits, title="Audits", title_justify="left")
+    for name in _AUDITED:
+        table.add_row(name.replace("_", " "), *(_cell(audit[name]) for audit in audits.values()))
+    return table
+
+
+def _recoveries(recoveries: list[dict[str, Any]]) -> Table:
+    columns = ("cause", "noticed by", "resumed at step", "rows trained again", "seconds")
+    table = Table(*columns, title="Recoveries of the run with faults", title_justify="left")
+    for found in recoveries:
+        took_s = Recovery(**found).recovered_s
+        row = (found["cause"], found["noticed_by"], found["resumed_step"], found["rows_replayed"], f"{took_s:.1f}")
+        table.add_row(*(_cell(value) for value in row))
+    return table
+
+
+def _cell(value: object) -> str:
+    return (
+        {True: "yes", False: "NO"}[value]
+        if isinstance(value, bool)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -202,13 +213,6 @@ def empty_home(home: Path) -> None:
         shutil.rmtree(home)
     home.mkdir(parents=True)
     (home / MARKER).touch()
-
-
-def _check_success(run: dg.DagsterRun) -> None:
-    if run.status != dg.DagsterRunStatus.SUCCESS:
-        raise TrainingFailed(
-            f"expected Dagster run {run.run_id} of {run.job_name!r} to succeed, found {run.status.value}"
-        )
 
 
 if __name__ == "__main__":

@@ -19,16 +19,20 @@ import dagster as dg
 import psutil
 import requests
 import yaml
+from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
+from dagster._core.workspace.load import location_origins_from_yaml_paths
 
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.supervise.liveness.progress import Progress, read_progress
-from jobs.recovery import RECOVERS_TAG
+from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 SETTINGS = Path(__file__).with_name("dagster.yaml")
 """Settings of a Dagster instance for DLAC, for people to copy."""
 _POLL_S = 0.25
+_ENDS_WITHIN_S = 2.0
+"""Seconds for a daemon or a webserver to end in order. The threads of a daemon end at once, but its process stays."""
 
 
 class LocalDagster:
@@ -113,6 +117,20 @@ class LocalDagster:
             raise TrainingFailed(f"expected dagster to accept a run of {job!r}, found:\n{done.stdout}{done.stderr}")
         return str(runs[0].run_id)
 
+    def submit(self, instance: dg.DagsterInstance, job: dg.JobDefinition, run_config: dict[str, Any]) -> str:
+        """Submit a run of a job that this process has imported from the workspace. It starts no process, unlike `launch`."""
+        (location,) = location_origins_from_yaml_paths([self._workspace])
+        repository = RemoteRepositoryOrigin(code_location_origin=location, repository_name="__repository__")
+        run = instance.create_run_for_job(
+            job,
+            run_config=run_config,
+            tags=job.run_tags,
+            remote_job_origin=RemoteJobOrigin(repository_origin=repository, job_name=job.name),
+        )
+        no_workspace: Any = None  # the queue's coordinator does not read it
+        instance.run_coordinator.submit_run(dg.SubmitRunContext(run, no_workspace))
+        return str(run.run_id)
+
     def wait(
         self, run_id: str, *, while_waiting: Callable[[], None] = lambda: None, timeout_s: float = 900.0
     ) -> dg.DagsterRun:
@@ -159,10 +177,10 @@ class LiveRun:
     def __init__(self, store: str, run: str) -> None:
         self._folder = Path(store) / run
 
-    def progress(self) -> Progress | None:
-        """The last sign of life of rank 0 of the newest launch."""
+    def progress(self) -> RankHeartbeat | None:
+        """The last heartbeat of rank 0 of the newest launch."""
         launches = sorted(self._folder.glob("launch-*/"), key=lambda folder: folder.stat().st_mtime)
-        return read_progress(launches[-1], 0) if launches else None
+        return read_heartbeat(launches[-1], 0) if launches else None
 
     def step(self) -> int:
         """The last finished optimizer step of the newest launch."""
@@ -224,7 +242,7 @@ def _end_tree(process: subprocess.Popen[bytes]) -> None:
         return
     started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=_ENDS_WITHIN_S)
     for survivor in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             survivor.kill()

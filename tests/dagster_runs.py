@@ -7,9 +7,9 @@ from typing import Any
 import dagster as dg
 import psutil
 
-from assets.failures import RUN_TAG
-from assets.heartbeat import beats_of
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster.failures import RUN_TAG
+from dlac_pipeline.dagster.heartbeat import beats_of
 from dlac_pipeline.spec.job_spec import JobSpec
 from jobs.definitions import defs
 from jobs.local_dagster import LiveRun, LocalDagster

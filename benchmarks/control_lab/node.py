@@ -26,8 +26,9 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from benchmarks.control_lab.stub_starter import StubStarter
-from dlac_pipeline.elastic import endpoint
+from dlac_pipeline.elastic import endpoint, heartbeat
 from dlac_pipeline.elastic.preload import end_with_parent
+from dlac_pipeline.elastic.timing import LastCall
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
@@ -85,6 +86,17 @@ class CountedStore(TCPStore):
         return call(*args, **kwargs)
 
 
+class AllAtFirst(LastCall):
+    """Wait of the leader for all nodes before the first round. A later round does not grow, because stubs commit nothing."""
+
+    has_trained = False
+    """True if this node has taken part in a round."""
+
+    def is_over(self, ready: int, *, busy: bool) -> bool:
+        """Return whether a round of the nodes that are ready is formed."""
+        return (AllAtFirst.has_trained or ready >= self._launch.max_nodes) and super().is_over(ready, busy=busy)
+
+
 def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int, log: Path) -> None:
     """Supervise until the end, in a forked child; never returns.
 
@@ -95,6 +107,7 @@ def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int
         end_with_parent(signal.SIGKILL)
         _redirect(log)
         vars(endpoint)["TCPStore"] = CountedStore  # the client's side; the server is another process
+        vars(heartbeat)["LastCall"] = AllAtFirst
         port = int(spec.launch.rendezvous.rpartition(":")[2])
 
         def tell(message: dict[str, Any]) -> None:
@@ -103,6 +116,7 @@ def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int
             os.write(reports, line)
 
         def on_event(event: dict[str, Any]) -> None:
+            AllAtFirst.has_trained = AllAtFirst.has_trained or event["event"] == "attempt"
             if event["event"] != "verifying":
                 told_of = {name: _short(event[name]) for name in _TOLD if name in event}
                 tell({"event": event["event"], **told_of})

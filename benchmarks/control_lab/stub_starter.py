@@ -15,9 +15,9 @@ from dlac_pipeline.elastic.ranks.launch_folder import pid_file, progress_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.progress import Phase, ProgressWriter, read_record
-from dlac_pipeline.supervise.local_ranks import RankGroup
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, read_record
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 
 _STUB = Path(__file__).with_name("stub_rank.py")
 
@@ -70,7 +70,7 @@ class _Stub:
 def finished_step(step: int) -> bytes:
     """Return the record of a rank that has finished a step."""
     with tempfile.TemporaryDirectory() as folder:
-        writer = ProgressWriter(Path(folder), 0)
+        writer = HeartbeatFile(Path(folder), 0)
         writer.write(step, Phase.TRAINING)
         writer.close()
         return read_record(Path(folder), 0)

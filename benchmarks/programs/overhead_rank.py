@@ -13,8 +13,9 @@ import torch.distributed as dist
 import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 
 _WIDTH, _VOCABULARY = 128, 512
 
@@ -42,7 +43,7 @@ def main() -> None:
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
-        opened = open_leg(connect(run.spec.lakehouse), Leg.from_json(run.resume_point.leg), run.spec)
+        opened = open_leg(Plans(connect(run.spec.lakehouse)), Leg.from_json(run.resume_point.leg), run.spec)
 
         def train(batch: Batch) -> torch.Tensor:
             loss = batch.mean(model(batch["tokens"].long()))

@@ -26,8 +26,8 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.supervise.claims import launch_folder_of
-from dlac_pipeline.supervise.liveness.other_launch import is_held
-from dlac_pipeline.supervise.run_lock import lock_path
+from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
 _RECORDED_SQL = Path(__file__).parents[2] / "tests" / "recorded.sql"
 """From advances to row ids, without the code that made the order."""
@@ -74,7 +74,7 @@ def left_of(lab: Lab) -> dict[str, list[str]]:
     _wait(lambda: not _processes(lab.home))
     return {
         "processes": _processes(lab.home),
-        "locks": [one.run for one in lab.trainees if is_held(lock_path(one.spec.checkpoint.local, one.run))],
+        "locks": [one.run for one in lab.trainees if is_lock_held(lock_path(one.spec.checkpoint.local, one.run))],
         "stage folders": [folder for one in lab.trainees for folder in _stages(one)],
         "temporary files": _temporary(lab.store),
         "table files": [

@@ -33,14 +33,14 @@ class FinitenessCheck:
         self._warn = warn
         self._in_series = False
 
-    def check_losses(self, beat: StepSync, *, skipped: Collection[int]) -> None:
+    def check_losses(self, sync: StepSync, *, skipped: Collection[int]) -> None:
         """Check the losses of a step message. Steps that were not applied changed no weight.
 
         Raises:
             LossNotFinite: one is not finite, and the policy is to stop.
         """
-        first = beat.step - len(beat.losses) + 1
-        for step, loss in enumerate(beat.losses, start=first):
+        first = sync.step - len(sync.losses) + 1
+        for step, loss in enumerate(sync.losses, start=first):
             if math.isfinite(loss):
                 self._in_series = False
             elif step not in skipped:

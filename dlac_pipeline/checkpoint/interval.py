@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlac_pipeline.checkpoint.step_sync import BEAT_EVERY_S, NOTICES
+from dlac_pipeline.checkpoint.step_sync import NOTICES, SYNC_EVERY_S
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
 from dlac_pipeline.spec.job_spec import CheckpointSpec
@@ -83,11 +83,11 @@ class Cost:
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> Cost | None:
         """Return the cost that the last checkpoint recorded, without its commit, or None."""
-        said = [phases for row in rows if row["kind"] == "checkpoint" if (phases := _detail(row).get("phases"))]
-        if not said:
+        found = [phases for row in rows if row["kind"] == "checkpoint" if (phases := _detail(row).get("phases"))]
+        if not found:
             return None
-        total_s = sum(said[-1].get(name, 0.0) for name in ("copy", "write", "seal", "vote"))
-        return cls(lost_s=said[-1].get("stall", total_s), total_s=total_s)
+        total_s = sum(found[-1].get(name, 0.0) for name in ("copy", "write", "seal", "vote"))
+        return cls(lost_s=found[-1].get("stall", total_s), total_s=total_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +111,9 @@ def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failu
     at_least_s, floor = max(
         (cost.lost_s * (1 / MOST_OVERHEAD - 1), f"so that they take {MOST_OVERHEAD:.0%} of the time at the most"),
         (cost.total_s, "as long as one takes"),
-        (BEAT_EVERY_S, "as often as ranks agree"),
+        (SYNC_EVERY_S, "as often as ranks agree"),
     )
-    at_most_s = wished_s - cost.total_s - BEAT_EVERY_S if wished_s else math.inf
+    at_most_s = wished_s - cost.total_s - SYNC_EVERY_S if wished_s else math.inf
     if at_least_s <= optimum_s <= at_most_s:
         return Choice(interval_s=optimum_s, why=why)
     if optimum_s < at_least_s <= at_most_s:
@@ -144,12 +144,12 @@ class Interval:
         """Return True if the interval has passed."""
         return now - self._since >= self.choice.interval_s
 
-    def needed_s(self, now: float, *, behind: bool) -> float:
+    def needed_s(self, now: float, *, in_background: bool) -> float:
         """Return how long a checkpoint takes that begins now, measured by the last one.
 
-        `behind`: one is in progress and comes first.
+        `in_background`: one is in progress and comes first.
         """
-        left_s = max(0.0, self._since + self._took_s - now) if behind else 0.0
+        left_s = max(0.0, self._since + self._took_s - now) if in_background else 0.0
         return left_s + self._took_s
 
     def note(self) -> dict[str, Any]:
@@ -157,9 +157,9 @@ class Interval:
         choice = self.choice
         return {"interval_s": choice.interval_s, "why": choice.why} if math.isfinite(choice.interval_s) else {}
 
-    def step_done(self, now: float, *, behind: bool) -> None:
-        """Note a step. `behind`: a checkpoint is being committed in the background, which may slow it down."""
-        (self._busy if behind else self._idle).add(now - self._stepped)
+    def step_done(self, now: float, *, in_background: bool) -> None:
+        """Note a step. `in_background`: a checkpoint is being committed in the background, which may slow it down."""
+        (self._busy if in_background else self._idle).add(now - self._stepped)
         self._stepped = now
 
     def taken(self, now: float) -> None:

@@ -95,7 +95,7 @@ class _Staged:
 class CheckpointManager:
     """One rank's part in taking checkpoints. `save`, `begin` and `settle` are collective.
 
-    `behind` is a tree for commits in the background, apart from every other message. `committer` works at the coordinator.
+    `background_tree` has the messages of commits in the background only. `committer` works at the coordinator.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CheckpointManager:
         head: str | None,
         committer: Committer,
         tree: RankTree,
-        behind: RankTree,
+        background_tree: RankTree,
         tiers: Tiers,
         copies: LocalCopies,
     ) -> None:
@@ -113,7 +113,7 @@ class CheckpointManager:
         self._head = head
         self._committer = committer
         self._tree = tree
-        self._behind = behind
+        self._background_tree = background_tree
         self._tiers = tiers
         self._copies = copies
         self._memory = CopyMemory()
@@ -148,7 +148,7 @@ class CheckpointManager:
         started = time.monotonic()
         phases = Phases()
         with phases.of("write"):
-            staged = self._stage(engine, tracker, Direct, started, phases, note, behind=False)
+            staged = self._stage(engine, tracker, Direct, started, phases, note, in_background=False)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
@@ -163,14 +163,16 @@ class CheckpointManager:
         before = self.settle()
         phases = Phases()
         with phases.of("copy"):
-            staged = self._stage(engine, tracker, partial(Copies, self._memory), started, phases, note, behind=True)
+            staged = self._stage(
+                engine, tracker, partial(Copies, self._memory), started, phases, note, in_background=True
+            )
         phases["stall"] = time.monotonic() - started
         pending: Future[Committed] = Future()
         self._pending = pending
 
         def complete() -> None:
             try:
-                pending.set_result(self._noting(staged, self._behind))
+                pending.set_result(self._noting(staged, self._background_tree))
             except BaseException as err:
                 pending.set_exception(err)
 
@@ -206,12 +208,12 @@ class CheckpointManager:
         phases: Phases,
         note: Mapping[str, Any],
         *,
-        behind: bool,
+        in_background: bool,
     ) -> _Staged:
         """Pass this rank's state to the writer. A rank that cannot write votes no."""
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
         folder = self._tiers.folder(name)
-        sealer = DurableWriter(self._tiers, name, behind=behind)
+        sealer = DurableWriter(self._tiers, name, in_background=in_background)
         writer = make_writer(sealer.save)
         failure = None
         try:
@@ -247,18 +249,18 @@ class CheckpointManager:
             raise
 
     def _complete(self, staged: _Staged, tree: RankTree) -> Committed:
-        """Write, vote, and hear the decision."""
+        """Write, vote, and receive the decision."""
         vote = self._vote(staged)
         with staged.phases.of("vote"):
             votes = tree.gather(msgpack.packb(vote))
-        said = None
+        answer = None
         if votes is not None:
             waited_s = staged.phases["vote"]
             prepared = Prepared(
                 name=staged.name, engine=staged.engine, taken=staged.taken, waited_s=waited_s, note=staged.note
             )
-            said = msgpack.packb(self._committer.decide([msgpack.unpackb(each) for each in votes], prepared))
-        decision = msgpack.unpackb(tree.broadcast(said))
+            answer = msgpack.packb(self._committer.decide([msgpack.unpackb(each) for each in votes], prepared))
+        decision = msgpack.unpackb(tree.broadcast(answer))
         if decision["error"] is not None:
             raise failure_named(decision["error"])
         self._head = decision["checkpoint_id"]

@@ -19,12 +19,12 @@ def open_manager(
     lakehouse: Lakehouse,
     tiers: Tiers,
     tree: RankTree,
-    behind: RankTree,
+    background_tree: RankTree,
     evicts: bool,
 ) -> CheckpointManager:
     """Return the manager of this rank's part of an attempt's checkpoints, by the job spec.
 
-    `behind` is a tree apart from `tree`, for commits in the background. One rank of a node `evicts` its local copies.
+    `background_tree` is a tree apart from `tree`, for commits in the background. One rank of a node `evicts` its local copies.
     """
     settings = spec.checkpoint
     committer = Committer(
@@ -41,7 +41,7 @@ def open_manager(
         head=trained.parent,
         committer=committer,
         tree=tree,
-        behind=behind,
+        background_tree=background_tree,
         tiers=tiers,
         copies=copies,
     )

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.track.losses import ReadLoss, start_reading
 
-BEAT_EVERY_S = 2.0
+SYNC_EVERY_S = 2.0
 MAX_STEPS = 64
-"""Steps in one beat at the most: bounds how late a notice during fast steps is heard."""
+"""Most steps between two messages. It limits how late a notice during fast steps is received."""
 NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
 """Reasons to stop a run: a signal, the answer of the URL, or the end of the launcher that started the ranks."""
 
@@ -39,7 +39,7 @@ class RankReport:
     needed_s: float = 0.0
     """Rank 0: seconds until a checkpoint that begins now is committed, or 0 if unknown."""
     makes_room: bool = False
-    """Rank 0: the attempt is to leave for more machines to take part."""
+    """Rank 0: the attempt is to exit so that more nodes can join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StepSync:
     """Reports of all ranks together."""
 
     step: int
-    """The last step that the beat covers."""
+    """The last step that the message covers."""
     losses: list[float]
     """Mean over the ranks of each covered step's loss, the last one that of `step`."""
     notice: str | None = None
@@ -64,7 +64,7 @@ class StepSync:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A beat under way."""
+    """A message in flight."""
 
     step: int
     """The last finished step of this rank."""
@@ -72,7 +72,7 @@ class _Sent:
     """The last step whose loss is in it."""
     count: int
     """Of those losses."""
-    said: torch.Tensor
+    numbers: torch.Tensor
     work: dist.Work | None
 
 
@@ -82,61 +82,61 @@ class StepSyncs:
     def __init__(self, world_size: int, group: dist.ProcessGroup | None) -> None:
         self._world_size = world_size
         self._group = group
-        self._steps_per_beat = 1
+        self._steps_per_sync = 1
         self._losses: list[ReadLoss] = []
         self.waits_for_losses = False
         """True if the host waits for every loss in its own step, so that a device error is raised in the step of its rows."""
         self._late_steps = 0
         """Number of last losses for which no message waits: 1 if those of any rank come from an accelerator."""
-        self._says = RankReport()
+        self._report = RankReport()
         self._step = 0
         self._sent_at: float | None = None
         self._pending: _Sent | None = None
 
-    def step_done(self, step: int, *, loss: torch.Tensor | float, says: RankReport) -> StepSync | None:
+    def step_done(self, step: int, *, loss: torch.Tensor | float, report: RankReport) -> StepSync | None:
         """Note a finished step, and send a message when it is time. Return the one that has arrived."""
-        beat = self._receive()
-        self._step, self._says = step, says
+        sync = self._receive()
+        self._step, self._report = step, report
         self._losses.append(start_reading(loss, waits=self.waits_for_losses))
-        if len(self._losses) >= self._steps_per_beat + self._late_steps:
+        if len(self._losses) >= self._steps_per_sync + self._late_steps:
             self._send(late_steps=self._late_steps)
-        return beat
+        return sync
 
     def flush(self) -> list[StepSync]:
         """Return everything that was reported up to the last finished step. Waits for it."""
-        beats = [self._receive()]
+        syncs = [self._receive()]
         if self._losses:
             self._send(late_steps=0)
-            beats.append(self._receive())
-        return [beat for beat in beats if beat is not None]
+            syncs.append(self._receive())
+        return [sync for sync in syncs if sync is not None]
 
     def _send(self, *, late_steps: int) -> None:
         """Send the losses of all steps but the last `late_steps`, and this rank's report."""
         now = time.monotonic()
-        elapsed_s = BEAT_EVERY_S if self._sent_at is None else now - self._sent_at
+        elapsed_s = SYNC_EVERY_S if self._sent_at is None else now - self._sent_at
         self._sent_at = now
         count = len(self._losses) - late_steps
         losses = [loss.wait() for loss in self._losses[:count]]
-        says = self._says
-        notices = [float(says.notice == each) for each in NOTICES]
+        report = self._report
+        notices = [float(report.notice == each) for each in NOTICES]
         numbers = [
             self._step,
             elapsed_s,
-            says.notice_age_s,
-            float(says.due),
-            says.needed_s,
-            float(says.makes_room),
+            report.notice_age_s,
+            float(report.due),
+            report.needed_s,
+            float(report.makes_room),
             float(any(loss.is_late for loss in self._losses)),
             *notices,
         ]
         padding = [0.0] * (MAX_STEPS - count)
-        said = torch.tensor([*numbers, *losses, *padding], dtype=torch.float64)
-        work = dist.all_reduce(said, group=self._group, async_op=True) if self._world_size > 1 else None
-        self._pending = _Sent(self._step, self._step - late_steps, count, said, work)
+        message = torch.tensor([*numbers, *losses, *padding], dtype=torch.float64)
+        work = dist.all_reduce(message, group=self._group, async_op=True) if self._world_size > 1 else None
+        self._pending = _Sent(self._step, self._step - late_steps, count, message, work)
         self._losses = self._losses[count:]
 
     def _receive(self) -> StepSync | None:
-        """The beat under way, if there is one.
+        """Return the message in flight, or None.
 
         Raises:
             CursorMismatch: the ranks were not at the same step.
@@ -146,7 +146,7 @@ class StepSyncs:
         sent, self._pending = self._pending, None
         if sent.work is not None:
             sent.work.wait()
-        steps, elapsed_s, ages_s, due, needed_s, makes_room, late, *rest = sent.said.tolist()
+        steps, elapsed_s, ages_s, due, needed_s, makes_room, late, *rest = sent.numbers.tolist()
         notices, losses = rest[: len(NOTICES)], rest[len(NOTICES) :]
         if steps != sent.step * self._world_size:
             raise CursorMismatch(
@@ -154,7 +154,7 @@ class StepSyncs:
                 "every rank must call step_done once per batch"
             )
         step_s = max(elapsed_s / self._world_size / sent.count, 1e-6)
-        self._steps_per_beat = max(1, min(MAX_STEPS, int(BEAT_EVERY_S / step_s)))
+        self._steps_per_sync = max(1, min(MAX_STEPS, int(SYNC_EVERY_S / step_s)))
         self._late_steps = int(late > 0)
         return StepSync(
             sent.covered_step,

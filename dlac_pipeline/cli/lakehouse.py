@@ -78,12 +78,14 @@ def audit(
     epilog=examples(
         'dlac sql "FROM checkpoints"',
         "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
+        "dlac sql @catalog/queries/problems.sql",
         "dlac sql --database ledger.duckdb",
     ),
 )
 def sql(
     query: Annotated[
-        str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints"; may be left out with --database.')
+        str,
+        typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE; optional with --database.'),
     ] = "",
     home: Home = None,
     spec: SpecOption = None,
@@ -105,6 +107,7 @@ def sql(
 
     from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit, write_database
 
+    query = _read_query(query)
     lakehouse = lakehouse_of(spec, home)
     if database is not None:
         write_database(lakehouse, database)
@@ -126,6 +129,14 @@ def sql(
         sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
         return
     show_rows(names, rows)
+
+
+def _read_query(query: str) -> str:
+    """Return a query, or the text of its `@FILE`."""
+    try:
+        return Path(query[1:]).read_text() if query.startswith("@") else query
+    except (OSError, UnicodeDecodeError) as err:
+        raise SpecInvalid(f"expected a file of SQL, found {query!r}: {err}") from err
 
 
 @app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac pins", "dlac pins my-run", "dlac pins lake.documents"))
@@ -172,9 +183,9 @@ def unpin(
     ] = False,
 ) -> None:
     """Release a pinned snapshot: expiry may then remove what only this pin held."""
-    from dlac_pipeline.lakehouse.iceberg.pins import remove_pin as let_go
+    from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 
-    removed = let_go(lakehouse_of(spec, home), table, snapshot_id, force=force)
+    removed = remove_pin(lakehouse_of(spec, home), table, snapshot_id, force=force)
     OUT.print(
         f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}", markup=False
     )

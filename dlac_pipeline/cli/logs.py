@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.run_rows import Row
-    from dlac_pipeline.supervise.rank_logs import LogReader
+    from dlac_pipeline.supervise.ranks.rank_logs import LogReader
 
 app = typer.Typer()
 _MOST = 2**31 - 1
@@ -68,7 +68,7 @@ def logs(
 
 
 def _reader(path: Path, tail: int | None) -> LogReader:
-    from dlac_pipeline.supervise.rank_logs import LogReader
+    from dlac_pipeline.supervise.ranks.rank_logs import LogReader
 
     return LogReader(path, lines=tail)
 

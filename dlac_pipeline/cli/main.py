@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.text import Text
 
-from dlac_pipeline.cli import branches, checkpoints, lakehouse, logs, recovery, runs
+from dlac_pipeline.cli import branches, checkpoints, exports, lakehouse, logs, recovery, runs, training
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
@@ -34,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (runs, recovery, logs, checkpoints, branches, lakehouse):
+for _part in (training, runs, recovery, logs, checkpoints, exports, branches, lakehouse):
     app.add_typer(_part.app)
 
 
@@ -62,7 +62,15 @@ def demo(context: typer.Context) -> None:
     """Run the main job on real input, in a checkout: plan, train, crash, recover, audit, report."""
     if importlib.util.find_spec("dagster") is None:
         raise BadInput('expected Dagster, which the demo runs on, found none: pip install "dlac-pipeline[dagster]"')
-    os.execv(sys.executable, [sys.executable, "-m", "jobs.demo", *context.args])
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "jobs" / "demo.py").is_file():
+        raise BadInput(
+            f"expected a checkout of DLAC, found an installed package in {str(checkout)!r}: run its `make demo`"
+        )
+    # A folder named jobs in the working directory is another project's, so that -P leaves it out.
+    paths = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-m", "jobs.demo", *context.args]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": paths})
 
 
 def main() -> None:

@@ -30,12 +30,12 @@ from dlac_pipeline.dataset.state import (
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import Device
 from dlac_pipeline.read.exchange import summing_over
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone, groups_of_slots
 from dlac_pipeline.spec.job_spec import (
     JobSpec,
@@ -66,8 +66,9 @@ class DlacDataset(IterableDataset[DictBatch]):
         world_size: int,
         group: dist.ProcessGroup | None = None,
         last_batch: LastBatch = "partial",
+        plans: Plans | None = None,
     ) -> None:
-        """Made by `open_dataset`."""
+        """Made by `open_dataset`. `plans` are those that this process has made."""
         self.spec = spec
         self.leg = leg
         self.rank = rank
@@ -86,6 +87,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         self._begun_in: int | None = None
         """The process in which an iteration was begun and has not ended."""
         self._opened: tuple[int, OpenLeg] | None = None
+        self._plans = None if plans is None else (os.getpid(), plans)
 
     @property
     def step(self) -> int:
@@ -237,7 +239,7 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned worker: no open files, no process group."""
-        return {**self.__dict__, "_opened": None, "_group": None}
+        return {**self.__dict__, "_opened": None, "_plans": None, "_group": None}
 
     def _ahead(self, batches: Iterator[DictBatch], last: DictBatch | None) -> tuple[DictBatch, Counts]:
         padded = self.last_batch == "pad"
@@ -257,7 +259,9 @@ class DlacDataset(IterableDataset[DictBatch]):
     def _open(self) -> OpenLeg:
         """The leg, opened by this process: a forked worker shares no connection with its parent."""
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), open_leg(connect(self.spec.lakehouse), self.leg, self.spec)
+            own = self._plans is not None and self._plans[0] == os.getpid()
+            plans = self._plans[1] if own and self._plans else Plans(connect(self.spec.lakehouse))
+            self._opened = os.getpid(), open_leg(plans, self.leg, self.spec)
         return self._opened[1]
 
     def _batches(self, iteration: int) -> Iterator[DictBatch]:
@@ -319,9 +323,8 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     def _reader(self, *, exchange: Exchange, budget_shares: int = 1) -> RankReader:
         opened = self._open()
-        state: ReaderState | None = None
-        if self._streamed:
-            state = opened.start_state()  # of key groups of other ranks it is not looked at
+        state = opened.start_state() if self._streamed else None
+        if state is not None:  # the cursors of other ranks' key groups are not used
             for group, cursors in self._cursors.items():
                 for source, cursor in enumerate(cursors):
                     state[source][group] = Cursor(*cursor)

@@ -19,9 +19,9 @@ from dlac_pipeline.dataset.state import check_asked, read_state
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.plan.legs.choice import check_readable, check_tokens, first_leg
+from dlac_pipeline.plan.legs.choice import check_tokens, first_leg, plan_sources
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import (
     JobSpec,
     OrderSpec,
@@ -74,8 +74,8 @@ def open_dataset(
     joined = world_size > 1 and dist.is_initialized() and (rank, world_size) == (dist.get_rank(), dist.get_world_size())
     group = dist.new_group(backend="gloo") if joined else None
     saved = read_state(state) if state is not None else None
-    leg = _planned(asked, group) if saved is None else Leg.from_json(saved["leg"]["json"])
-    dataset = DlacDataset(asked, leg, rank=rank, world_size=world_size, group=group, last_batch=last_batch)
+    leg, plans = _plan_leg(asked, group) if saved is None else (Leg.from_json(saved["leg"]["json"]), None)
+    dataset = DlacDataset(asked, leg, rank=rank, world_size=world_size, group=group, last_batch=last_batch, plans=plans)
     if saved is not None:
         check_asked(asked, leg)
     dataset.load_state_dict(dataset.state_dict() if saved is None else saved)
@@ -199,31 +199,31 @@ def _own_place() -> tuple[int, int]:
     """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    said = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     try:
-        return int(said[0]), int(said[1])
+        return int(rank), int(world_size)
     except ValueError as err:
         raise SpecInvalid(
-            f"expected numbers in RANK and WORLD_SIZE, found {said[0]!r} and {said[1]!r}: correct or unset them"
+            f"expected numbers in RANK and WORLD_SIZE, found {rank!r} and {world_size!r}: correct or unset them"
         ) from err
 
 
-def _planned(spec: JobSpec, group: dist.ProcessGroup | None) -> Leg:
-    """Return the leg that the spec requests, on the current snapshot. In a group rank 0 chooses the snapshot."""
-    said: dict[str, str] | None = None
+def _plan_leg(spec: JobSpec, group: dist.ProcessGroup | None) -> tuple[Leg, Plans | None]:
+    """Return the leg that the spec requests, on the current snapshot. In a group rank 0 plans, and keeps its plans."""
+    answer: dict[str, str] | None = None
+    plans: Plans | None = None
     failed: DlacError | None = None
     if group is None or dist.get_rank() == 0:
         try:
-            lakehouse = connect(spec.lakehouse)
-            check_readable(lakehouse, spec)
-            leg = first_leg(spec, [make_plan(lakehouse, source) for source in spec.sources])
-            said = {"leg": leg.to_json()}
+            plans = Plans(connect(spec.lakehouse))
+            made = [plans.add(plan) for plan in plan_sources(plans.lakehouse, spec)]
+            answer = {"leg": first_leg(spec, made).to_json()}
         except DlacError as err:
-            failed, said = err, {"error": str(err)}
+            failed, answer = err, {"error": str(err)}
     tree = RankTree(0, 1, None) if group is None else RankTree(dist.get_rank(), dist.get_world_size(), group)
-    found = json.loads(tree.broadcast(None if said is None else json.dumps(said).encode()))
+    found = json.loads(tree.broadcast(None if answer is None else json.dumps(answer).encode()))
     if failed is not None:
         raise failed
     if "error" in found:
         raise TrainingFailed(f"rank 0 could not plan the dataset: {found['error']}")
-    return Leg.from_json(found["leg"])
+    return Leg.from_json(found["leg"]), plans

@@ -84,7 +84,7 @@ class DlacRendezvous(RendezvousHandler):
         return RendezvousInfo(
             PrefixStore(f"dlac/{self._run_id}/agents/round-{round_.number}", store),
             share.node,
-            len(round_.shares),
+            share.nodes,
             RendezvousStoreInfo(share.address, share.port),
         )
 

@@ -24,11 +24,19 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
-from dlac_pipeline.elastic.lease import LEASE, NO_LEASE, Peer, later_number, name_of_announcement
-from dlac_pipeline.elastic.plan_records import name_of_plan, publish_parts, read_part, read_plan
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.watched_time import watched_time
+from dlac_pipeline.elastic.records import (
+    LEASE,
+    NO_LEASE,
+    Peer,
+    later_number,
+    name_of_announcement,
+    name_of_plan,
+    publish_parts,
+    read_round,
+)
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.elastic.timing import BRISK_FOR_S, LastCall, pause_of_leader, pause_of_node
 from dlac_pipeline.spec.launch_spec import LaunchSpec
@@ -537,7 +545,7 @@ class NodeHeartbeat:
         if plan is None or plan.number != lease["round"]:
             return []
         if not plan.is_whole:
-            plan = read_plan(self._store, number=plan.number, formed_by=lease["formed_by"]) or plan
+            plan = read_round(self._store, number=plan.number, formed_by=lease["formed_by"]) or plan
             with self._lock:
                 self._plan = plan
         return [member.slot for member in plan.members]
@@ -549,9 +557,8 @@ class NodeHeartbeat:
             known = 0 if self._plan is None else self._plan.number
             if not number or number == known or self._in_round:
                 return  # `cut_off` reports that the others went on
-        is_own = formed_by == self._slot
-        part = None if is_own else read_part(self._store, self._slot, number=number, formed_by=formed_by)
-        plan = part or read_plan(self._store, number=number, formed_by=formed_by)
+        slot = 0 if formed_by == self._slot else self._slot
+        plan = read_round(self._store, number=number, formed_by=formed_by, slot=slot)
         if plan is None:
             return
         with self._lock:

@@ -6,14 +6,12 @@ node starts its ranks and follows the leader's announcements. A single node lead
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
-from typing import overload
 
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
-from dlac_pipeline.elastic.rank_assignment import RoundPlan
+from dlac_pipeline.elastic.rank_assignment import Member, RoundPlan
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.elastic.sealed_store import Message
 
@@ -27,25 +25,6 @@ _POLL_S = 0.02
 _PART_S = 5.0
 
 
-class _Shares(Sequence[Share]):
-    """The share of each node by its place. A node that does not lead knows the leader's and its own."""
-
-    def __init__(self, plan: RoundPlan) -> None:
-        self._plan = plan
-
-    def __len__(self) -> int:
-        return self._plan.nodes
-
-    @overload
-    def __getitem__(self, place: int) -> Share: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Share]: ...
-    def __getitem__(self, place: int | slice) -> Share | Sequence[Share]:
-        if isinstance(place, slice):
-            return [self._plan.share(each) for each in range(len(self))[place]]
-        return self._plan.share(range(len(self))[place])
-
-
 class Round:
     """Nodes of one attempt, by their places. A context manager."""
 
@@ -53,14 +32,10 @@ class Round:
         """`share` is this node's. A single node has neither plan nor heartbeat."""
         self.share = share
         self.number = 0 if plan is None else plan.number
-        self.shares: Sequence[Share] = (share,) if plan is None else _Shares(plan)
-        self.hosts: Mapping[int, str] = {0: socket.gethostname()}
-        """Host names by place. A node that does not lead knows the leader's and its own."""
-        self._slots: Mapping[int, int] = {}
-        if plan is not None:
-            self.hosts = {member.place: member.offer.host for member in plan.members}
-            self._slots = {member.place: member.slot for member in plan.members}
-        self.others = [place for place in range(len(self.shares)) if place != share.node]
+        self.members: Mapping[int, Member] = {} if plan is None else {member.place: member for member in plan.members}
+        """Nodes by place. A node that does not lead knows the leader and itself. A single node knows none."""
+        self.hosts = {place: member.offer.host for place, member in self.members.items()}
+        self.others = [place for place in range(share.nodes) if place != share.node]
         """Places of the other nodes."""
         self._heartbeat = heartbeat
         self._message: Message = {}
@@ -89,7 +64,7 @@ class Round:
         """Return the places of nodes that have been silent for too long. A node that does not lead watches the leader only."""
         beat = self._heartbeat
         watched = self.others if self.leads else [LEADER]
-        return [] if beat is None else [place for place in watched if beat.is_lost(self._slots[place])]
+        return [] if beat is None else [place for place in watched if beat.is_lost(self.members[place].slot)]
 
     def publish(self, message: Message) -> None:
         """Replace this node's message: to the leader, or, from the leader, to all."""
@@ -101,12 +76,12 @@ class Round:
     def message_of(self, place: int) -> Message:
         """Return the last message of another node. Empty: none yet."""
         assert self._heartbeat is not None, "there is another node"
-        return self._heartbeat.message_of(self._slots[place])
+        return self._heartbeat.message_of(self.members[place].slot)
 
     def silent_s(self, place: int) -> float:
         """Return for how many seconds another node has written nothing new."""
         assert self._heartbeat is not None, "there is another node"
-        return self._heartbeat.silent_s(self._slots[place])
+        return self._heartbeat.silent_s(self.members[place].slot)
 
     def wait(self, within_s: float) -> None:
         """Wait until this node has read something new, so long at most."""
@@ -137,7 +112,7 @@ class Round:
             time.sleep(_POLL_S)
 
     def _has_parted(self, place: int) -> bool:
-        beat, slot = self._heartbeat, self._slots[place]
+        beat, slot = self._heartbeat, self.members[place].slot
         assert beat is not None, "there is another node"
         moved_on = self.leads and beat.has_moved_on(slot)
         return beat.is_lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -57,6 +57,7 @@ def ingest_stdlib_corpus(
     *,
     appends: int = 3,
     root: Path | None = None,
+    leave_out: Collection[str] = (),
     progress: Progress | None = None,
 ) -> CorpusReport:
     """Ingest every Python source below `root` into the table `identifier`, exactly once.
@@ -66,12 +67,13 @@ def ingest_stdlib_corpus(
         identifier: The table, as namespace.table. Created if it does not exist.
         appends: Number of commits over which the documents are spread.
         root: Folder of the sources, by default the standard library of the running interpreter with its tests.
+        leave_out: Names of folders whose sources are left out.
         progress: Called after every append with (documents in the table, documents in all).
 
     Raises:
         SpecInvalid: no source exists, or the table contains something else.
     """
-    documents, undecodable = _read(root if root is not None else Path(sysconfig.get_path("stdlib")))
+    documents, undecodable = _read(root or Path(sysconfig.get_path("stdlib")), leave_out)
     digest = corpus_digest(documents)
     content = Batchwise(
         digest=digest,
@@ -101,10 +103,10 @@ def corpus_digest(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _read(root: Path) -> tuple[list[Document], tuple[str, ...]]:
-    """All decodable documents below `root` in order of their paths, and the paths of the others."""
+def _read(root: Path, leave_out: Collection[str]) -> tuple[list[Document], tuple[str, ...]]:
+    """Return all decodable documents below `root` in order of their paths, and the paths of the others."""
     documents, undecodable = [], []
-    for relative in sorted(_source_paths(root)):
+    for relative in sorted(_source_paths(root, _NOT_STDLIB.union(leave_out))):
         source = _decoded(root / relative)
         if source is None:
             undecodable.append(relative)
@@ -118,10 +120,10 @@ def _read(root: Path) -> tuple[list[Document], tuple[str, ...]]:
     return documents, tuple(undecodable)
 
 
-def _source_paths(root: Path) -> Iterator[str]:
+def _source_paths(root: Path, leave_out: frozenset[str]) -> Iterator[str]:
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
-        if path.is_file() and _NOT_STDLIB.isdisjoint(relative.parts):
+        if path.is_file() and leave_out.isdisjoint(relative.parts):
             yield relative.as_posix()
 
 

@@ -31,7 +31,7 @@ from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.scheduler import JobState, Scheduler
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
-from dlac_pipeline.supervise.attempt import Event
+from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.supervisor import Outcome
 
 Answer = TypeVar("Answer")

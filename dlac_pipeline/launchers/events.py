@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from dlac_pipeline.supervise.attempt import Event
+from dlac_pipeline.supervise.ranks.rank_events import Event
 
 _LAST = ("ended", "error")
 
@@ -59,11 +59,6 @@ class NodeEvents:
     def last_events(self) -> list[Event]:
         """The ends of nodes."""
         return [event for log in self._logs.values() for event in log.last_events]
-
-    @property
-    def any(self) -> bool:
-        """True if a node has reported anything."""
-        return any(log.nodes for log in self._logs.values())
 
     @property
     def is_done(self) -> bool:

@@ -21,13 +21,13 @@ from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, say
-from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.launchers.serve import run_and_tell, say_error, stop_when_replaced
 from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.launch_request import Request, unpack
 from dlac_pipeline.supervise.claims import to_replace
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
@@ -80,7 +80,7 @@ def main() -> int:
     request = for_node(request, os.environ)
     with suppress(DlacError):  # the supervisor waits for a catalog that is unavailable
         request = of_this_start(request)
-    supervisor = supervisor_of(request, say)
+    supervisor = Supervisor(request, on_event=say)
     on_ending_signals(supervisor.leave)
     if request.launched_by:
         threading.Thread(target=stop_when_replaced, args=(supervisor, request), daemon=True).start()

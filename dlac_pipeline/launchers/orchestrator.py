@@ -18,6 +18,9 @@ MARGIN_S = 5.0
 """Extra seconds for a launcher, past the ranks' grace period, when it is not needed any more."""
 _ALIVE_EVERY_S = 5.0
 """Seconds between two signs of life."""
+_EVENTS: list[TextIO] = []
+"""The last one is the stream of events. None: `sys.stdout`."""
+_SAYING = threading.Lock()
 
 
 class Orchestrator:
@@ -50,30 +53,19 @@ class Orchestrator:
             say({"event": "alive"})
 
 
-class _Events:
-    """Standard output, for events."""
-
-    def __init__(self) -> None:
-        self._stream: TextIO | None = None
-        """None: `sys.stdout`, whatever that is."""
-        self._saying = threading.Lock()
-
-    def keep_apart(self) -> None:
-        """Standard output is for events alone from here on: what libraries and users' transforms print goes to standard error."""
-        self._stream = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-        sys.stdout = sys.stderr  # what is printed is there at once, whichever way the process ends
-
-    def say(self, event: dict[str, Any]) -> None:
-        """Report an event as one line of JSON. Thread-safe."""
-        try:
-            with self._saying:
-                stream = self._stream or sys.stdout
-                stream.write(strict_json(event) + "\n")  # in one piece: on Slurm the nodes share a file
-                stream.flush()
-        except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
-            self._stream = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+def keep_events_apart() -> None:
+    """Leave standard output to events from now on. Other output, of libraries and users' transforms, goes to standard error."""
+    _EVENTS.append(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # printed text is written at once, whichever way the process ends
 
 
-_EVENTS = _Events()
-say, keep_events_apart = _EVENTS.say, _EVENTS.keep_apart
+def say(event: dict[str, Any]) -> None:
+    """Report an event as one line of JSON. Thread-safe."""
+    try:
+        with _SAYING:
+            stream = _EVENTS[-1] if _EVENTS else sys.stdout
+            stream.write(strict_json(event) + "\n")  # in one piece: on Slurm the nodes share a file
+            stream.flush()
+    except BrokenPipeError:  # no reader is left, which the end of standard input shows as well
+        _EVENTS.append(open(os.devnull, "w"))  # noqa: SIM115 - stays open until the process ends

@@ -15,8 +15,8 @@ from dlac_pipeline.lakehouse.masking import mask_setting
 from dlac_pipeline.launchers.cluster_checks import check_cluster
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.attempt import Event
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_events import Event
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def launcher_for(request: Request, on_event: Callable[[Event], None], starter: R
         BadInput: the client of Kubernetes is not installed.
     """
     if request.spec.launch.on == "here":
-        return supervisor_of(request, on_event, starter)
+        return Supervisor(request, on_event=on_event, starter=starter)
     if request.spec.launch.on == "kubernetes" and find_spec("kubernetes") is None:
         raise BadInput('expected the client of Kubernetes, found none: pip install "dlac-pipeline[cluster]"')
     return _cluster_job(request, on_event)
@@ -73,10 +73,3 @@ def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> Cluster
 
     check_cluster(request.spec)
     return ClusterJob(request, Slurm() if request.spec.launch.on == "slurm" else Kubernetes(request), on_event)
-
-
-def supervisor_of(
-    request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None
-) -> Supervisor:
-    """The supervisor beside this machine's ranks."""
-    return Supervisor(request, on_event=on_event, starter=starter)

@@ -15,7 +15,7 @@ from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claims import launcher_of
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 
 
 def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:
@@ -52,41 +52,29 @@ def say_error(err: DlacError) -> int:
 
 def stop_when_replaced(launcher: Launcher, request: Request) -> None:
     """Exit once another launch has claimed the run: later training can never be committed."""
-    fence = _FenceLook(request)
-    while True:
-        time.sleep(request.fence_look_s)
-        if fence.is_anothers():
-            break
+    _wait_until_replaced(request)
     launcher.stop()
     # Nobody may read what is said here (the orchestrator may be stopped), and the supervisor may wait for just that.
     time.sleep(request.spec.launch.grace_s + MARGIN_S)
     os._exit(Fenced.exit_code)
 
 
-class _FenceLook:
-    """Repeated check of the fence of a run over one connection. After a failure it opens a new one."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._ledger: Ledger | None = None
-        self._seen = 0
-
-    def is_anothers(self) -> bool:
-        """Return True if the run was this launch's, and is another's now. An unavailable catalog fences nothing."""
+def _wait_until_replaced(request: Request) -> None:
+    """Return once the run was this launch's, and is another's. An unavailable catalog is asked over a new connection."""
+    ledger: Ledger | None = None
+    seen = 0
+    while True:
+        time.sleep(request.fence_look_s)
         try:
-            self._ledger = self._ledger or Ledger(connect(self._request.spec.lakehouse))
-            return self._claimed_since(self._ledger)
+            ledger = ledger or Ledger(connect(request.spec.lakehouse))
+            attempt = ledger.state(request.spec.run).fence.attempt
+            rows = ledger.rows(request.spec.run, kinds=("claim",)) if attempt != seen else []
         except DlacError:
-            if self._ledger is not None:
-                self._ledger.lakehouse.catalog.close()
-            self._ledger = None
-            return False
-
-    def _claimed_since(self, ledger: Ledger) -> bool:
-        attempt = ledger.state(self._request.spec.run).fence.attempt
-        if attempt == self._seen:
-            return False
-        rows = ledger.rows(self._request.spec.run, kinds=("claim",))
-        self._seen = attempt
+            if ledger is not None:
+                ledger.lakehouse.catalog.close()
+            ledger = None
+            continue
+        seen = attempt
         owners = [launcher_of(rows, row["attempt"]) for row in rows]
-        return self._request.launched_by in owners and owners[-1] != self._request.launched_by
+        if request.launched_by in owners and owners[-1] != request.launched_by:
+            return

@@ -23,15 +23,8 @@ from dlac_pipeline.launchers.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, Jo
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
 }
 _UNKNOWN = "Invalid job id"
 """Slurm's answer about a job that it does not know, or knows no longer. Any other failure is no answer."""

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launchers.orchestrator import Orchestrator, keep_events_apart
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 
 
 def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
@@ -26,15 +26,15 @@ def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> s
         StoreUnavailable: the checkpoint cannot be written to the store. Nothing was committed, and the call can be repeated.
     """
     ledger, tiers = Ledger(lakehouse), tiers_of(spec)
-    check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, instead="adopts")
+    check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, purpose="adopts")
     tiers.check_writable()
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
-        check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, instead="adopts")
+        check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, purpose="adopts")
         beginning = Beginning(
             engine=foreign.engine,
             world_size=foreign.world_size,
             make=lambda name, folder: _copied(foreign, tiers, name, folder),
-            instead={"adopts": str(foreign.origin)},
+            purpose={"adopts": str(foreign.origin)},
             note={"adopted": str(foreign.origin)},
         )
         return begin(lakehouse, spec, beginning)

@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 
 _THREADS = 4
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
@@ -87,7 +87,7 @@ def fork_run(
     ):
         _check_new(ledger, spec.run, parent_run)
         begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))
-        _let_go(ledger, spec.run, parent_run)
+        _release_parent(ledger, spec.run, parent_run)
     return Forked(
         run=spec.run,
         checkpoint_id=begun,
@@ -105,7 +105,7 @@ def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tier
         engine=manifest.engine,
         world_size=manifest.world_size,
         make=lambda name, folder: _copied(manifest, folder_uri(target["manifest_uri"]), files, tiers, name, folder),
-        instead={"forks": parent},
+        purpose={"forks": parent},
         note={},
         rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
     )
@@ -116,7 +116,7 @@ def _holds_of(run: str) -> str:
     return f"fork:{run}"
 
 
-def _let_go(ledger: Ledger, run: str, parent_run: str) -> None:
+def _release_parent(ledger: Ledger, run: str, parent_run: str) -> None:
     """Remove every name that keeps a parent's checkpoint for `run`, which exists now, also names of killed or late forks."""
     for name in names_of(ledger.rows(parent_run, kinds=("name",))):
         if _holds_of(run) in (name, name.rpartition(":")[0]):  # names of older versions have no nonce
@@ -132,10 +132,10 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
     """
     rows = ledger.rows(run, kinds=HEAD_KINDS)
     try:
-        check_new(rows, run, instead="forks")
+        check_new(rows, run, purpose="forks")
     except SpecInvalid:
         if any(row["kind"] == "fork" for row in rows):  # the fork may have been killed right after its commit
-            _let_go(ledger, run, parent_run)
+            _release_parent(ledger, run, parent_run)
         raise
 
 

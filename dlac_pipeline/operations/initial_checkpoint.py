@@ -21,11 +21,10 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -39,7 +38,7 @@ class Beginning:
     """Number of ranks that saved the state."""
     make: Callable[[str, Path], list[FileEntry]]
     """Function that fills the folder of the checkpoint with this name. It returns the entries of its durable files."""
-    instead: Mapping[str, Any]
+    purpose: Mapping[str, Any]
     """Purpose of the claim."""
     note: Mapping[str, Any]
     """Notes for the checkpoint's row."""
@@ -47,13 +46,13 @@ class Beginning:
     """Further rows of the same append."""
 
 
-def check_new(rows: Sequence[Row], run: str, *, instead: str) -> None:
-    """Check that the run of these rows is new, or has only unfinished claims for the purpose `instead`.
+def check_new(rows: Sequence[Row], run: str, *, purpose: str) -> None:
+    """Check that the run of these rows is new, or has only unfinished claims for this purpose.
 
     Raises:
         SpecInvalid: the run has a checkpoint, or a claim for another purpose.
     """
-    claims = [row for row in rows if row["kind"] == "claim" and instead not in json.loads(row["detail"] or "{}")]
+    claims = [row for row in rows if row["kind"] == "claim" and purpose not in json.loads(row["detail"] or "{}")]
     checkpoints = checkpoint_rows(rows)
     if claims or checkpoints:
         raise SpecInvalid(
@@ -68,9 +67,10 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
         StoreUnavailable: the checkpoint cannot be written to the store. Nothing was committed, and the call can be repeated.
         Fenced: another launch claimed the run since then.
     """
-    point = claim_and_verify(lakehouse, spec, nonce=new_nonce(), wish=ResumeOptions(), instead=beginning.instead)
-    opened = open_leg(lakehouse, Leg.from_json(point.leg), spec)
-    committer = _committer(lakehouse, spec, point, opened.order)
+    plans = Plans(lakehouse)
+    point = claim_and_verify(plans, spec, ClaimRequest(purpose=beginning.purpose))
+    opened = open_leg(plans, Leg.from_json(point.leg), spec)
+    committer = _committer(lakehouse, spec, point, opened)
     name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
     files = _make_files(beginning, tiers_of(spec), name)
     prepared = Prepared(
@@ -103,10 +103,10 @@ def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry
             raise
 
 
-def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, order: LegOrder) -> Committer:
+def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, opened: OpenLeg) -> Committer:
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     return Committer(
-        AttemptLeg(attempt=attempt, leg=Leg.from_json(point.leg), is_new=True, order=order),
+        AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order),
         lakehouse=lakehouse,
         settings=spec.checkpoint,
         config_digest=config_digest(spec),

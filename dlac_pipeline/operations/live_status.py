@@ -1,4 +1,4 @@
-"""Live status of a run: the ledger's rows, and the signs of life that its ranks leave in the launch folder.
+"""Live status of a run: the ledger's rows, and the heartbeats that its ranks leave in the launch folder.
 
 The ledger is read only when it has new rows. The launch folder is on the node where the run was launched. Without it only
 committed facts are known.
@@ -24,7 +24,8 @@ from dlac_pipeline.operations.status import Standing, standing_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claims import attempts_without_progress, launch_folder_of
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_all_progress, read_total_steps
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
+from dlac_pipeline.supervise.ranks.rank_events import read_total_steps
 
 _OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0
@@ -125,16 +126,16 @@ class LiveStatus:
         folder = launch_folder_of(self._rows, self._fence.attempt)
         return Path(folder) if folder else None
 
-    def _signs_of_life(self) -> list[Progress]:
+    def _signs_of_life(self) -> list[RankHeartbeat]:
         folder = self._folder()
-        return [] if folder is None else read_all_progress(folder)
+        return [] if folder is None else read_heartbeats(folder)
 
     def _total_steps(self) -> int | None:
         """Return the total steps that the ranks reported when they began to train."""
         folder = self._folder()
         return None if folder is None else read_total_steps(folder)
 
-    def _rate(self, ranks: list[Progress], now: float) -> float | None:
+    def _rate(self, ranks: list[RankHeartbeat], now: float) -> float | None:
         """Return steps per second.
 
         The count of an attempt begins at its first finished step, because the attempt starts and loads before that step.
@@ -156,13 +157,13 @@ class LiveStatus:
         tokens = None if leg is None or samples is None or not leg.sequences.length else samples * leg.sequences.length
         return {"samples_per_s": samples, "tokens_per_s": tokens}
 
-    def _loss(self, head: Row | None, ranks: list[Progress]) -> float | None:
+    def _loss(self, head: Row | None, ranks: list[RankHeartbeat]) -> float | None:
         if ranks and ranks[0].loss_step:
             return ranks[0].loss
         losses = [] if head is None else head["losses"] or []
         return losses[-1] if losses else None
 
-    def _consumed_share(self, ranks: list[Progress]) -> float | None:
+    def _consumed_share(self, ranks: list[RankHeartbeat]) -> float | None:
         """Return the committed share of the live rows of the current passes, plus what the ranks did since.
 
         Rows past the end of a pass belong to the next pass.
@@ -191,21 +192,19 @@ def _sources(rows: list[Row]) -> set[int]:
     return {int(row["source"]) for row in rows}
 
 
-def _state(standing: Standing, ranks: list[Progress], now: float) -> str:
+def _state(standing: Standing, ranks: list[RankHeartbeat], now: float) -> str:
     """Return the phase of a run that trains, or the state of its last launch."""
     if standing.state != "training":
         return standing.state
     return _doing(ranks, now) if ranks else "starting"
 
 
-def _doing(ranks: list[Progress], now: float) -> str:
+def _doing(ranks: list[RankHeartbeat], now: float) -> str:
     """Return the phase of the slowest rank. If all ranks have been silent for too long, add the duration."""
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
     silent_s = now - max(each.at for each in ranks)
     silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S
-    return (
-        f"{furthest_behind.doing}, no sign of life for {format_duration(silent_s)}" if silent else furthest_behind.doing
-    )
+    return f"{furthest_behind.doing}, no heartbeat for {format_duration(silent_s)}" if silent else furthest_behind.doing
 
 
 def _lasted_s(since: float | None, until: float | None) -> float:

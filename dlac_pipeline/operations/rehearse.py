@@ -7,127 +7,30 @@ needs.
 
 from __future__ import annotations
 
-import json
-import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.checkpoint.training_config import config_digest
-from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
-from dlac_pipeline.elastic.ranks.rank_share import Share
-from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.durable_io import write_durably
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable, TrainingFailed
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
+from dlac_pipeline.operations.rehearsal import Rehearsal, RehearsedStep
+from dlac_pipeline.operations.replay import replay, spec_in_sandbox
 from dlac_pipeline.operations.sandbox import sandbox
-from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.claims import spec_of_attempt
-from dlac_pipeline.supervise.local_ranks import RankGroup
-from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause
-from dlac_pipeline.supervise.start_ranks import RankStarter
 
 MOST_STEPS = 20
 """Number of steps unless the caller requests more."""
-_POLL_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RehearsedStep:
-    """One step: its record in production, and its result in the rehearsal."""
-
-    step: int
-    recorded: float | None
-    """Global loss, or None if the ledger has none."""
-    replayed: float | None
-    """Global loss of the rehearsal, or None if the script ended before the step."""
-    recorded_skipped: bool = False
-    """True if the engine did not apply the step in production."""
-    replayed_skipped: bool = False
-
-    @property
-    def compared(self) -> bool:
-        """True if a recorded loss exists for comparison."""
-        return self.recorded is not None
-
-    @property
-    def identical(self) -> bool:
-        """True if both losses are equal, bit for bit, and the step was applied in both or in neither."""
-        return (_bits(self.recorded), self.recorded_skipped) == (_bits(self.replayed), self.replayed_skipped)
-
-    @property
-    def difference(self) -> float | None:
-        """Replayed loss minus the recorded one, or None if one of them is missing."""
-        return None if self.recorded is None or self.replayed is None else self.replayed - self.recorded
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
-    """Result of a rehearsal."""
-
-    run: str
-    checkpoint_id: str
-    """The checkpoint that was restored."""
-    step: int
-    successor: str
-    """The committed checkpoint whose losses were compared."""
-    attempt: int
-    """The production attempt that took those steps."""
-    world_size: int
-    script: str
-    config_changed: bool | None
-    """True if spec, script or arguments differ from those that the checkpoint names. None if it names none."""
-    steps: tuple[RehearsedStep, ...]
-    restore_s: float
-    """Seconds to copy the checkpoint into the sandbox and to verify it."""
-    replay_s: float
-
-    @property
-    def compared(self) -> int:
-        """Steps that have a recorded loss."""
-        return sum(step.compared for step in self.steps)
-
-    @property
-    def differing(self) -> tuple[RehearsedStep, ...]:
-        """The compared steps whose losses differ, in order."""
-        return tuple(step for step in self.steps if step.compared and not step.identical)
-
-    @property
-    def identical(self) -> bool:
-        """True if steps were compared, and all of them are identical."""
-        return self.compared > 0 and not self.differing
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this rehearsal as plain data, with its verdict."""
-        differing = [{"step": step.step, "difference": step.difference} for step in self.differing]
-        return {**asdict(self), "identical": self.identical, "compared": self.compared, "differing": differing}
-
-    def summary(self) -> str:
-        """Return the verdict as one sentence."""
-        stretch = f"steps {self.step + 1} to {self.steps[-1].step} after checkpoint {self.checkpoint_id!r}"
-        if self.identical:
-            return f"{stretch} on {self.world_size} ranks: {self.compared} losses bit-identical"
-        first = self.differing[0]
-        found = "no loss: the script ended before" if first.replayed is None else f"{first.replayed!r}"
-        by = "" if first.difference is None else f", {first.difference:+.3e} away"
-        skipped = " (applied in one of them only)" if first.recorded_skipped != first.replayed_skipped else ""
-        changed = "; spec, script or arguments are not those of the checkpoint" if self.config_changed else ""
-        return (
-            f"{stretch} on {self.world_size} ranks: {len(self.differing)} of {self.compared} losses differ, first in step "
-            f"{first.step}: expected {first.recorded!r}, found {found}{by}{skipped}{changed}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +72,7 @@ def rehearse_run(
         last = min(int(chosen.successor["step"]), restored.manifest.step + asked)
         leg = leg_of(chosen.rows, chosen.successor["checkpoint_id"])
         point = _resume_point(chosen, restored, leg, last)
-        told = _replayed(_in_sandbox(spec, leg, chosen.successor, folder), folder, point)
+        replayed = replay(spec_in_sandbox(spec, leg, chosen.successor, folder), folder, point)
         return Rehearsal(
             run=run,
             checkpoint_id=chosen.checkpoint["checkpoint_id"],
@@ -179,7 +82,7 @@ def rehearse_run(
             world_size=chosen.successor["world_size"],
             script=spec.launch.script,
             config_changed=_changed(spec, restored.manifest.config_digest),
-            steps=tuple(_compared(lakehouse, chosen, restored.manifest.step, last, told)),
+            steps=tuple(_compared(lakehouse, chosen, restored.manifest.step, last, replayed)),
             restore_s=restored_at - started,
             replay_s=time.monotonic() - restored_at,
         )
@@ -240,61 +143,8 @@ def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> R
     )
 
 
-def _in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpec:
-    """Return the spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
-    check_sources(spec, leg)
-    names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
-    order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
-    checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
-    launch = spec.launch.model_copy(
-        update={
-            "world_size": successor["world_size"],
-            "nodes": "",  # all ranks are on this node
-            "termination_url": "",
-            "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"},
-        }
-    )
-    return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
-
-
-def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
-    """Run the ranks to the last step and return their records."""
-    launch = folder / "launch"
-    launch.mkdir()
-    (launch / "spec.json").write_text(spec.model_dump_json())
-    write_durably(launch / "resume.json", point.to_json().encode())
-    world_size = spec.launch.world_size
-    silence = HangDetector(spec.launch)
-    with closing(RankStarter()) as starter:
-        ranks = starter.start(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
-        try:
-            while not ranks.all_exited():
-                _check_alive(ranks, spec, silence)
-                time.sleep(_POLL_S)
-            _check_alive(ranks, spec, silence)
-        finally:
-            ranks.end()
-    events = launch / "events.jsonl"
-    said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    return next((event for event in said if event["event"] == "rehearsed"), {"losses": [], "skipped": []})
-
-
-def _check_alive(ranks: RankGroup, spec: JobSpec, silence: HangDetector) -> None:
-    failures = ranks.failures()
-    silent = silence.too_long(ranks)
-    if not failures and silent is None:
-        return
-    cause = first_cause(failures) if failures else silent
-    assert cause is not None
-    kind = errors.error_class(cause.kind)
-    if kind is not None:
-        raise kind(cause.message)
-    tail = cause.traceback or ranks.last_words(cause.rank)["log_tail"]
-    raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")
-
-
 def _compared(
-    lakehouse: Lakehouse, chosen: _Chosen, start: int, last: int, told: dict[str, Any]
+    lakehouse: Lakehouse, chosen: _Chosen, start: int, last: int, replayed: dict[str, Any]
 ) -> Iterator[RehearsedStep]:
     recorded = chosen.successor["losses"] or []
     skipped = _skipped_steps(lakehouse, chosen.successor)
@@ -302,9 +152,9 @@ def _compared(
         yield RehearsedStep(
             step=step,
             recorded=_at(recorded, index),
-            replayed=_at(told["losses"], index),
+            replayed=_at(replayed["losses"], index),
             recorded_skipped=step in skipped,
-            replayed_skipped=step in told["skipped"],
+            replayed_skipped=step in replayed["skipped"],
         )
 
 
@@ -323,7 +173,3 @@ def _changed(spec: JobSpec, digest: str) -> bool | None:
 
 def _at(losses: Sequence[float], index: int) -> float | None:
     return losses[index] if index < len(losses) else None
-
-
-def _bits(loss: float | None) -> bytes | None:
-    return None if loss is None else struct.pack("<d", loss)

@@ -34,10 +34,10 @@ from dlac_pipeline.supervise.claims import (
     left_in_order,
     trained_attempts,
 )
-from dlac_pipeline.supervise.liveness.other_launch import LaunchLiveness, liveness_of
-from dlac_pipeline.supervise.liveness.progress import read_ending, read_total_steps
+from dlac_pipeline.supervise.liveness.launch_liveness import LaunchLiveness, liveness_of
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
+from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
-from dlac_pipeline.supervise.run_lock import lock_path
 
 _COLUMNS = (
     "run",
@@ -173,14 +173,14 @@ def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standin
 def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
     """Return the state of an attempt that was launched to train."""
     signs = liveness_of(rows, attempt)
-    if signs.here and signs.held:
+    if signs.here and signs.lock_held:
         note = f"attempt {attempt}, process {_holder(signs, run)} on this node"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     ended = _ended_in_order(rows, attempt)
     if ended is not None:
         return Standing(state=ended, command=_resume(rows, run, attempt))
     if not signs.here and signs.silent_s < LOST_AFTER_S:
-        note = f"attempt {attempt} on node {signs.host}, last sign of life {format_ago(signs.silent_s)}"
+        note = f"attempt {attempt} on node {signs.host}, last heartbeat {format_ago(signs.silent_s)}"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     given_up = [each.cause for each in recoveries if (each.attempt, each.outcome) == (attempt, "gave up")]
     if given_up:
@@ -190,7 +190,7 @@ def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Seq
 
 def _describe_lost(rows: list[Row], run: str, attempt: int, signs: LaunchLiveness) -> Standing:
     """Describe a launch that ended without a request: its process is gone, or it was silent for too long."""
-    ago = f"last sign of life {format_ago(signs.silent_s)}"
+    ago = f"last heartbeat {format_ago(signs.silent_s)}"
     note = f"attempt {attempt} has no process on this node any more, {ago}"
     if not signs.here:
         note = f"attempt {attempt} on node {signs.host or '(not recorded)'}, {ago}"

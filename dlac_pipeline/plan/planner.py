@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,35 +23,19 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
-from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned, schema_id_of, snapshot_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import (
-    SLICES_ARROW,
     WORK_UNITS_ARROW,
     PlanRow,
     find_plan,
-    get_plan,
     read_units,
     write_plan,
-    write_slices,
 )
-from dlac_pipeline.plan.cut import PassCut
-from dlac_pipeline.plan.units import Ints, UnitTable
+from dlac_pipeline.plan.plan import Plan, unit_table
+from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_columns, check_names
 from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """A plan and its units."""
-
-    row: PlanRow
-    units: UnitTable
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that become tensors."""
-        return tuple(json.loads(self.row.columns))
 
 
 def make_plan(
@@ -205,96 +189,27 @@ def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> 
     )
 
 
-def load_plan(lakehouse: Lakehouse, plan_id: str, *, table: str | None = None) -> Plan:
-    """A written plan, after checking that its table (now perhaps named `table`) is still the same and its pin holds.
-
-    Raises:
-        TableReplaced, PinLost: it is not, or does not.
-        SpecInvalid: there is no such plan.
-    """
-    row = check_plan(lakehouse, plan_id, table=table)
-    return Plan(row=row, units=_unit_table(read_units(lakehouse, row)))
-
-
-def check_plan(lakehouse: Lakehouse, plan_id: str, *, table: str | None = None) -> PlanRow:
-    """A written plan's row, after the checks of `load_plan`."""
-    row = get_plan(lakehouse, plan_id)
-    name = table or row.source_table
-    check_pinned(lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
-    return row
-
-
-def cut_id_of(plan_id: str, cut: PassCut) -> str:
-    """Content id of a cut: a digest of all that determines its slices."""
-    content = [plan_id, cut.pass_index, asdict(cut.settings), cut.dealt_before.tolist()]
-    return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
-
-
-def record_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> str:
-    """Write the slices of a pass when it is entered. Return the cut's id."""
-    cut_id = cut_id_of(plan_id, cut)
-    write_slices(lakehouse, cut_id, lambda: slices_arrow(cut_id, plan_id, cut))
-    return cut_id
-
-
-def slices_arrow(cut_id: str, plan_id: str, cut: PassCut) -> pa.Table:
-    """All slices of a pass, with the schema of `slices`."""
-    blocks = [
-        (group, cut.block(group, index))
-        for group in range(cut.settings.key_groups)
-        for index in range(cut.block_count(group))
-    ]
-    if not blocks:
-        return SLICES_ARROW.empty_table()
-    counts = np.array([len(block.slices.unit) for _, block in blocks], dtype=np.int64)
-    per_block = {
-        "key_group": [group for group, _ in blocks],
-        "block": [block.index for _, block in blocks],
-        "block_rows": [block.rows for _, block in blocks],
-        "block_live_rows": [block.live_rows for _, block in blocks],
-        "a": [block.affine.a for _, block in blocks],
-        "a_inv": [block.affine.a_inv for _, block in blocks],
-        "c": [block.affine.c for _, block in blocks],
-    }
-    per_slice = {
-        "unit": [block.slices.unit for _, block in blocks],
-        "first_row": [block.slices.first for _, block in blocks],
-        "rows": [block.slices.rows for _, block in blocks],
-        "live_rows": [block.slices.live for _, block in blocks],
-        "base": [block.base for _, block in blocks],
-    }
-    total = int(counts.sum())
-    arrays: dict[str, Any] = {
-        "cut_id": pa.repeat(cut_id, total),
-        "plan_id": pa.repeat(plan_id, total),
-        "pass": pa.repeat(cut.pass_index, total),
-        "slice": np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts),
-    }
-    arrays |= {name: np.repeat(np.array(values, dtype=np.int64), counts) for name, values in per_block.items()}
-    arrays |= {name: np.concatenate(values) for name, values in per_slice.items()}
-    return pa.table(arrays).select(SLICES_ARROW.names).cast(SLICES_ARROW)
-
-
 def _find_or_write(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
     """The plan of these row groups, found or written."""
     named = ("table_uuid", "snapshot_id", "schema_id", "row_filter", "columns", "exclude", "base_plan_id")
     content = {**{name: facts[name] for name in named}, "units": _digest(groups)}
     plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
-    row = find_plan(lakehouse, plan_id)
-    if row is None:
-        write_id = secrets.token_hex(8)
-        row = PlanRow(
-            plan_id=plan_id,
-            write_id=write_id,
-            units=len(groups),
-            rows=sum(group.rows for group in groups),
-            live_rows=sum(group.rows - len(group.dead) for group in groups),
-            bytes=sum(group.bytes for group in groups),
-            created_at=datetime.now(UTC),
-            **facts,
-        )
-        row = write_plan(lakehouse, row, _units_arrow(groups, write_id))
-    return Plan(row=row, units=_unit_table(read_units(lakehouse, row)))
+    found = find_plan(lakehouse, plan_id)
+    if found is not None:
+        return Plan(row=found, units=unit_table(read_units(lakehouse, found)))
+    write_id = secrets.token_hex(8)
+    row = PlanRow(
+        plan_id=plan_id,
+        write_id=write_id,
+        units=len(groups),
+        rows=sum(group.rows for group in groups),
+        live_rows=sum(group.rows - len(group.dead) for group in groups),
+        bytes=sum(group.bytes for group in groups),
+        created_at=datetime.now(UTC),
+        **facts,
+    )
+    units = _units_arrow(groups, write_id)
+    return Plan(row=write_plan(lakehouse, row, units), units=unit_table(units))
 
 
 def _without(group: RowGroup, positions: Ints) -> RowGroup:
@@ -335,23 +250,3 @@ def _ranges(offsets: Ints) -> list[dict[str, int]]:
     starts = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - 2) != 1)
     lengths = np.diff(np.append(starts, len(offsets)))
     return [{"first": int(offsets[start]), "rows": int(rows)} for start, rows in zip(starts, lengths, strict=True)]
-
-
-def _unit_table(units: pa.Table) -> UnitTable:
-    dictionary = units["file_path"].combine_chunks().dictionary_encode()
-    if isinstance(dictionary, pa.ChunkedArray):
-        dictionary = dictionary.combine_chunks()
-    dead = {}
-    for index in np.flatnonzero(units["live_rows"].to_numpy() < units["rows"].to_numpy()):
-        ranges = units["dead"][int(index)].as_py()
-        spans = [np.arange(span["first"], span["first"] + span["rows"]) for span in ranges]
-        dead[int(index)] = np.concatenate(spans).astype(np.int64)
-    return UnitTable(
-        file_paths=dictionary.dictionary.to_pylist(),
-        file=dictionary.indices.to_numpy().astype(np.int64),
-        row_group=units["row_group"].to_numpy().astype(np.int64),
-        first_row=units["first_row"].to_numpy(),
-        rows=units["rows"].to_numpy(),
-        dead=dead,
-        bytes=units["bytes"].to_numpy(),
-    )

@@ -45,27 +45,34 @@ class GroupRun:
     """The key group's cursors after each batch, int64 [batches, sources, 4]."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSlots:
+    """Slots of a key group in each batch. The rank works on `low` .. `high`-1 of them: on all, unless ranks share the group."""
+
+    group: int
+    slots: int
+    low: int
+    high: int
+
+
 class GroupReader:
-    """Slots `low` .. `high`-1 of what one key group gives to each batch: all of it, unless ranks share the group."""
+    """One key group's part of each batch, as far as the rank works on it."""
 
     def __init__(
         self,
         mixture: Mixture,
         active: Sequence[bool],
-        group: int,
-        slots: int,
+        part: GroupSlots,
         *,
-        low: int,
-        high: int,
         samples_before: int,
         cursors: Sequence[Cursor],
         open_stream: OpenStream,
     ) -> None:
         self._mixture = mixture
-        self._group = group
-        self._slots = slots
-        self._low, self._high = low, high
-        self._wanted = (low, high)
+        self._group = part.group
+        self._slots = part.slots
+        self._low, self._high = part.low, part.high
+        self._wanted = (part.low, part.high)
         self._at = samples_before
         self._open_stream = open_stream
         self._cursors = list(cursors)
@@ -127,10 +134,10 @@ class GroupReader:
         self._at += self._slots
         return batch
 
-    def at_hand(self, limit: int) -> int:
+    def ready_batches(self, limit: int) -> int:
         """Return how many batches, up to `limit`, the blocks being read are sure to fill."""
         here = [index for index, active in enumerate(self._active) if active]
-        left = {source: _rows_at_hand(self._streams[source]) for source in here}
+        left = {source: _ready_rows(self._streams[source]) for source in here}
         if len(here) == 1:
             return min(limit, left[here[0]] // self._slots)
         limit = min(limit, sum(left.values()) // self._slots)
@@ -203,5 +210,5 @@ class GroupReader:
             self._streams[source] = self._open_stream(source, cursors[source])
 
 
-def _rows_at_hand(stream: Stream) -> int:
-    return stream.at_hand if isinstance(stream, RowStream) else 0
+def _ready_rows(stream: Stream) -> int:
+    return stream.ready_rows if isinstance(stream, RowStream) else 0

@@ -10,7 +10,7 @@ Resume requires an unchanged leg. The number of ranks may change.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -23,7 +23,7 @@ from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.assemble import assemble, assemble_run
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.group import GroupBatch, GroupReader
+from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.streams import Columns, Stream
@@ -72,35 +72,52 @@ class _Upcoming:
     counts: Counts
 
 
+class BatchColumns(Protocol):
+    """Columns of a leg's batches."""
+
+    def kinds(self) -> dict[str, ColumnKind]:
+        """The columns that are known beforehand."""
+
+    def probe(self) -> Columns:
+        """Columns of some rows: for a rank that has none, what the others have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadStart:
+    """Start of one rank's reader: the rank of `world_size`, the step after which it reads, and the cursors there."""
+
+    rank: int
+    world_size: int
+    step: int
+    state: ReaderState
+
+
 class RankReader:
-    """Batches of rank `rank` of `world_size`, from after `step`, where the cursors are `state`, to the end of the leg."""
+    """Batches of one rank, from its start to the end of the leg."""
 
     def __init__(
         self,
         order: LegOrder,
-        kinds: Mapping[str, ColumnKind],
+        columns: BatchColumns,
         open_stream: OpenStream,
         prefetch: Prefetcher,
         buffers: Buffers,
+        start: ReadStart,
         *,
-        rank: int,
-        world_size: int,
-        step: int,
-        state: ReaderState,
         exchange: Exchange = alone,
-        probe: Callable[[], Columns] = dict,
     ) -> None:
+        rank, world_size, step = start.rank, start.world_size, start.step
         batch_size, per_group = order.settings.batch_size, order.settings.samples_per_group
         if batch_size % world_size:
             raise SpecInvalid(
                 f"expected a number of ranks that divides the batch size {batch_size}, found {world_size}"
             )
         self._order = order
-        self._kinds = dict(kinds)
+        self._kinds = columns.kinds()
         self._lengths: dict[str, int] = {}
         self._ready: deque[Batch] = deque()
         self._buffers = buffers
-        self._probe = probe
+        self._columns = columns
         self._world_size = world_size
         self._step = step
         self._slots = batch_size // world_size
@@ -112,12 +129,14 @@ class RankReader:
             GroupReader(
                 order.mixture,
                 order.active,
-                group,
-                per_group,
-                low=max(0, low - group * per_group),
-                high=min(per_group, high - group * per_group),
+                GroupSlots(
+                    group=group,
+                    slots=per_group,
+                    low=max(0, low - group * per_group),
+                    high=min(per_group, high - group * per_group),
+                ),
                 samples_before=order.samples(step),
-                cursors=[cursors[group] for cursors in state],
+                cursors=[cursors[group] for cursors in start.state],
                 open_stream=partial(_of_group, open_stream, group),
             )
             for group in self.groups
@@ -141,13 +160,13 @@ class RankReader:
         between, last, counted = first, self._order.total_steps, self._order.counted
         while last is None or self._step < last:
             if between:
-                if not self._goes_on(self._pass_over()):
+                if not self._belongs_to_leg(self._skip_batch()):
                     return
                 between -= 1
                 continue
             rows = self._order.valid_rows(self._step + 1) if counted else 0
             batch, samples, items = self._read(rows, rows)
-            if not self._goes_on(samples):
+            if not self._belongs_to_leg(samples):
                 return
             yield batch if counted else replace(batch, rows=samples, tokens=items)
             between = count - 1
@@ -160,14 +179,14 @@ class RankReader:
         last = self._order.total_steps
         while self._ready or last is None or self._step < last:
             if not self._ready:
-                self._ready.extend(self._run(self._at_hand(last)))
+                self._ready.extend(self._run(self._ready_batches(last)))
             if self._ready:
                 yield self._ready.popleft()
                 continue
             rows = self._order.valid_rows(self._step + 1)
             yield self._read(rows, rows)[0]
 
-    def _at_hand(self, last: int | None) -> int:
+    def _ready_batches(self, last: int | None) -> int:
         """Return how many batches can be gathered together: none waits for a block, all of them are full, on every rank."""
         kinds = self._kinds.values()
         if not self._lengths or any(kind.ragged for kind in kinds):
@@ -179,7 +198,7 @@ class RankReader:
         limit = max(1, _RUN_BYTES // (row_bytes * self._slots))
         limit = limit if last is None else min(limit, last - self._step)
         for part in self._parts:
-            if not (limit := part.at_hand(limit)):
+            if not (limit := part.ready_batches(limit)):
                 return 0
         return limit if self._order.valid_rows(self._step + limit) == self._order.settings.batch_size else 0
 
@@ -233,11 +252,11 @@ class RankReader:
         batch, samples, items = self._read(0, 0)
         return _Upcoming(batch, self._exchange([samples, items]))
 
-    def _goes_on(self, samples: int) -> bool:
+    def _belongs_to_leg(self, samples: int) -> bool:
         """Return True if a batch with so many samples of this rank belongs to the leg, as far as this rank knows."""
         return self._order.counted or samples == self._slots or (samples > 0 and not self._order.settings.pending_tail)
 
-    def _pass_over(self) -> int:
+    def _skip_batch(self) -> int:
         """Skip the next batch. Return its samples on this rank."""
         self._step += 1
         taken = [part.take(give=False) for part in self._parts]
@@ -280,7 +299,7 @@ class RankReader:
             for columns, rows, slots in each.pieces
         ]
         if not self._lengths:
-            self._learn(pieces[0][0] if pieces else self._probe())
+            self._learn(pieces[0][0] if pieces else self._columns.probe())
         arrays: dict[str, Array] = {}
         for name, kind in self._kinds.items():
             mine = [(columns[name], rows, slots) for columns, rows, slots in pieces]

@@ -235,7 +235,7 @@ class RowStream:
         return Given(count=done, items=items, pieces=pieces, advances=merge(advances))
 
     @property
-    def at_hand(self) -> int:
+    def ready_rows(self) -> int:
         """Rows of the block being read that are left, but for its last one: taking them does not lead out of it."""
         return 0 if self._stretch is None else max(0, self._stretch.stop - self._at - 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -371,6 +371,10 @@ class JobSpec(Section):
     def sources(self) -> tuple[SourceSpec, ...]:
         """All sources, in the order in which the ledger numbers them."""
         return (self.source, *self.mixture)
+
+    def with_sources(self, sources: Sequence[SourceSpec]) -> JobSpec:
+        """Return this spec with other sources, in the order of `sources`."""
+        return self.model_copy(update={"source": sources[0], "mixture": list(sources[1:])})
 
     @model_validator(mode="after")
     def _mixes(self) -> JobSpec:

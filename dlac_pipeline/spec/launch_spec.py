@@ -82,7 +82,7 @@ class LaunchSpec(Section):
     )
     node_timeout_s: int = Field(
         default=10,
-        description="Seconds without a sign of life of a node after which it is lost.",
+        description="Seconds without a heartbeat of a node after which it is lost.",
         ge=3,
         le=LONGEST_WAIT_S,
     )

@@ -1,4 +1,4 @@
-"""One launch of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process.
+"""One attempt of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process.
 
 In: a job spec, and the failure before. Out: events, the end of the attempt, and a row in `recoveries` if it recovered.
 """
@@ -6,101 +6,52 @@ In: a job spec, and the failure before. Out: events, the end of the attempt, and
 from __future__ import annotations
 
 import json
-import math
-import shutil
 import signal
-import threading
+import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import tenacity
 
-from dlac_pipeline.checkpoint.files import make_below
-from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.elastic.ranks.launch_folder import room_file
 from dlac_pipeline.elastic.round import RESUME, Round
-from dlac_pipeline.lakehouse.durable_io import write_durably
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, LeftUnfinished
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.all_ranks import AllRanks
+from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
+from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
-from dlac_pipeline.supervise.incident import (
+from dlac_pipeline.supervise.failure import (
     Failure,
-    Incident,
-    RecoveryOutcome,
-    ended_on_purpose,
+    end_failed_ranks,
     failure_of_attempt,
+    first_cause,
+    planned_end,
+    stuck_rank,
 )
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress
-from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
-from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause, stuck_rank
-from dlac_pipeline.supervise.policies.stragglers import Stragglers
-from dlac_pipeline.supervise.retry_policy import patience_s, waiting_for
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
+from dlac_pipeline.supervise.ranks.local_ranks import Exit
+from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
+from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
+from dlac_pipeline.supervise.supervision import Supervision
 
-Event = dict[str, Any]
-Ending = Literal["finished", "caught_up", "stopped", "left"]
 POLL_S = 0.05
-_STEP_EVENT_EVERY_S = 0.5
-KEEP_LAUNCHES = 50
-"""Attempts of a run whose launch folders are kept, with logs and the job specs for rehearsals. Nodes may share a folder."""
-_FORGET_AT_ONCE = 5
 _LEAVE_MARGIN_S = 2.0
 """Extra seconds for ranks past their deadline. Ranks enforce the deadline themselves and report what was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Supervision:
-    """Facts that all attempts of one supervisor share."""
-
-    spec: JobSpec
-    lakehouse: Lakehouse
-    starter: RankStarter
-    """Starter of the ranks."""
-    on_event: Callable[[Event], None]
-    stop: threading.Event
-    """Set when the run was asked to stop, or this node to leave it."""
-    leaves: threading.Event
-    """Set when only this node was asked to leave."""
-    noticed_by: str
-    """Observer of the failure of the attempt that the first one replaces."""
-    noticed_at: float
-    """Moment at which that failure was noticed, in seconds since the epoch."""
-    launched_at: float
-    """Start of this supervisor, in seconds since the epoch."""
-    launched_by: str
-    """Run of the orchestrator that started this supervisor, or empty."""
-
-    def leave(self) -> None:
-        """Ask this node to leave the run to the other nodes."""
-        self.leaves.set()
-        self.stop.set()
-
-    def waiting(self, *, replaces: int | None) -> tenacity.Retrying:
-        """Return retries for calls that need the catalog. A recovery waits for an unavailable catalog until it is stopped."""
-        within_s = patience_s(replaces=replaces, noticed_by=self.noticed_by)
-        return waiting_for(CatalogUnreachable, within_s=within_s, stop=self.stop)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Rescale:
-    """The reason to end an attempt after a checkpoint, so that other nodes can train the next one."""
+    """The planned end of an attempt after a checkpoint, so that other nodes can train the next one."""
 
     why: Failure
 
 
-class _ToldToStop(Exception):
+class _StopRequested(Exception):
     """A stop request during the verification of the checkpoint. Nothing was trained, and nothing is lost."""
 
 
@@ -112,34 +63,33 @@ class SupervisedAttempt:
         supervision: Supervision,
         round_: Round,
         *,
-        wish: ResumeOptions,
+        options: ResumeOptions,
         replaces: int | None,
         failure: Failure | None,
     ) -> None:
+        self.number = 0
+        self.leg: Leg | None = None
+        self.committed = False
+        """True if the attempt committed a checkpoint."""
         self._supervision = supervision
         self._round = round_
         self._spec = spec_for(supervision.spec, round_)
         self._lakehouse = supervision.lakehouse
-        self._wish = wish
+        self._options = options
         self._replaces = replaces
         self._failure = failure
         self._nonce = new_nonce()
-        self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
-        self._stragglers = Stragglers(self._spec.launch)
-        self._events_read = 0
-        self._incident: Incident | None = None
+        self.folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
+        """The launch folder."""
+        self._machine = AttemptMachine(has_others=bool(round_.others))
+        self._monitor = AttemptMonitor(self._lakehouse, self._spec.launch, self._publish)
+        self._events = EventReader(self.folder)
         self._verified = (0, -1)
-        self._said_step, self._said_step_at = (0, 0), -math.inf
         self._started_at = time.time()
-        self.number = 0
-        self.leg: Leg | None = None
-        self.step = 0
-        self.committed = False
-        self._trains = False
-        self._asked_at: float | None = None
+        self._drains_since = 0.0
         self._ending: Ending | None = None
+        """The ending that rank 0 has reported."""
         self._head_step = self._resumed_step = 0
-        self._undone: list[Progress] = []
 
     @property
     def others(self) -> list[int]:
@@ -147,279 +97,230 @@ class SupervisedAttempt:
         return self._round.others
 
     @property
-    def folder(self) -> Path:
-        """The launch folder."""
-        return self._folder
+    def step(self) -> int:
+        """Last step that all ranks have finished."""
+        return self._monitor.step
 
     def run(self) -> Ending | Failure | Rescale:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
-        ranks = AllRanks(
-            start_local_ranks(self._spec, self._folder, self._round, self._supervision.starter), self._round
-        )
+        own = start_local_ranks(self._spec, self.folder, self._round, self._supervision.starter)
+        ranks = AllRanks(own, self._round)
         try:  # the ranks import their libraries while the run is claimed
             try:
-                point = self._take_over()
-            except _ToldToStop:
+                point = self._claim()
+            except _StopRequested:
                 return "stopped"
-            self.number, self.step, self._head_step = point.attempt, point.step, point.step
-            self._resumed_step = point.step
-            self.leg = leg = Leg.from_json(point.leg)
-            plans = [self._waiting()(get_plan, self._lakehouse, source.plan_id) for source in leg.sources]
-            live_rows = sum(plan.live_rows for plan in plans)
-            for message in leg.warnings(live_rows, self._spec.launch.world_size):
-                self._say({"event": "warning", "message": message})
-            with storing(self._folder):
-                write_durably(self._folder / "resume.json", point.to_json().encode())
-            self._round.announce(RESUME, json.loads(point.to_json()))
-            self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": self._pids(ranks)})
+            self._resume(point)
+            self._publish({"event": "attempt", "step": point.step, "pids": self._wait_for_start(ranks)})
             with closing(LedgerWatch(self._lakehouse)) as ledger:
                 return self._watch(ranks, ledger)
         finally:
-            ranks.end()
+            own.end()
             self._forward_events()
 
-    def _verifying(self, step: int, done: int, total: int) -> None:
-        if self._supervision.stop.is_set():
-            raise _ToldToStop
-        if (step, done) == self._verified:
-            return
-        self.step, self._verified = step, (step, done)
-        self._say({"event": "verifying", "step": step, "bytes": done, "of": total})
-
-    def _waiting(self) -> tenacity.Retrying:
-        return self._supervision.waiting(replaces=self._replaces)
-
-    def _pids(self, ranks: AllRanks) -> list[int]:
-        """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""
-        while not ranks.is_started:
-            if ranks.asked_to_stop:
-                self._supervision.stop.set()
-            if self._supervision.stop.is_set() and self._asked_at is None:
-                self._asked_at = time.monotonic()
-                ranks.ask_to_stop()
-            time.sleep(POLL_S)
-        return ranks.pids
-
-    def _take_over(self) -> ResumePoint:
+    def _claim(self) -> ResumePoint:
         current = None
         # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
         if self._replaces is None:
-            current = self._waiting()(Ledger(self._lakehouse).state, self._spec.run).fence.attempt
-        point: ResumePoint = self._waiting()(
-            claim_and_verify,
-            self._lakehouse,
-            self._spec,
+            current = self._retrying()(self._supervision.ledger.state, self._spec.run).fence.attempt
+        request = ClaimRequest(
             nonce=self._nonce,
             replaces=self._replaces,
             current=current,
-            wish=self._wish,
-            launch_folder=str(self._folder),
-            launched_by=self._supervision.launched_by,
-            verifying=self._verifying,
+            options=self._options,
+            launch_folder=str(self.folder),
+            launched_by=self._supervision.request.launched_by,
+        )
+        point: ResumePoint = self._retrying()(
+            claim_and_verify,
+            self._supervision.plans,
+            self._spec,
+            request,
+            verifying=self._report_verification,
             verify=NodeVerifiers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
             stop=self._supervision.stop,
+            on_claim=self._supervision.starter.import_agent,
         )
-        failure = self._failure
-        if failure is None and point.replaces > 0:
-            rows = self._waiting()(Ledger(self._lakehouse).rows, self._spec.run, kinds=("claim", "checkpoint"))
-            failure = failure_of_attempt(
-                rows,
-                point.replaces,
-                noticed_by=self._supervision.noticed_by,
-                noticed_at=self._supervision.noticed_at,
-                launched_at=self._supervision.launched_at,
-                stopped_at=self._started_at,
-            )
+        failure = self._failure or (self._failure_before(point.replaces) if point.replaces > 0 else None)
         if failure is not None:
-            self._incident = Incident(self._spec, point, failure)
+            self._monitor.begin_recovery(self._spec, point, failure)
         return point
 
+    def _failure_before(self, attempt: int) -> Failure | None:
+        """Return the failure of an attempt that another supervisor led."""
+        rows = self._retrying()(self._supervision.ledger.rows, self._spec.run, kinds=("claim", "checkpoint"))
+        return failure_of_attempt(
+            rows,
+            attempt,
+            noticed_by=self._supervision.request.noticed_by,
+            noticed_at=self._supervision.noticed_at,
+            launched_at=self._supervision.launched_at,
+            stopped_at=self._started_at,
+        )
+
+    def _resume(self, point: ResumePoint) -> None:
+        """Hand the resume point to the ranks of all nodes."""
+        self.number = point.attempt
+        self._monitor.step = self._head_step = self._resumed_step = point.step
+        self.leg = leg = Leg.from_json(point.leg)
+        rows = [self._retrying()(self._supervision.plans.row, source.plan_id) for source in leg.sources]
+        for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
+            self._publish({"event": "warning", "message": message})
+        write_resume_point(self.folder, point.to_json())
+        self._round.announce(RESUME, json.loads(point.to_json()))
+
+    def _report_verification(self, step: int, done: int, total: int) -> None:
+        if self._supervision.stop.is_set():
+            raise _StopRequested
+        if (step, done) == self._verified:
+            return
+        self._monitor.step, self._verified = step, (step, done)
+        self._publish({"event": "verifying", "step": step, "bytes": done, "of": total})
+
+    def _retrying(self) -> tenacity.Retrying:
+        return self._supervision.retrying(replaces=self._replaces)
+
+    def _wait_for_start(self, ranks: AllRanks) -> list[int]:
+        """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""
+        while not ranks.own.is_started:
+            self._relay_stop(ranks)
+            if self._supervision.stop.is_set():
+                self._apply(Observation.STOP_REQUESTED, ranks)
+            time.sleep(POLL_S)
+        return ranks.own.pids
+
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
-        grows = False
-        silence = HangDetector(self._spec.launch)
         while True:
-            self._forward_events()
-            self._follow_progress(ranks)
+            self._read_ranks(ranks)
             ledger.check()
-            asked_at = self._asked_at
-            if ranks.asked_to_stop:
-                self._supervision.stop.set()
-            if (self.others or grows) and asked_at is None and ranks.noticed:
-                self._supervision.leave()
-            failures = ranks.failures()
-            told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
-            if told and any(failure.code == -signal.SIGTERM for failure in failures):
-                self._ending = "stopped"  # the signal came before the rank could handle it: nothing is lost
-                return self._judge_ending(ranks, grows=grows)
-            if failures:
-                return self._failed(ranks, first_cause(failures))
-            if ranks.all_exited():
-                self._forward_events()
-                self._follow_progress(ranks)
-                return self._judge_ending(ranks, grows=grows)
-            now = time.monotonic()  # the wall clock may be set during the attempt
-            grows = grows or (self._round.could_grow and asked_at is None and self._trains and self._made_room())
-            if self._supervision.stop.is_set() and asked_at is None:
-                self._asked_at = asked_at = now
-                ranks.ask_to_stop()
-            elif grows and asked_at is None and self._ending == "stopped":
-                self._asked_at = now  # all is committed: from now on the script has the usual time to exit
-            hung = silence.too_long(ranks)
-            if hung is not None:
-                return self._failed(ranks, hung)
-            if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
-                return self._failed(ranks, stuck_rank(ranks, now - asked_at))
+            for observation, cause in self._observe(ranks):
+                end = self._apply(observation, ranks, cause)
+                if end is not None:
+                    return end
             time.sleep(POLL_S)
 
-    def _made_room(self) -> bool:
-        """Ask the ranks to exit after a checkpoint, without a deadline. Return True if the request was written."""
-        try:
-            room_file(self._folder).touch()
-        except OSError:  # the disk may be full for a moment
-            return False
-        return True
+    def _observe(self, ranks: AllRanks) -> Iterator[tuple[Observation, Exit | None]]:
+        """Yield what is observed now, with the rank to blame. An exit precedes what the ranks can no longer receive."""
+        self._relay_stop(ranks)
+        if ranks.own.has_notice:
+            yield Observation.NOTICE_RECEIVED, None
+        exited = ranks.all_exited()  # read first: a rank that dies between the two reads has failed
+        failures = ranks.failures()
+        if failures and self._was_terminated(ranks, failures):
+            yield Observation.RANKS_TERMINATED, None
+        elif failures:
+            yield Observation.RANKS_FAILED, first_cause(failures)
+        if exited:
+            self._read_ranks(ranks)
+            yield Observation.RANKS_EXITED, None
+        if self._supervision.stop.is_set():
+            yield Observation.STOP_REQUESTED, None
+        if self._round.could_grow:
+            yield Observation.ROOM_TO_GROW, None
+        if self._ending == "stopped":
+            yield Observation.TRAINING_STOPPED, None
+        hung = self._monitor.find_hang(ranks)
+        if hung is not None:
+            yield Observation.HANG_FOUND, hung
+        drained_s = time.monotonic() - self._drains_since  # the wall clock may be set during the attempt
+        if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.leave_s + _LEAVE_MARGIN_S:
+            yield Observation.DEADLINE_PASSED, stuck_rank(ranks, drained_s)
 
-    def _judge_ending(self, ranks: AllRanks, *, grows: bool) -> Ending | Rescale:
-        """Return the end of the attempt.
-
-        If nodes come or go and the run was not stopped, it resumes with the nodes that exist.
+    def _apply(
+        self, observation: Observation, ranks: AllRanks, cause: Exit | None = None
+    ) -> Ending | Failure | Rescale | None:
+        """Do what an observation requires. Return the end of the attempt once it has ended.
 
         Raises:
-            LeftUnfinished: no rank reported an end, and the ranks were not asked to exit.
+            LeftUnfinished: the ranks exited without a request, and no rank reported an ending.
         """
-        if self._ending is None and self._asked_at is None and not grows:
-            kept = "".join(f", of {each.kind}: {each.message}" for each in ranks.kept_errors()[:1])
-            raise LeftUnfinished(
-                f"expected the script of run {self._spec.run!r} to train to the end of run.batches(), or to leave `with "
-                f"training_run()` between two steps; found that it ended with exit status 0 at step {self.step}{kept}: "
-                "the committed checkpoints are kept; mend the script, and start it again"
-            )
-        self._ending = self._ending or "stopped"
-        if grows and ranks.noticed:  # a termination notice arrived while room was made
+        decision = self._machine.observe(observation)
+        if decision is Decision.LEAVE:
             self._supervision.leave()
-        if self.step > self._head_step:
-            self._undone = [found for found in ranks.progress() if found is not None]
-        if self._ending != "stopped" or self._supervision.stop.is_set() or not (grows or ranks.leaving):
+        elif decision is Decision.REQUEST_STOP:
+            self._drains_since = time.monotonic()
+            ranks.own.request_stop()
+        elif decision is Decision.REQUEST_CHECKPOINT and ranks.own.request_checkpoint():
+            self._machine.observe(Observation.CHECKPOINT_REQUESTED)
+        elif decision is Decision.START_DEADLINE:
+            self._drains_since = time.monotonic()
+        elif decision is Decision.FAIL:
+            assert cause is not None, "a failure has a cause"
+            return self._fail(ranks, cause)
+        elif decision is Decision.END_AS_STOPPED:
+            return self._conclude(ranks, "stopped")
+        elif decision is Decision.END_AS_REPORTED:
+            return self._conclude(ranks, self._ending or "stopped")
+        elif decision is Decision.END_UNASKED:
+            return self._conclude(ranks, self._reported_ending(ranks))
+        return None
+
+    def _relay_stop(self, ranks: AllRanks) -> None:
+        """Request a stop here if another node was asked to stop the run."""
+        if ranks.stop_requested:
+            self._supervision.stop.set()
+
+    def _was_terminated(self, ranks: AllRanks, failures: list[Exit]) -> bool:
+        """Return True if a rank died of the signal that asked it to exit, before it could handle the signal."""
+        is_draining = self._machine.state is AttemptState.DRAINING
+        requested = is_draining or self._supervision.stop.is_set() or bool(ranks.leaving_nodes)
+        return requested and any(failure.code == -signal.SIGTERM for failure in failures)
+
+    def _conclude(self, ranks: AllRanks, ending: Ending) -> Ending | Rescale:
+        """Return the end of the attempt.
+
+        If this node leaves the run to others, or nodes come or go and the run was not stopped, the other nodes resume it.
+        """
+        supervision, rescales = self._supervision, self._machine.rescales
+        if rescales and ranks.own.has_notice:  # a termination notice arrived after the request for a checkpoint
+            supervision.leave()
+        if ending != "stopped":
+            return ending
+        if supervision.leaving.is_set() and self.others:
+            return self._rescale(ranks, f"leaving: node {socket.gethostname()}")
+        if supervision.stop.is_set() or not (rescales or ranks.leaving_nodes):
+            return ending
+        cause = "more nodes have come" if rescales else f"leaving: node {', '.join(ranks.leaving_nodes)}"
+        self._publish({"event": "rescale", "cause": cause, "step": self.step})
+        return self._rescale(ranks, cause)
+
+    def _rescale(self, ranks: AllRanks, cause: str) -> Rescale:
+        undone = ranks.heartbeats() if self.step > self._head_step else []
+        return Rescale(why=planned_end(cause, step=self.step, undone=[each for each in undone if each is not None]))
+
+    def _reported_ending(self, ranks: AllRanks) -> Ending:
+        """Return the ending that rank 0 reported. Raise `LeftUnfinished` without one."""
+        if self._ending is not None:
             return self._ending
-        cause = "more nodes have come" if grows else f"leaving: node {', '.join(ranks.leaving)}"
-        self._say({"event": "regather", "cause": cause, "step": self.step})
-        return Rescale(why=self.ended_for(cause))
-
-    def ended_for(self, cause: str) -> Failure:
-        """Return the failure that stands for an intended end, with the steps that it had no time to commit."""
-        return ended_on_purpose(cause, step=self.step, undone=self._undone)
-
-    def _failed(self, ranks: AllRanks, cause: Exit) -> Failure:
-        noticed_at = time.time()
-        progress = [found for found in ranks.progress() if found is not None]
-        last_step = max((found.step for found in progress), default=self.step)
-        mine = ranks.progress()[cause.rank]
-        ranks.end()
-        words = ranks.last_words(cause.rank)
-        raised = cause.code >= 0  # a rank that a signal killed may have recorded an exception that its script caught
-        failure = Failure(
-            cause=str(cause),
-            kind=cause.kind,
-            message=cause.message,
-            detail=cause.detail,
-            noticed_by="supervisor",
-            failed_at=ranks.started_at if mine is None else mine.at,
-            noticed_at=noticed_at,
-            launched_at=noticed_at,
-            stopped_at=time.time(),
-            last_step=last_step,
-            began=min((found.spent.began for found in progress), default=0.0),
-            rows=sum(found.spent.rows for found in progress),
-            in_hand=0 if mine is None else max(0, mine.spent.in_hand),
-            doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
-            rank=cause.rank,
-            trained=mine is not None and mine.step > self._resumed_step,
-            where=cause.where if raised else "",
-            place=cause.place if raised else "",
-            origin=cause.origin if raised else "",
-            traceback=cause.traceback if raised else "",
-            log=words.get("log", ""),
+        suppressed = "".join(f", of {each.kind}: {each.message}" for each in ranks.own.suppressed_errors()[:1])
+        raise LeftUnfinished(
+            f"expected the script of run {self._spec.run!r} to train to the end of run.batches(), or to leave `with "
+            f"training_run()` between two steps; found that it ended with exit status 0 at step {self.step}{suppressed}: "
+            "the committed checkpoints are kept; mend the script, and start it again"
         )
-        told = {"cause": failure.cause, "step": last_step, "phase": failure.doing, **words}
+
+    def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
+        failure = end_failed_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step)
+        facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
-        self._say({"event": "failure", "rank": cause.rank, **told, **raised_at})
-        if self._incident is not None:  # the recovery from the previous failure has failed
-            self._report(self._incident, "failed again")
-            self._incident = None
+        self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})
+        self._monitor.end_recovery("failed again")  # of the previous failure
         return failure
 
-    def _follow_progress(self, ranks: AllRanks) -> None:
-        progress = ranks.progress()
-        if any(found is None for found in progress):
-            return
-        known = [found for found in progress if found is not None]
-        self.step = max(self.step, min(found.step for found in known))
-        if self._incident is not None and self._incident.observe(known):
-            self._report(self._incident, "resumed")
-            self._incident = None
-        for straggler in self._stragglers.observe(known):
-            self._say(straggler.event())
-        first = known[0]
-        news = first.loss_step and (first.step, first.loss_step) != self._said_step
-        if news and time.monotonic() - self._said_step_at >= _STEP_EVENT_EVERY_S:
-            self._said_step, self._said_step_at = (first.step, first.loss_step), time.monotonic()
-            self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
-
-    def _report(self, incident: Incident, outcome: RecoveryOutcome) -> None:
-        """Write the recovery to the ledger. An error of the report does not end the run."""
-        try:
-            self._say(incident.report(self._lakehouse, outcome))
-        except DlacError as err:
-            self._say({"event": "warning", "message": f"the recovery could not be recorded: {err}"})
+    def _read_ranks(self, ranks: AllRanks) -> None:
+        """Read the events and the heartbeats of the ranks."""
+        self._forward_events()
+        self._monitor.observe(ranks.heartbeats())
 
     def _forward_events(self) -> None:
-        for event in self._new_events():
+        """Publish the events of rank 0, and note those that concern the attempt."""
+        for event in self._events.read_new():
+            if event["event"] == "training":
+                self._machine.observe(Observation.TRAINING_BEGAN)
             if event["event"] == "checkpoint":
                 self.committed, self._head_step = True, event["step"]
-            if event["event"] in ("finished", "stopped", "caught_up", "left"):
-                self._ending = event["event"]
-            self._trains = self._trains or event["event"] == "training"
-            self._say(event)
+            self._ending = ending_of(event) or self._ending
+            self._publish(event)
 
-    def _new_events(self) -> Iterator[Event]:
-        path = self._folder / "events.jsonl"
-        if path.exists():
-            with path.open() as stream:
-                stream.seek(self._events_read)
-                for line in stream:
-                    if not line.endswith("\n"):
-                        break
-                    self._events_read += len(line.encode())
-                    yield json.loads(line)
-
-    def _say(self, event: Event) -> None:
-        self._supervision.on_event({"run": self._spec.run, "attempt": self.number, **event})
-
-
-def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
-    """Return the job spec with the number of ranks that the nodes of an attempt have."""
-    launch = spec.launch.model_copy(update={"world_size": round_.share.world_size})
-    return spec.model_copy(update={"launch": launch})
-
-
-def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
-    """Start this node's ranks with a new launch folder.
-
-    Raises:
-        StoreUnavailable: the folder cannot be made, or the run's folder is gone with its mount.
-    """
-    with storing(folder):
-        make_below(folder.parent, folder)
-        path = folder / "spec.json"
-        path.touch(mode=0o600)  # the spec may contain credentials
-        path.write_text(spec.model_dump_json())
-    forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(round_.shares))
-    return starter.start(spec, folder, round_.share)
-
-
-def forget_launches(folder: Path, *, keep: int) -> None:
-    """Remove the oldest launch folders of a run beyond `keep`. Remove only a few per call, because a launch waits for it."""
-    with suppress(FileNotFoundError):  # another node that shares the folder was faster
-        oldest_last = sorted(folder.glob("launch-*/"), key=lambda each: each.stat().st_mtime, reverse=True)
-        for each in oldest_last[keep:][-_FORGET_AT_ONCE:]:
-            shutil.rmtree(each, ignore_errors=True)
+    def _publish(self, event: Event) -> None:
+        self._supervision.publish({"attempt": self.number, **event})

@@ -21,12 +21,12 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.lakehouse.ledger.branches import Exclusion, exclusions_in_force, starts_over
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan
+from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, way_out
-from dlac_pipeline.plan.legs.choice import asked_for, check_readable, check_sources, first_leg
-from dlac_pipeline.plan.legs.follow import Unreadable, leaving_out, next_leg
+from dlac_pipeline.plan.legs.choice import asked_for, check_sources, first_leg, plan_sources
+from dlac_pipeline.plan.legs.follow import LegRequest, Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.planner import check_plan, load_plan, make_plan
+from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
@@ -35,8 +35,8 @@ from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 class ResumeOptions:
     """Requests of a launch beyond resuming: the plans of a new run, and the changes of a new leg."""
 
-    plan_ids: tuple[str, ...] = ()
-    """Plan id of each source, for a new run. If empty, the sources of the spec are planned."""
+    plans: tuple[Plan, ...] = ()
+    """Plan of each source, for a new run. If empty, the sources of the spec are planned before the claim."""
     repin: bool = False
     """True to continue with the changes of followed tables since they were planned."""
     unreadable: tuple[Unreadable, ...] = ()
@@ -50,18 +50,21 @@ RESUME = ResumeOptions()
 class LegChooser:
     """Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
 
-    def __init__(self, ledger: Ledger, spec: JobSpec, wish: ResumeOptions, *, recovering: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, plans: Plans, spec: JobSpec, options: ResumeOptions, *, recovering: bool
+    ) -> None:
         """Check the options. Raise `SpecInvalid` if they name plans for another number of sources."""
         self._ledger = ledger
         self._lakehouse = ledger.lakehouse
+        self._plans = plans
         self._spec = spec
-        self._wish = wish
+        self._options = options
         self._recovering = recovering
         self.unsure = False
         """True if the head looked damaged before the claim, and its leg was not checked."""
-        if wish.plan_ids and len(wish.plan_ids) != len(spec.sources):
+        if options.plans and len(options.plans) != len(spec.sources):
             raise SpecInvalid(
-                f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(wish.plan_ids)}: "
+                f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(options.plans)}: "
                 "name them in the order of the sources, or none"
             )
 
@@ -90,16 +93,14 @@ class LegChooser:
         asked = self.check(leg, rows)
         for source, mine in zip(self._spec.sources, leg.sources, strict=True):
             for plan_id in mine.start.plan_ids:
-                check_plan(self._lakehouse, plan_id, table=source.table)
+                self._plans.check(plan_id, table=source.table)
         return next_leg(
-            self._lakehouse,
+            self._plans,
             excluding(self._spec, exclusions_in_force(rows)),
             leg,
-            asked,
+            LegRequest(asked=asked, repin=self._options.repin, unreadable=self._options.unreadable),
             step=manifest.step,
             state=[[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state],
-            repin=self._wish.repin,
-            unreadable=self._wish.unreadable,
         )
 
     def check(self, leg: Leg, rows: Sequence[Row]) -> Leg:
@@ -118,14 +119,9 @@ class LegChooser:
             check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuid)
         excluded = exclusions_in_force(rows)
         asked = asked_for(excluding(self._spec, excluded), leg, uuids)
-        if self._wish.plan_ids and self._wish.plan_ids != tuple(source.plan_id for source in leg.sources):
-            asked = replace(
-                asked,
-                sources=tuple(
-                    replace(source, plan_id=plan_id)
-                    for source, plan_id in zip(asked.sources, self._wish.plan_ids, strict=True)
-                ),
-            )
+        if self._options.plans:
+            named = zip(asked.sources, self._options.plans, strict=True)
+            asked = replace(asked, sources=tuple(replace(source, plan_id=plan.id) for source, plan in named))
         if not self._spec.launch.new_leg:
             _leg_excluding(leg, excluded).check_same(asked)
         return asked
@@ -141,21 +137,19 @@ class LegChooser:
                 f"every checkpoint on the lineage of run {self._spec.run!r} is quarantined: {way_out(self._spec.run, rows)}"
             )
         spec = _as_it_began(excluding(self._spec, exclusions_in_force(rows)), rows) if again else self._spec
-        plan_ids = self._wish.plan_ids or (self._claimed_plans(rows) if self._recovering and not again else ())
-        if not plan_ids:  # an earlier plan reads a snapshot that may no longer be the table's
-            check_readable(self._lakehouse, spec)
-        plans = (
-            [load_plan(self._lakehouse, plan_id) for plan_id in plan_ids]
-            if plan_ids
-            else [make_plan(self._lakehouse, source) for source in spec.sources]
-        )
-        return leaving_out(self._lakehouse, spec, first_leg(spec, plans), self._wish.unreadable)
+        claimed = self._claimed_plans(rows) if self._recovering and not again else ()
+        known = tuple(plan.id for plan in self._options.plans) or claimed
+        plans = [self._plans.load(plan_id) for plan_id in known] or self._new_plans(spec)
+        return leaving_out(self._plans, spec, first_leg(spec, plans), self._options.unreadable)
+
+    def _new_plans(self, spec: JobSpec) -> list[Plan]:
+        return [self._plans.add(plan) for plan in plan_sources(self._lakehouse, spec)]
 
     def _claimed_plans(self, rows: list[Row]) -> tuple[str, ...]:
         """Return the plans that the attempt to be recovered had claimed, if the spec still requests them."""
         claims = [row for row in rows if row["kind"] == "claim"]
         plan_ids = json.loads(claims[-1]["detail"]).get("plan_ids", []) if claims else []
-        found = [find_plan(self._lakehouse, plan_id) for plan_id in plan_ids]
+        found = [self._plans.find_row(plan_id) for plan_id in plan_ids]
         fits = len(found) == len(self._spec.sources) and all(
             row is not None and _is_plan_of(source, row) for source, row in zip(self._spec.sources, found, strict=True)
         )
@@ -175,7 +169,7 @@ def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
         source.model_copy(update={"exclude": list(_with(source.exclude, index, exclusions))})
         for index, source in enumerate(spec.sources)
     ]
-    return spec.model_copy(update={"source": sources[0], "mixture": sources[1:]})
+    return spec.with_sources(sources)
 
 
 def _as_it_began(spec: JobSpec, rows: Sequence[Row]) -> JobSpec:
@@ -192,7 +186,7 @@ def _as_it_began(spec: JobSpec, rows: Sequence[Row]) -> JobSpec:
         else source
         for source, mine in zip(spec.sources, first.sources, strict=True)
     ]
-    return spec.model_copy(update={"source": sources[0], "mixture": sources[1:]})
+    return spec.with_sources(sources)
 
 
 def first_leg_of(rows: Sequence[Row]) -> Leg | None:

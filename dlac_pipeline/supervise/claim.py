@@ -11,9 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
@@ -40,6 +39,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import (
 )
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import RESUME, LegChooser, ResumeOptions, leg_of, planned
@@ -97,30 +97,42 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimRequest:
+    """Request of one launch for the next attempt of a run."""
+
+    nonce: str = field(default_factory=new_nonce)
+    """Name of the launch. A repeated claim with it changes nothing."""
+    replaces: int | None = None
+    """Attempt that was seen to fail. Unset: `current`."""
+    current: int | None = None
+    """Current attempt before the first try of this claim. Unset: the current attempt now."""
+    options: ResumeOptions = RESUME
+    launch_folder: str = ""
+    launched_by: str = ""
+    """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
+    purpose: Mapping[str, Any] = field(default_factory=dict)
+    """Purpose of an attempt that does not train."""
+
+
 def claim_and_verify(
-    lakehouse: Lakehouse,
+    plans: Plans,
     spec: JobSpec,
+    request: ClaimRequest,
     *,
-    nonce: str,
-    replaces: int | None = None,
-    current: int | None = None,
-    wish: ResumeOptions = RESUME,
-    launch_folder: str = "",
-    launched_by: str = "",
     verifying: Verifying = lambda step, done, total: None,
     verify: Verify = verify_here,
-    instead: Mapping[str, Any] = MappingProxyType({}),
     stop: threading.Event | None = None,
+    on_claim: Callable[[], None] = lambda: None,
 ) -> ResumePoint:
-    """Claim the run for `nonce` and return its resume point.
+    """Choose the leg, claim the run, verify the checkpoint to resume from, and return the resume point.
 
-    - `replaces` is the attempt that was seen to fail. If unset it is `current`, the current attempt before the first try of
-      this claim, or else the current attempt now.
-    - `launched_by` names the orchestrator's run, so that a sensor knows which run's attempt is current.
-    - `instead` states the purpose of an attempt that does not train.
+    The sources of a new run are planned before the claim, unless the request has their plans.
+
     - `verifying` receives the progress of the verification of a checkpoint. Its exception ends the claim.
     - `verify` is as for `restore`.
     - Once `stop` is set, the claim does not wait for an unavailable catalog.
+    - `on_claim` is called once the run is claimed, before the checkpoint is verified.
 
     Raises:
         CommitOutcomeUnknown: the run may or may not be claimed.
@@ -131,13 +143,14 @@ def claim_and_verify(
         AppendHistoryLost: rows appended to a followed table cannot be identified any more. Nothing was claimed.
     """
     started = time.monotonic()
-    ledger, tiers = Ledger(lakehouse, stop=stop), tiers_of(spec)
+    ledger, tiers = Ledger(plans.lakehouse, stop=stop), tiers_of(spec)
     check_store(ledger, spec.run, tiers.durable_run(), tiers.files)
-    chooser = LegChooser(ledger, spec, wish, recovering=replaces is not None)
-    launched = {"launch_folder": launch_folder, "rendezvous": spec.launch.rendezvous, "launched_by": launched_by}
-    detail = {**_places_of(spec, tiers), **launched, **instead}
-    claimed = _claim(ledger, spec.run, chooser, nonce=nonce, replaces=replaces, current=current, detail=detail)
+    chooser = LegChooser(ledger, plans, spec, request.options, recovering=request.replaces is not None)
+    before = ledger.state(spec.run)
+    leg = chooser.before_claim(before)
+    claimed = _claim(ledger, before, leg, request, detail={**_places_of(spec, tiers), **_launch_of(spec, request)})
     claimed_at = time.monotonic()
+    on_claim()
     found = _resolve(ledger, claimed, chooser, tiers, verifying, verify)
     return _resume_point(claimed, found, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
 
@@ -165,25 +178,15 @@ class _Resolved:
     quarantined: list[str]
 
 
-def _claim(
-    ledger: Ledger,
-    run: str,
-    chooser: LegChooser,
-    *,
-    nonce: str,
-    replaces: int | None,
-    current: int | None,
-    detail: Mapping[str, Any],
-) -> _Claimed:
-    """Choose the leg as far as the ledger shows it, and claim the run. Raises as `claim_and_verify`."""
-    before = ledger.state(run)
-    leg = chooser.before_claim(before)
+def _claim(ledger: Ledger, before: RunState, leg: Leg, request: ClaimRequest, *, detail: Mapping[str, Any]) -> _Claimed:
+    """Claim the run with the plans of its leg. Raises as `claim_and_verify`."""
+    nonce, current = request.nonce, request.current
     if current is None:
         # an earlier try of this claim may be committed
         current = before.fence.attempt - (before.fence.nonce == nonce)
-    replaced = current if replaces is None else replaces
-    state = claim(ledger, run, nonce=nonce, replaces=replaced, detail={**detail, **planned(leg)})
-    attempt = Attempt(run=run, number=state.fence.attempt, nonce=nonce)
+    replaced = current if request.replaces is None else request.replaces
+    state = claim(ledger, before.run, nonce=nonce, replaces=replaced, detail={**detail, **planned(leg)})
+    attempt = Attempt(run=before.run, number=state.fence.attempt, nonce=nonce)
     return _Claimed(attempt=attempt, replaced=replaced, leg=leg, head_before=before.fence.head, head=state.fence.head)
 
 
@@ -242,6 +245,16 @@ def _places_of(spec: JobSpec, tiers: Tiers) -> dict[str, Any]:
     }
 
 
+def _launch_of(spec: JobSpec, request: ClaimRequest) -> dict[str, Any]:
+    """Return a claim's record of its launch."""
+    return {
+        "launch_folder": request.launch_folder,
+        "rendezvous": spec.launch.rendezvous,
+        "launched_by": request.launched_by,
+        **request.purpose,
+    }
+
+
 def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head: Manifest | None) -> list[Row]:
     """Quarantine the damaged checkpoints that are newer than `head`, and return the rows of the run after that.
 
@@ -274,12 +287,13 @@ def _newest_whole(
     rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> tuple[Restored | None, dict[str, str]]:
     """Return the newest whole checkpoint of the head's lineage, and the newer ones that are damaged (id -> reason)."""
-    there = restorable_rows(rows)
+    restorable = restorable_rows(rows)
     damaged: dict[str, str] = {}
     for name in lineage_of(rows, head):
-        if name in there:
+        if name in restorable:
             try:
-                return restore(there[name], tiers, partial(verifying, there[name]["step"]), verify=verify), damaged
+                row = restorable[name]
+                return restore(row, tiers, partial(verifying, row["step"]), verify=verify), damaged
             except CheckpointDamaged as err:
                 damaged[name] = str(err)
     return None, damaged

@@ -37,10 +37,10 @@ _ANSWER_S = 5.0
 """Extra seconds for other nodes, past the time of the leader's own part. Then the leader reads their parts too."""
 
 
-def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry]]:
+def parts_of(entries: Sequence[FileEntry], nodes: int) -> list[list[FileEntry]]:
     """Return the files of each node by its place, with about equal bytes per node. Every node computes the same parts."""
-    parts: list[list[FileEntry]] = [[] for _ in range(machines)]
-    sizes = [(0, place) for place in range(machines)]  # a heap, because nodes may be as many as files
+    parts: list[list[FileEntry]] = [[] for _ in range(nodes)]
+    sizes = [(0, place) for place in range(nodes)]  # a heap, because nodes may be as many as files
     for entry in sorted(entries, key=lambda each: (-each.bytes, each.path)):
         size, place = sizes[0]
         parts[place].append(entry)
@@ -55,7 +55,7 @@ class NodeVerifiers:
         """Checkpoints smaller than `least_bytes` are verified by the leader alone, because messages would take longer."""
         self._round = round_
         self._least_bytes = least_bytes
-        self._asked = 0
+        self._request_number = 0
 
     def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
         """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends the verification."""
@@ -65,31 +65,31 @@ class NodeVerifiers:
             return
         uri = row["manifest_uri"]
         parts = parts_of(manifest.files, 1 + len(self._round.others))
-        held = dict.fromkeys(range(len(parts)), 0)
+        read_bytes = dict.fromkeys(range(len(parts)), 0)
 
-        def hear(place: int, so_far: int) -> None:
-            held[place] = max(held[place], so_far)  # the bytes of a part that is read twice count once
-            done(sum(held.values()), total)
+        def note(place: int, so_far: int) -> None:
+            read_bytes[place] = max(read_bytes[place], so_far)  # the bytes of a part that is read twice count once
+            done(sum(read_bytes.values()), total)
 
         def read(place: int) -> None:
-            verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: hear(place, so_far))
+            verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: note(place, so_far))
 
-        self._asked += 1
-        self._round.announce(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._asked})
+        self._request_number += 1
+        self._round.announce(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._request_number})
         began = time.monotonic()
         with store_there(uri, files):
             read(LEADER)
             until = 2 * time.monotonic() - began + _ANSWER_S
             for place in self._round.others:
-                if not self._holds(place, until, partial(hear, place)):
+                if not self._is_intact(place, until, partial(note, place)):
                     read(place)
 
-    def _holds(self, place: int, until: float, hear: Callable[[int], None]) -> bool:
+    def _is_intact(self, place: int, until: float, note: Callable[[int], None]) -> bool:
         """Return True if a node reports that its part is intact. False once it reports damage, is lost, or its time is over."""
         while True:
-            words: Message = self._round.message_of(place).get(PROVED, {})
-            answer = words if words.get("asked") == self._asked else {}
-            hear(answer.get("bytes", 0))
+            message: Message = self._round.message_of(place).get(PROVED, {})
+            answer = message if message.get("asked") == self._request_number else {}
+            note(answer.get("bytes", 0))
             if "holds" in answer:
                 return bool(answer["holds"])
             if time.monotonic() > until or self._round.cut_off or place in self._round.lost_nodes():
@@ -107,42 +107,42 @@ class NodeVerifier:
         self._round = round_
         self._files = files
         self._wanted: Message = {}
-        self._said: Message = {}
+        self._progress: Message = {}
 
     @property
-    def words(self) -> Message:
+    def message(self) -> Message:
         """Message for the leader."""
-        return {PROVED: self._said} if self._said else {}
+        return {PROVED: self._progress} if self._progress else {}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Begin to read if the leader has named another checkpoint or repeats its request."""
-        told = self._round.announced(PROVE)
-        if told is not None and told != self._wanted:
-            self._wanted = told
-            threading.Thread(target=self._read, args=(told,), name="proving", daemon=True).start()
+        request = self._round.announced(PROVE)
+        if request is not None and request != self._wanted:
+            self._wanted = request
+            threading.Thread(target=self._read, args=(request,), name="verification", daemon=True).start()
 
     def close(self) -> None:
         """Stop reading after the current file."""
         self._wanted = {}
 
-    def _read(self, told: Message) -> None:
+    def _read(self, request: Message) -> None:
         so_far = 0
         try:
-            manifest = read_manifest(told["uri"], told["digest"], self._files)
-            part = parts_of(manifest.files, len(self._round.shares))[self._round.share.node]
+            manifest = read_manifest(request["uri"], request["digest"], self._files)
+            part = parts_of(manifest.files, self._round.share.nodes)[self._round.share.node]
             for entry in part:
-                verify_entry(entry, folder_uri(told["uri"]), self._files)
+                verify_entry(entry, folder_uri(request["uri"]), self._files)
                 so_far += entry.bytes
-                if not self._says(told, bytes=so_far):
+                if not self._report(request, bytes=so_far):
                     return
         except DlacError:  # the leader reads the part itself, and decides
-            self._says(told, bytes=so_far, holds=False)
+            self._report(request, bytes=so_far, holds=False)
         else:
-            self._says(told, bytes=so_far, holds=True)
+            self._report(request, bytes=so_far, holds=True)
 
-    def _says(self, told: Message, **words: Any) -> bool:
+    def _report(self, request: Message, **progress: Any) -> bool:
         """Report the progress. Return False if the leader's request has changed or ended."""
-        wanted = self._wanted == told
+        wanted = self._wanted == request
         if wanted:
-            self._said = {"asked": told["asked"], **words}
+            self._progress = {"asked": request["asked"], **progress}
         return wanted

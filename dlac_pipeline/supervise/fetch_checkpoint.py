@@ -11,29 +11,34 @@ from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.restore.conversion import load_state
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
-from dlac_pipeline.checkpoint.store import Tiers, folder_name_of
+from dlac_pipeline.checkpoint.store import Tiers, folder_name_of, tiers_of
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 
 
 def load_checkpoint(
-    engine: Engine, point: ResumePoint, spec: JobSpec, tiers: Tiers, tree: RankTree, *, restores: bool
+    engine: Engine, point: ResumePoint, spec: JobSpec, tree: RankTree, *, restores: bool
 ) -> tuple[float, float]:
     """Load the checkpoint of a resume point into an engine, and the random generators of this rank. Collective.
 
-    `restores` is true for one rank of every node. Return the seconds until the conversion was done, and those of the load.
+    Without a checkpoint only the generators are seeded. `restores` is true for one rank of every node.
+
+    Return the seconds until the conversion was done, and those of the load.
 
     Raises:
         ResumeMismatch: the checkpoint was saved by another kind of engine.
         DlacError: from `fetch_checkpoint` and `load_state`.
     """
+    if point.folder is None:
+        seed_rng(spec.order.seed, 0, tree.rank)
+        return 0.0, 0.0
     if point.engine != engine.name:
         raise ResumeMismatch(
             f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
             f"{engine.name!r}: resume with the script that the run was started with"
         )
-    folder = fetch_checkpoint(point, tiers, tree, restores=restores)
+    folder = fetch_checkpoint(point, tiers_of(spec), tree, restores=restores)
     spent = load_state(
         engine,
         folder,

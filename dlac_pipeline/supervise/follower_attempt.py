@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.store import storing, tiers_of
+from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
-from dlac_pipeline.lakehouse.durable_io import write_durably
-from dlac_pipeline.supervise.all_ranks import ASKS, LEAVE, STOP, report_of
-from dlac_pipeline.supervise.attempt import Ending, Supervision, spec_for, start_local_ranks
+from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
-from dlac_pipeline.supervise.incident import Failure
-from dlac_pipeline.supervise.local_ranks import RankGroup
+from dlac_pipeline.supervise.failure import Failure, planned_end
+from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, REQUESTS_REPORTS, STOP, report_of
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
+from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
+from dlac_pipeline.supervise.supervision import Supervision
 
-_SAY_EVERY_S = 0.2
-_LOOK_EVERY_S = 0.25
-"""Seconds between two looks at this node's ranks. Announcements of the leader are read at once."""
+_REPORT_EVERY_S = 0.2
+_WAIT_S = 0.25
+"""Seconds between two reads of this node's ranks. Announcements of the leader are read at once."""
 _LEAVE_MARGIN_S = 5.0
 """Extra seconds for ranks past their deadline. The leader waits for them as well."""
 
@@ -34,27 +36,27 @@ class AttemptVerdict:
     """The end of an attempt for all its nodes: one of the three fields, or none if only this node exits."""
 
     ending: Ending | None = None
-    again: Failure | None = None
+    restart: Failure | None = None
     """Failure after which all nodes gather for another attempt."""
     error: tuple[str, str] | None = None
     """Class and message of the error that ends the run on all nodes."""
     attempt: int = 0
     step: int = 0
 
-    def words(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         """Return the verdict as a message for the other nodes."""
         return asdict(self)
 
     @classmethod
-    def of(cls, words: Mapping[str, Any]) -> AttemptVerdict:
+    def from_message(cls, message: Mapping[str, Any]) -> AttemptVerdict:
         """Return the verdict of a message."""
-        again, error = words["again"], words["error"]
+        restart, error = message["restart"], message["error"]
         return cls(
-            ending=words["ending"],
-            again=None if again is None else Failure(**again),
+            ending=message["ending"],
+            restart=None if restart is None else Failure(**restart),
             error=None if error is None else (error[0], error[1]),
-            attempt=words["attempt"],
-            step=words["step"],
+            attempt=message["attempt"],
+            step=message["step"],
         )
 
 
@@ -67,94 +69,106 @@ class FollowerAttempt:
         self._spec = spec_for(supervision.spec, round_)
         self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{new_nonce()}"
         self._point: ResumePoint | None = None
-        self._prover = NodeVerifier(round_, tiers_of(self._spec).files)
+        self._verifier = NodeVerifier(round_, tiers_of(self._spec).files)
         self._attempt = attempt
-        self._said_at = 0.0
-        self._told_of_start = False
-        self._asked_at: float | None = None
+        self._machine = AttemptMachine(has_others=True)
+        self._reported_at = 0.0
+        self._drains_since = 0.0
 
     def run(self) -> AttemptVerdict:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
         ranks = start_local_ranks(self._spec, self._folder, self._round, self._supervision.starter)
         try:
             while True:
-                self._say(ranks)
+                self._report(ranks)
                 self._resume()
-                self._tell_of_start(ranks)
-                verdict = self._round.announced(VERDICT)
-                if verdict is not None:
-                    self._round.acknowledge()
-                    return AttemptVerdict.of(verdict)
-                if self._round.cut_off or LEADER in self._round.lost_nodes():
-                    return self._report_lost_leader(ranks)
-                if self._asked_at is None and ranks.noticed:
-                    self._supervision.leave()
-                if self._supervision.stop.is_set() and self._asked_at is None:
-                    self._asked_at = time.monotonic()
-                    ranks.ask_to_stop()
-                if (
-                    self._asked_at is not None
-                    and time.monotonic() > self._asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S
-                ):
-                    return AttemptVerdict(attempt=self._attempt)
-                self._round.wait(_LOOK_EVERY_S)
+                for observation in self._observe(ranks):
+                    verdict = self._apply(observation, ranks)
+                    if verdict is not None:
+                        return verdict
+                self._round.wait(_WAIT_S)
         finally:
-            self._prover.close()
+            self._verifier.close()
             ranks.end()
 
-    def _say(self, ranks: RankGroup) -> None:
-        if time.monotonic() < self._said_at + _SAY_EVERY_S:
+    def _observe(self, ranks: RankGroup) -> Iterator[Observation]:
+        """Yield what is observed now. The leader's verdict precedes all else."""
+        if self._point is not None and self._machine.state is AttemptState.STARTING and ranks.is_started:
+            self._publish_start(self._point, ranks)
+            yield Observation.TRAINING_BEGAN
+        if self._round.announced(VERDICT) is not None:
+            yield Observation.VERDICT_RECEIVED
+        if self._round.cut_off or LEADER in self._round.lost_nodes():
+            yield Observation.LEADER_LOST
+        if ranks.has_notice:
+            yield Observation.NOTICE_RECEIVED
+        if self._supervision.stop.is_set():
+            yield Observation.STOP_REQUESTED
+        drained_s = time.monotonic() - self._drains_since
+        if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.leave_s + _LEAVE_MARGIN_S:
+            yield Observation.DEADLINE_PASSED
+
+    def _apply(self, observation: Observation, ranks: RankGroup) -> AttemptVerdict | None:
+        """Do what an observation requires. Return the verdict once the attempt has ended on this node."""
+        decision = self._machine.observe(observation)
+        if decision is Decision.LEAVE:
+            self._supervision.leave()
+        elif decision is Decision.REQUEST_STOP:
+            self._drains_since = time.monotonic()
+            ranks.request_stop()
+        elif decision is Decision.END_AS_REPORTED:
+            self._round.acknowledge()
+            return AttemptVerdict.from_message(self._round.announced(VERDICT) or {})
+        elif decision is Decision.FAIL:
+            lost = observation is Observation.LEADER_LOST
+            return self._report_lost_leader(ranks) if lost else AttemptVerdict(attempt=self._attempt)
+        return None
+
+    def _report(self, ranks: RankGroup) -> None:
+        if time.monotonic() < self._reported_at + _REPORT_EVERY_S:
             return
-        self._said_at = time.monotonic()
-        answers = bool(self._round.message_of(LEADER).get(ASKS))  # before the ranks are read
+        self._reported_at = time.monotonic()
+        answers = bool(self._round.message_of(LEADER).get(REQUESTS_REPORTS))  # before the ranks are read
         asked = ""
         if self._supervision.stop.is_set():
-            asked = LEAVE if self._supervision.leaves.is_set() else STOP
-        self._round.publish({**report_of(ranks, asked=asked, answers=answers), **self._prover.words})
+            asked = LEAVE if self._supervision.leaving.is_set() else STOP
+        self._round.publish({**report_of(ranks, asked=asked, answers=answers), **self._verifier.message})
 
     def _resume(self) -> None:
+        """Hand the resume point to this node's ranks once the leader has announced it."""
         if self._point is not None:
             return
-        self._prover.look()
-        told = self._round.announced(RESUME)
-        if told is None:
+        self._verifier.poll()
+        announced = self._round.announced(RESUME)
+        if announced is None:
             return
-        self._prover.close()
-        self._point = point = ResumePoint(**told)
+        self._verifier.close()
+        self._point = point = ResumePoint(**announced)
         self._attempt = point.attempt
-        with storing(self._folder):
-            write_durably(self._folder / "resume.json", json.dumps(told).encode())
+        write_resume_point(self._folder, json.dumps(announced))
 
-    def _tell_of_start(self, ranks: RankGroup) -> None:
+    def _publish_start(self, point: ResumePoint, ranks: RankGroup) -> None:
         """Report the attempt once its ranks have started. Until then the ranks import, and this node follows the leader."""
-        point, share = self._point, self._round.share
-        if self._told_of_start or point is None or not ranks.is_started:
-            return
-        self._told_of_start = True
         event = {"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids}
-        self._tell(
-            {**event, "leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
-        )
+        share = self._round.share
+        nodes = {"leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
+        self._publish({**event, **nodes})
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""
-        now = time.time()
-        known = [found for found in ranks.progress() if found is not None]
-        host = self._round.hosts[LEADER]
-        which = "lost the rendezvous" if self._round.cut_off else f"lost node {host}, which led"
-        failure = Failure(
-            cause=f"attempt {self._attempt} {which}",
-            noticed_by="supervisor",
-            failed_at=now if self._round.cut_off else now - self._round.silent_s(LEADER),
-            noticed_at=now,
-            launched_at=now,
-            stopped_at=now,
-            last_step=max((found.step for found in known), default=0),
-            began=min((found.spent.began for found in known), default=0.0),
-            rows=sum(found.spent.rows for found in known) * self._round.share.world_size // max(1, len(known)),
+        known = [found for found in ranks.heartbeats() if found is not None]
+        cut_off, leader = self._round.cut_off, self._round.hosts[LEADER]
+        reason = "lost the rendezvous" if cut_off else f"lost node {leader}, which led"
+        end = planned_end(
+            f"attempt {self._attempt} {reason}", step=max((found.step for found in known), default=0), undone=known
         )
-        self._tell({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
-        return AttemptVerdict(again=failure, attempt=self._attempt)
+        failure = replace(
+            end,
+            failed_at=end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER),
+            rows=end.rows * self._round.share.world_size // max(1, len(known)),
+        )
+        self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
+        return AttemptVerdict(restart=failure, attempt=self._attempt)
 
-    def _tell(self, event: dict[str, Any]) -> None:
-        self._supervision.on_event({"run": self._spec.run, "attempt": self._attempt, **event})
+    def _publish(self, event: Event) -> None:
+        self._supervision.publish({"attempt": self._attempt, **event})

@@ -7,128 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
-from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.claims import idle, launch_folder_of, left_in_order
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_all_progress
+from dlac_pipeline.supervise.failure import Failure
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """An attempt that ended without finishing. Moments are in seconds since the epoch."""
-
-    cause: str
-    noticed_by: str
-    failed_at: float
-    """Moment of the last sign of life before the failure."""
-    noticed_at: float
-    launched_at: float
-    """Start of the launch that recovers. Without a sensor it is the moment of the notice."""
-    stopped_at: float
-    """Moment at which no process of the attempt was left."""
-    last_step: int
-    """Last optimizer step that the attempt finished."""
-    began: float = 0.0
-    """Moment at which the attempt began to train, or 0."""
-    rows: int = 0
-    """Rows of the attempt's finished steps."""
-    in_hand: int = 0
-    """Step of the batch that the failed rank had, or 0."""
-    doing: str = ""
-    """Phase of the failed rank."""
-    kind: str = ""
-    message: str = ""
-    detail: dict[str, Any] = field(default_factory=dict)
-    """Further facts of the error, for programs."""
-    rank: int = -1
-    """The rank that failed, or -1 if it is unknown."""
-    trained: bool = False
-    """True if the failed rank had finished a step in this attempt."""
-    where: str = ""
-    """The innermost line of the user's code in the traceback of the rank's exception."""
-    place: str = ""
-    """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
-    origin: Origin = ""
-    traceback: str = ""
-    log: str = ""
-    """File of the failed rank's output, on its own node."""
-
-    @property
-    def script_raised(self) -> bool:
-        """True if the script is to blame: it raised the exception, or passed values that DLAC could not compute with."""
-        return bool(self.place) and (self.origin == "script" or (self.origin == "dlac" and self.in_hand > 0))
-
-    @property
-    def summary(self) -> str:
-        """The cause in one line, with its step and place."""
-        if not self.where:
-            return self.cause
-        step = f"in step {self.in_hand}" if self.in_hand else f"while {self.doing} after step {self.last_step}"
-        return f"{self.cause.partition(chr(10))[0]}, {step}, at {self.where}"
-
-    def describe(self) -> str:
-        """Return the summary, the user's frames of the traceback and the log file, a line each."""
-        log = f"log of rank {self.rank}: {self.log}" if self.log else ""
-        return "\n".join(part for part in (self.summary, self.traceback, log) if part)
-
-
-def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
-    """Return the failure of an attempt that ended just now so that other nodes can train the next one.
-
-    `undone` is the work of its ranks if the attempt had no time for a last checkpoint. Otherwise nothing is lost.
-    """
-    now = time.time()
-    return Failure(
-        cause=cause,
-        noticed_by="supervisor",
-        failed_at=now,
-        noticed_at=now,
-        launched_at=now,
-        stopped_at=now,
-        last_step=step,
-        began=min((found.spent.began for found in undone), default=0.0),
-        rows=sum(found.spent.rows for found in undone),
-    )
-
-
-def failure_of_attempt(
-    rows: list[Row], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
-) -> Failure | None:
-    """Return the failure of an attempt whose supervisor is gone, from the launch folder that its claim names.
-
-    Return None for an attempt that only adopted, rewound or forked, and for one that exited in order and is started again by
-    an operator.
-    """
-    if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
-        return None
-    folder = launch_folder_of(rows, attempt)
-    found = read_all_progress(Path(folder)) if folder else []
-    appended = [row["committed_at"].timestamp() for row in rows if row["attempt"] == attempt and "committed_at" in row]
-    signs = [*(progress.at for progress in found), *appended]
-    return Failure(
-        cause=f"attempt {attempt} ended without finishing",
-        noticed_by=noticed_by,
-        failed_at=min(noticed_at, max(signs, default=noticed_at)),
-        noticed_at=noticed_at,
-        launched_at=launched_at,
-        stopped_at=stopped_at,
-        last_step=max((progress.step for progress in found), default=0),
-        began=min((progress.spent.began for progress in found), default=0.0),
-        rows=sum(progress.spent.rows for progress in found),
-    )
 
 
 class Incident:
@@ -143,14 +35,14 @@ class Incident:
         self._stepped_at: float | None = None
         self._convert_s = 0.0
 
-    def observe(self, progress: list[Progress]) -> bool:
+    def observe(self, heartbeats: list[RankHeartbeat]) -> bool:
         """Note the phases that the ranks have reached. Return True once all have finished a step or all their work."""
         now = time.time()
-        past_loading = all(found.phase >= Phase.TRAINING for found in progress)
-        self._convert_s = max(found.spent.convert_us for found in progress) / 1e6
+        past_loading = all(found.phase >= Phase.TRAINING for found in heartbeats)
+        self._convert_s = max(found.spent.convert_us for found in heartbeats) / 1e6
         if self._loaded_at is None and past_loading:
             self._loaded_at = now
-        stepped = all(found.step > self._point.step or found.phase == Phase.DONE for found in progress)
+        stepped = all(found.step > self._point.step or found.phase == Phase.DONE for found in heartbeats)
         if past_loading and stepped:
             self._stepped_at = now
         return self._stepped_at is not None
@@ -224,7 +116,7 @@ def _work_lost_s(rows: Sequence[Row], point: ResumePoint, failure: Failure) -> f
     return max(0.0, failure.failed_at - since)
 
 
-def gave_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> None:
+def write_given_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> None:
     """Write the row of a run that is given up: no attempt follows the one that failed last."""
     rows = Ledger(lakehouse).rows(run, kinds=HEAD_KINDS)
     claim = next(row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)

@@ -5,26 +5,19 @@ In: a job spec. Out: events for listeners, a row in `recoveries` per recovery, a
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
-from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
-from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.round import VERDICT, Round
-from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,
     CommitOutcomeUnknown,
     DlacError,
-    LakehouseError,
     NodesMissing,
     RunBusy,
     RunFinished,
@@ -32,33 +25,20 @@ from dlac_pipeline.lakehouse.errors import (
     SteppedAside,
     StoreUnavailable,
     TrainingFailed,
+    error_from_kind,
+    error_kind,
 )
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.all_ranks import LOST
-from dlac_pipeline.supervise.attempt import (
-    Ending,
-    Event,
-    Rescale,
-    SupervisedAttempt,
-    Supervision,
-)
+from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import check_current, check_unfinished
-from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
+from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
-from dlac_pipeline.supervise.incident import Failure, ended_on_purpose
-from dlac_pipeline.supervise.liveness.other_node import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
-from dlac_pipeline.supervise.retry_policy import patience_s, waiting_for
-from dlac_pipeline.supervise.run_lock import run_lock
-from dlac_pipeline.supervise.start_ranks import RankStarter
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.supervision import Supervision, connect_run
+from dlac_pipeline.supervise.takeover import Takeover
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +60,8 @@ class _Launch:
 
     supervision: Supervision
     membership: Membership
-    judge: RestartPolicy
-
-    @property
-    def lakehouse(self) -> Lakehouse:
-        """Lakehouse of the run."""
-        return self.supervision.lakehouse
+    takeover: Takeover
+    restart_policy: RestartPolicy
 
 
 class Supervisor:
@@ -103,25 +79,16 @@ class Supervisor:
         `replaces` names the failed attempt of a recovery, `noticed_by` its observer, and `recovers` the orchestrator's ended
         run that is resumed. A late claim of that run is replaced too.
         """
-        noticed_at = request.noticed_at
         self._launched_at = time.time()
-        self._noticed_at = self._launched_at if noticed_at is None else min(noticed_at, self._launched_at)
-        self._launched_by = request.launched_by
-        self._starter = starter or RankStarter()
+        self._request = request
         self._spec = request.spec
         self._on_event = on_event
-        self._wish = ResumeOptions(plan_ids=request.plan_ids, repin=request.repin)
-        self._takeover = request.takeover
-        self._wait_s = request.wait_s
-        self._noticed_by = request.noticed_by
+        self._starter = starter or RankStarter()
+        self._options = ResumeOptions(repin=request.repin)
         self._stop = threading.Event()
-        self._leaves = threading.Event()
-        self._replaces = request.replaces
-        self._recovers = request.recovers
+        self._leaving = threading.Event()
         self._failure: Failure | None = None
         self._attempts, self._step = 0, 0
-        self._lock = ExitStack()
-        self._holds_lock, self._was_led = False, False
 
     def stop(self) -> None:
         """Request a checkpoint and exit within the grace period. Call it from any thread, but not from a signal handler."""
@@ -129,7 +96,7 @@ class Supervisor:
 
     def leave(self) -> None:
         """Ask this node to exit. The run continues without it if enough other nodes exist."""
-        self._leaves.set()
+        self._leaving.set()
         self._stop.set()
 
     def run(self) -> Outcome:
@@ -158,36 +125,36 @@ class Supervisor:
             return self._outcome("stopped")  # the stop came while it waited for the catalog, the store or the lock
 
     def _run(self) -> Outcome:
-        spec = self._spec
-        self._patiently(tiers_of(spec).check_writable)
-        lakehouse = self._patiently(connect, spec.lakehouse)
-        ledger = self._patiently(lambda: Ledger(lakehouse).table_uuid)
-        with closing(Membership.of_job(spec, ledger=ledger)) as membership, self._lock:
-            supervision = Supervision(
-                spec=spec,
-                lakehouse=lakehouse,
-                starter=self._starter,
-                on_event=self._on_event,
-                stop=self._stop,
-                leaves=self._leaves,
-                noticed_by=self._noticed_by,
-                noticed_at=self._noticed_at,
-                launched_at=self._launched_at,
-                launched_by=self._launched_by,
+        lakehouse, ledger = connect_run(self._request, self._stop)
+        supervision = Supervision(
+            request=self._request,
+            lakehouse=lakehouse,
+            plans=Plans(lakehouse),
+            starter=self._starter,
+            on_event=self._on_event,
+            stop=self._stop,
+            leaving=self._leaving,
+            launched_at=self._launched_at,
+        )
+        with closing(Membership.of_job(self._spec, ledger=ledger)) as membership, Takeover(supervision) as takeover:
+            launch = _Launch(
+                supervision=supervision,
+                membership=membership,
+                takeover=takeover,
+                restart_policy=RestartPolicy(supervision),
             )
-            launch = _Launch(supervision=supervision, membership=membership, judge=RestartPolicy(supervision))
             while True:
                 try:
                     round_ = self._next_round(launch)
                 except RunFinished as err:
-                    return self._conclude(self._finished_before(lakehouse, err))
+                    return self._conclude(self._finished_before(takeover, err))
                 except EndedElsewhere as ended:
-                    return self._conclude(AttemptVerdict.of(ended.message))
+                    return self._conclude(AttemptVerdict.from_message(ended.message))
                 if round_ is None:
                     return self._outcome("stopped")
                 with round_:
-                    verdict = self._lead(launch, round_) if round_.leads else self._be_led(supervision, round_)
-                    if verdict.again is None or self._stop.is_set():
+                    verdict = self._lead(launch, round_) if round_.leads else self._follow(launch, round_)
+                    if verdict.restart is None or self._stop.is_set():
                         round_.part()
                         return self._conclude(verdict)
                     if round_.cut_off:
@@ -198,7 +165,7 @@ class Supervisor:
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error
-            raise errors.error_from_kind(kind, message, default=TrainingFailed)
+            raise error_from_kind(kind, message, default=TrainingFailed)
         return self._outcome(verdict.ending or "stopped")
 
     def _outcome(self, ending: Ending) -> Outcome:
@@ -211,13 +178,12 @@ class Supervisor:
             NodesMissing: too few nodes came.
             RunFinished, EndedElsewhere: the run has ended without this node.
         """
+        takeover = launch.takeover
         try:
-            return launch.membership.next_round(
-                self._replaces or 0, self._stop, lambda: self._check_unfinished(launch.lakehouse)
-            )
+            return launch.membership.next_round(takeover.replaces or 0, self._stop, takeover.check_unfinished)
         except NodesMissing:
-            if self._failure is not None and self._replaces is not None and self._holds_lock:
-                launch.judge.record_gave_up(self._failure, self._replaces)
+            if self._failure is not None and takeover.replaces is not None and takeover.holds_lock:
+                launch.restart_policy.record_given_up(self._failure, takeover.replaces)
             raise
 
     def _lead(self, launch: _Launch, round_: Round) -> AttemptVerdict:
@@ -230,63 +196,52 @@ class Supervisor:
         try:
             verdict = self._attempt(launch, round_)
         except DlacError as err:
-            if self._others_went_on(launch.lakehouse, round_, err):
-                verdict = AttemptVerdict(again=ended_on_purpose(f"other nodes resumed the run: {err}", step=self._step))
+            if launch.takeover.others_resumed(round_, err):
+                failure = planned_end(f"other nodes resumed the run: {err}", step=self._step)
+                verdict = AttemptVerdict(restart=failure)
             else:
-                error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
+                error, verdict = err, AttemptVerdict(error=(error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
-        if verdict.again is None and not self._leaves.is_set():
-            launch.membership.end_run(verdict.words())  # before this node exits, because it may serve the rendezvous
-        round_.announce(VERDICT, verdict.words())
+        if verdict.restart is None and not self._leaving.is_set():
+            launch.membership.end_run(
+                verdict.to_message()
+            )  # before this node exits, because it may serve the rendezvous
+        round_.announce(VERDICT, verdict.to_message())
         round_.acknowledge()
         if error is not None:
             round_.part()
             raise error
         return verdict
 
-    def _be_led(self, supervision: Supervision, round_: Round) -> AttemptVerdict:
+    def _follow(self, launch: _Launch, round_: Round) -> AttemptVerdict:
         """Run an attempt that another node leads. Return the leader's verdict."""
-        self._lock.close()
-        self._holds_lock, self._was_led = False, True
+        takeover = launch.takeover
+        takeover.follow()
         self._attempts += 1
-        verdict = FollowerAttempt(supervision, round_, attempt=self._replaces or 0).run()
-        self._replaces = verdict.attempt or self._replaces
-        self._failure, self._step = verdict.again, verdict.step
+        verdict = FollowerAttempt(launch.supervision, round_, attempt=takeover.replaces or 0).run()
+        takeover.replaces = verdict.attempt or takeover.replaces
+        self._failure, self._step = verdict.restart, verdict.step
         return verdict
-
-    def _others_went_on(self, lakehouse: Lakehouse, round_: Round, err: DlacError) -> bool:
-        """Return True if nodes of this rendezvous resumed the run while this leader was cut off. It joins them again."""
-        meets = self._spec.launch.rendezvous
-        if isinstance(err, CatalogUnreachable):
-            return round_.cut_off
-        if not meets or not isinstance(err, SteppedAside):
-            return False
-        ledger = Ledger(lakehouse)
-        attempt = self._patiently(ledger.state, self._spec.run).fence.attempt
-        return meets == rendezvous_of(self._patiently(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
 
     def _attempt(self, launch: _Launch, round_: Round) -> AttemptVerdict:
         """Run an attempt, if the run may be claimed."""
+        takeover = launch.takeover
         try:
-            self._hold_lock(launch.lakehouse)
+            if takeover.lead():
+                launch.restart_policy.follow_others()
         except RunFinished as err:
-            return self._finished_before(launch.lakehouse, err)
-        if self._was_led:
-            launch.judge.follow_others()
-            self._was_led = False
+            return self._finished_before(takeover, err)
+        options = replace(self._options, plans=takeover.plans)
         while True:
             attempt = SupervisedAttempt(
-                launch.supervision, round_, wish=self._wish, replaces=self._replaces, failure=self._failure
+                launch.supervision, round_, options=options, replaces=takeover.replaces, failure=self._failure
             )
             self._attempts += 1
             try:
                 return self._run_attempt(launch, attempt)
             except SteppedAside:
-                before = self._replaces or 0
-                late = before if round_.others else self._to_replace(launch.lakehouse, before)
-                if late == before:
+                if round_.others or not takeover.replace_late_claim():
                     raise
-                self._replaces = late
                 self._attempts -= 1  # a launch that stepped aside was no attempt
 
     def _run_attempt(self, launch: _Launch, attempt: SupervisedAttempt) -> AttemptVerdict:
@@ -297,96 +252,31 @@ class Supervisor:
             DlacError: no attempt follows, because it would end in the same way.
         """
         try:
-            ending = attempt.run()
+            end = attempt.run()
         except RunFinished as err:
-            return self._finished_before(launch.lakehouse, err)
+            return self._finished_before(launch.takeover, err)
         except (CatalogUnreachable, CommitOutcomeUnknown):
             if attempt.number or not self._stop.is_set():
                 raise
             # the stop came while it waited: nothing was trained
             return AttemptVerdict(ending="stopped", step=self._step)
-        if isinstance(ending, str):
-            if ending == "stopped" and self._leaves.is_set() and attempt.others:
-                left = attempt.ended_for(f"leaving: node {socket.gethostname()}")
-                return AttemptVerdict(again=left, attempt=attempt.number, step=attempt.step)
-            return AttemptVerdict(ending=ending, attempt=attempt.number, step=attempt.step)
-        self._replaces = attempt.number
-        if isinstance(ending, Rescale):
-            self._failure = ending.why
-            launch.judge.went_on(attempt)
+        if isinstance(end, str):
+            return AttemptVerdict(ending=end, attempt=attempt.number, step=attempt.step)
+        launch.takeover.replaces = attempt.number
+        if isinstance(end, Rescale):
+            self._failure = end.why
+            launch.restart_policy.note_rescale(attempt)
         else:
-            self._failure = ending
-            left_out = launch.judge.left_out_behind(attempt, ending)
-            self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *left_out))
-        return AttemptVerdict(again=self._failure, attempt=attempt.number, step=attempt.step)
+            self._failure = end
+            left_out = launch.restart_policy.plan_restart(attempt, end)
+            self._options = replace(self._options, unreadable=(*self._options.unreadable, *left_out))
+        return AttemptVerdict(restart=self._failure, attempt=attempt.number, step=attempt.step)
 
-    def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> AttemptVerdict:
+    def _finished_before(self, takeover: Takeover, err: RunFinished) -> AttemptVerdict:
         """Return the verdict for a run that was finished before this claim: the failed attempt had committed everything."""
         if self._failure is None:
             raise err
-        if self._failure.kind not in ("", HANG, LOST):
+        if self._failure.blames_script:
             raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.describe()}")
-        end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
-        return AttemptVerdict(ending="finished", attempt=end["attempt"], step=end["step"])
-
-    def _hold_lock(self, lakehouse: Lakehouse) -> None:
-        """Refuse or replace another launch of the run. This node keeps the lock until another node leads.
-
-        Where nodes share the local folder, a leader that was cut off may still hold the lock. Followers do not wait for it.
-        """
-        spec = self._spec
-        if self._holds_lock and spec.launch.max_nodes == 1:
-            return
-        self._replaces = self._checked_target(lakehouse)
-        if self._holds_lock:
-            return
-        if self._replaces is None and not self._was_led:
-            rows = partial(self._patiently, Ledger(lakehouse).rows, spec.run, kinds=HEAD_KINDS)
-            refuse_if_alive_elsewhere(rows, spec, launched_by=self._launched_by, wait_s=self._wait_s, stop=self._stop)
-
-        def may_replace() -> None:
-            self._replaces = self._checked_target(lakehouse)
-
-        lock = run_lock(
-            spec.checkpoint.local,
-            spec.run,
-            wait_s=self._wait_s,
-            takeover=self._takeover or self._was_led,
-            may_replace=may_replace,
-            stop=self._stop,
-        )
-        self._lock.enter_context(lock)
-        self._holds_lock = True
-
-    def _checked_target(self, lakehouse: Lakehouse) -> int | None:
-        """Return the attempt to replace, fixed before any wait. So a second launch steps aside, and fences none off."""
-        state = self._patiently(Ledger(lakehouse).state, self._spec.run)
-        check_unfinished(state)
-        for plan_id in self._wish.plan_ids:
-            self._patiently(get_plan, lakehouse, plan_id)
-        target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
-        if target is not None:
-            target = self._to_replace(lakehouse, target, rendezvous=self._spec.launch.rendezvous)
-        self._patiently(check_current, lakehouse, self._spec.run, target)
-        return target
-
-    def _to_replace(self, lakehouse: Lakehouse, wanted: int, *, rendezvous: str = "") -> int:
-        """Return `wanted`, or the current attempt if this launch may replace it."""
-        if not rendezvous and not self._recovers:
-            return wanted
-        claims = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("claim",))
-        return to_replace(claims, wanted, rendezvous=rendezvous, recovers=self._recovers)
-
-    def _check_unfinished(self, lakehouse: Lakehouse) -> None:
-        """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
-        with suppress(LakehouseError):
-            check_unfinished(Ledger(lakehouse).state(self._spec.run))
-
-    def _patiently(
-        self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
-        """Call a function that needs catalog or store. A recovery waits for an unavailable one until a stop is requested."""
-        within_s = patience_s(replaces=self._replaces, noticed_by=self._noticed_by)
-        return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
-            call, *args, **kwargs
-        )
+        attempt, step = takeover.finish_of_run()
+        return AttemptVerdict(ending="finished", attempt=attempt, step=step)

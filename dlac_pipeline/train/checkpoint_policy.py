@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.liveness.progress import EventWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.preemption import Preemption, fits
 from dlac_pipeline.train.termination_notice import Notices
 
@@ -52,7 +52,7 @@ class CheckpointPolicy:
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             launched=folder is None and "LOCAL_RANK" in os.environ,
             on_deadline=self._too_late,
-            tells=None if folder is None else notice_file(folder, rank),
+            notice_file=None if folder is None else notice_file(folder, rank),
         )
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
@@ -66,37 +66,37 @@ class CheckpointPolicy:
         """Start the clock, just before the first batch is requested."""
         if self._interval is not None:
             self._interval.taken(time.monotonic())
-            self._tell(self._interval)
+            self._report_interval(self._interval)
 
-    def step_done(self, step: int, *, behind: bool) -> RankReport:
+    def step_done(self, step: int, *, in_background: bool) -> RankReport:
         """Return this rank's report of the step that it has just finished.
 
-        `behind`: a checkpoint is in progress in the background.
+        `in_background`: a checkpoint is in progress in the background.
         """
         now, notice = time.monotonic(), self._notices.first
         self._step = step
-        says = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
+        report = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
         if self._interval is None:
-            return says
-        self._interval.step_done(now, behind=behind)
-        needed_s = self._interval.needed_s(now, behind=behind)
-        return replace(says, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
+            return report
+        self._interval.step_done(now, in_background=in_background)
+        needed_s = self._interval.needed_s(now, in_background=in_background)
+        return replace(report, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
 
-    def on_sync(self, beat: StepSync) -> None:
+    def on_sync(self, sync: StepSync) -> None:
         """Note a message that all ranks receive at this step."""
-        self._due = self._due or beat.due
-        if self.leaving is not None or not (beat.makes_room or beat.notice is not None):
+        self._due = self._due or sync.due
+        if self.leaving is not None or not (sync.makes_room or sync.notice is not None):
             return
-        self.leaving = beat
-        if beat.notice is not None:
-            self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - beat.notice_age_s)
+        self.leaving = sync
+        if sync.notice is not None:
+            self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - sync.notice_age_s)
 
     def reason(self) -> str | None:
         """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint
         if self.leaving is not None:
-            told = self.leaving.notice
-            return NODES if told is None else told if fits(self.leaving, self._spec.launch.leave_s) else None
+            notice = self.leaving.notice
+            return NODES if notice is None else notice if fits(self.leaving, self._spec.launch.leave_s) else None
         if settings.steps_between is not None and self._step % settings.steps_between == 0:
             return "steps"
         return ("auto" if settings.interval == "auto" else "seconds") if self._due else None
@@ -116,7 +116,7 @@ class CheckpointPolicy:
         self._head, self._head_step = committed.checkpoint_id, committed.step
         if self._interval is not None:
             self._interval.committed(time.monotonic(), committed.phases)
-            self._tell(self._interval)
+            self._report_interval(self._interval)
 
     def left(self) -> None:
         """Note that all ranks are about to exit on request. To make room for nodes is no preemption."""
@@ -131,7 +131,7 @@ class CheckpointPolicy:
         """Cancel the deadline and restore the signal handlers."""
         self._notices.close()
 
-    def _tell(self, interval: Interval) -> None:
+    def _report_interval(self, interval: Interval) -> None:
         choice = interval.news()
         if choice is not None:
             self._events.write(
@@ -149,8 +149,8 @@ class CheckpointPolicy:
     def _notice_name(self) -> str | None:
         """The notice by which all ranks exit, or the one that this rank received."""
         first = self._notices.first
-        heard = None if self.leaving is None else self.leaving.notice
-        return heard if heard is not None or first is None else first.name
+        received = None if self.leaving is None else self.leaving.notice
+        return received if received is not None or first is None else first.name
 
     def _preemption(self) -> Preemption:
         return Preemption(

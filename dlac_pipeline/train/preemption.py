@@ -8,12 +8,12 @@ from typing import Any
 from dlac_pipeline.checkpoint.step_sync import StepSync
 
 
-def fits(beat: StepSync, leave_s: float) -> bool:
+def fits(sync: StepSync, leave_s: float) -> bool:
     """Return True if a checkpoint can be committed in the rest of `leave_s`. All ranks use the same message and agree.
 
     Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends a commit that takes too long.
     """
-    return beat.notice_age_s + beat.needed_s <= leave_s
+    return sync.notice_age_s + sync.needed_s <= leave_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +48,11 @@ class Preemption:
 
     def message(self) -> str:
         """Return the message for the log."""
-        told = f"asked to exit ({self.notice}), within {self.deadline_s:g} s"
+        request = f"asked to exit ({self.notice}), within {self.deadline_s:g} s"
         head = "the start" if self.head is None else f"checkpoint {self.head!r} of step {self.head_step}"
         if not self.lost_steps:
-            return f"{told}: {head} is committed, nothing is lost"
+            return f"{request}: {head} is committed, nothing is lost"
         return (
-            f"{told}: no time for a checkpoint of step {self.step}; {head} stays the head, and {self.lost_steps} steps "
+            f"{request}: no time for a checkpoint of step {self.step}; {head} stays the head, and {self.lost_steps} steps "
             f"({self.lost_steps * self.batch_size} rows) must be repeated"
         )

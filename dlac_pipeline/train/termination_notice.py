@@ -58,19 +58,19 @@ class Notices:
         local_rank: int,
         launched: bool,
         on_deadline: Callable[[], None],
-        tells: Path | None = None,
+        notice_file: Path | None = None,
     ) -> None:
         """Listen for notices. `launched`: a launcher other than a supervisor started the rank, and its end is a notice.
 
-        `tells`: a file that is made at the first notice.
+        `notice_file`: a file that is made at the first notice.
         """
         self._launch = launch
-        self._tells = tells
+        self._notice_file = notice_file
         self._on_deadline = on_deadline
         self._first: Notice | None = None
         self._deadline: float | None = None
         self._closed = threading.Event()
-        self._heard, self._told = socket.socketpair()
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._handlers: dict[int, signal._HANDLER] = {}
         self._listen()
         self._launchers = _launchers() if launched else []
@@ -104,10 +104,10 @@ class Notices:
         self._handlers = {}
 
     def _listen(self) -> None:
-        self._told.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         if threading.current_thread() is not threading.main_thread():
             return
-        self._wakeup_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         _OPEN.add(self)
 
@@ -117,14 +117,14 @@ class Notices:
     def _note(self, name: str) -> None:
         if self._first is None:
             self._first = Notice(name, time.monotonic())
-            if self._tells is not None:
+            if self._notice_file is not None:
                 with suppress(OSError):
-                    self._tells.touch()
+                    self._notice_file.touch()
             self.leave_by(self._first.at + self._launch.leave_s)
 
     def _wake(self) -> None:
         with suppress(OSError):
-            self._told.send(b"\0")
+            self._wakeup_sender.send(b"\0")
 
     def _watch(self) -> None:
         """Receive signals at once, check the launcher regularly, and enforce the deadline."""
@@ -132,16 +132,16 @@ class Notices:
             left_s = _LOOK_EVERY_S if self._deadline is None else self._deadline - time.monotonic()
             if left_s <= 0:
                 self._end()
-            self._heard.settimeout(max(0.001, min(left_s, _LOOK_EVERY_S)))
+            self._wakeup_receiver.settimeout(max(0.001, min(left_s, _LOOK_EVERY_S)))
             with suppress(TimeoutError):
-                for number in self._heard.recv(64):
+                for number in self._wakeup_receiver.recv(64):
                     # The main thread may be stuck in a collective. A handler that the script has installed is left alone.
                     if number in _SIGNALS and signal.getsignal(number) == self._on_signal:
                         self._note(signal.Signals(number).name)
             if not all(map(_is_alive, self._launchers)):
                 self._note("launcher")
-        self._heard.close()
-        self._told.close()
+        self._wakeup_receiver.close()
+        self._wakeup_sender.close()
 
     def _end(self) -> None:
         last_words = threading.Thread(target=self._on_deadline, daemon=True)
@@ -151,13 +151,13 @@ class Notices:
 
     def _ask(self) -> None:
         """Ask the URL until it announces a termination. Any other answer is logged once and is no reason to stop."""
-        said = False
+        reported = False
         with requests.Session() as session:
             session.trust_env = False  # an address of this node: no proxy, and no stored password
             while not self._closed.is_set() and self._first is None:
                 problem = self._answer(session)
-                if problem and not said:
-                    said = True
+                if problem and not reported:
+                    reported = True
                     _log.warning(
                         "expected 200 or 404 from launch.termination_url, found %s; it is asked again", problem
                     )

@@ -14,62 +14,37 @@ spec: `training_run("job.toml")`. Rank 0 then claims the run itself.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.commit.coordinator import AttemptLeg
-from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
-from dlac_pipeline.checkpoint.failures import failing_together
-from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
-from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.open_manager import open_manager
-from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.checkpoint.step_sync import StepSync, StepSyncs
-from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
-from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
-from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, REHEARSAL_VARIABLE, leave_reason
-from dlac_pipeline.lakehouse.errors import DlacError, LossNotFinite, ScriptInvalid
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.pins import let_go
-from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch, copy_batches
-from dlac_pipeline.read.exchange import Waits, summing_over
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.exchange import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
-from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
-from dlac_pipeline.track.tracker import ReaderStateTracker
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
-from dlac_pipeline.train.heartbeat import RankHeartbeat
+from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
+from dlac_pipeline.train.communicator import Communicator
+from dlac_pipeline.train.open_attempt import open_attempt
+from dlac_pipeline.train.own_recovery import OwnRecoveries
+from dlac_pipeline.train.run_end import end_run, release_old_pins
 from dlac_pipeline.train.startup import (
-    OwnRecoveries,
     await_resume_point,
-    check_restored,
     claim_run,
     job_spec,
     make_own_folder,
     open_lakehouse,
 )
-
-_log = logging.getLogger(__name__)
-_GROUP_TIMEOUT_S = 86_400.0
-"""Seconds that ranks wait for each other: one may convert or fetch a large checkpoint. The supervisor ends hung ranks."""
-
-_BACKGROUND_TAG = 1
-"""The tag of messages between the threads that write a checkpoint in the background."""
 
 
 @contextmanager
@@ -110,51 +85,36 @@ class TrainingRun:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
         self.rank = int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._events = EventWriter(folder, self.rank)
-        self._first_of_machine = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
-        self._tiers = tiers_of(spec)
         self._waits = Waits()
-        self._signs = RankHeartbeat(folder, self.rank, self._waits)
-        seed_rng(spec.order.seed, 0, 0)  # equal on all ranks until `restore`, so that models are initialized equally
-        skip_shared_memory_op()
-        self._patience = timedelta(seconds=max(_GROUP_TIMEOUT_S, spec.launch.hang_timeout_s))
-        self._group = self._join()
-        self._tree = RankTree(self.rank, self.world_size, self._group)
-        self._behind = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
-        self._pulse = StepSyncs(self.world_size, self._group)
-        self._when = CheckpointPolicy(spec, self.rank, folder, self._events)
-        self._finiteness = FinitenessCheck(
-            spec.run,
-            "warn" if REHEARSAL_VARIABLE in os.environ else spec.launch.on_nonfinite_loss,
-            warn=lambda message: self._events.write({"event": "warning", "message": message}),
-        )
-        held.callback(self._when.close)  # closed last: a dead peer must not keep this rank past its deadline
+        self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
+        prepare_process(spec)
+        self._communicator = Communicator(self.rank, self._waits, hang_timeout_s=spec.launch.hang_timeout_s)
+        self.world_size = self._communicator.world_size
+        self._policy = CheckpointPolicy(spec, self.rank, folder, self._events)
+        held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
         self._lakehouse = open_lakehouse(spec, supervised=folder is not None)
         self._recoveries = OwnRecoveries(self._lakehouse, spec, self._events)
+        plans = Plans(self._lakehouse)
         if folder is None:
-            self._claim_itself(takeover=takeover, held=held)
+            self._claim_itself(plans, takeover=takeover, held=held)
         else:
             self.resume_point = await_resume_point(folder)
-        self._open_reader(self._lakehouse)
-        self._when.resumed(self.resume_point, self._lakehouse)
-        # A row may have killed the attempt before, and a device reports that some steps late. This attempt finds the step.
-        self._pulse.waits_for_losses = self.resume_point.replaces > 0
-        self._engine: Engine | None = None
+        self._attempt = open_attempt(spec, plans, self.resume_point, self._communicator)
+        self._policy.resumed(self.resume_point, self._lakehouse)
+        self._checkpointing = Checkpointing(
+            spec, self._attempt, self._communicator, self._policy, self._heartbeat, self._events
+        )
         self._batch: Batch | None = None
         self._over = False
 
-    def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
-        """Claim the run without a supervisor. Under another launcher the ranks still write signs of life."""
+    def _claim_itself(self, plans: Plans, *, takeover: bool, held: ExitStack) -> None:
+        """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""
         began = time.time()
-        tiers = self._tiers if self._first_of_machine else None
-        self.resume_point = point = claim_run(
-            self._lakehouse, self.spec, self._tree, tiers, takeover=takeover, held=held
-        )
-        with failing_together(self._tree, doing="making the launch folder"):
-            folder = make_own_folder(self.spec, point.nonce)
-            self._signs.close()
-            self._signs = RankHeartbeat(folder, self.rank, self._waits)
+        self.resume_point = point = claim_run(plans, self.spec, self._communicator, takeover=takeover, held=held)
+        folder = make_own_folder(self.spec, point.nonce, self._communicator.tree)
+        self._heartbeat.close()
+        self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
             self._recoveries.begin(point, claimed_at=began)
@@ -162,22 +122,22 @@ class TrainingRun:
     @property
     def stopped(self) -> bool:
         """True if the run was asked to stop and stops here, after a checkpoint if time allowed one."""
-        return self._when.leaving is not None
+        return self._policy.leaving is not None
 
     @property
     def step(self) -> int:
         """The last finished optimizer step."""
-        return self._tracker.step
+        return self._attempt.step
 
     @property
     def total_steps(self) -> int | None:
         """The last step of the run, or of its current leg if it follows appends. None if only reading can show it."""
-        return self._order.total_steps
+        return self._attempt.order.total_steps
 
     @property
     def head(self) -> str | None:
         """Id of the last committed checkpoint."""
-        return self._manager.head
+        return self._attempt.manager.head
 
     def restore(self, engine: object = None, **parts: Any) -> None:
         """Name the engine whose state is checkpointed, and load the resume point into it, if one exists.
@@ -192,16 +152,8 @@ class TrainingRun:
             CheckpointUnsafe: the checkpoint contains more than tensors and plain values.
             StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several nodes.
         """
-        self._signs.doing(Phase.LOADING, self.step)
-        self._engine = adapt(engine, self.spec.checkpoint.engine, **parts)
-        point = self.resume_point
-        if point.folder is None:
-            seed_rng(self.spec.order.seed, 0, self.rank)
-            return
-        convert_s, load_s = load_checkpoint(
-            self._engine, point, self.spec, self._tiers, self._tree, restores=self._first_of_machine
-        )
-        self._signs.loaded(convert_s=convert_s, load_s=load_s)
+        self._heartbeat.doing(Phase.LOADING, self.step)
+        self._checkpointing.restore(engine, parts)
 
     def batches(
         self, *, device: torch.device | str | int | None = None, pin_memory: bool | None = None
@@ -215,23 +167,23 @@ class TrainingRun:
             ScriptInvalid: `restore` was not called, or `step_done` was left out.
             SpecInvalid: the device is not on this node.
         """
-        if self._engine is None:
+        if self._checkpointing.engine is None:
             raise ScriptInvalid(
                 "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
             )
-        self._signs.doing(Phase.TRAINING, self.step)
+        self._heartbeat.doing(Phase.TRAINING, self.step)
         self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
-        self._when.training()
-        self._recoveries.observe(self._signs, Phase.TRAINING)
-        for batch in copy_batches(self._handed(), device=device, pin_memory=pin_memory):
+        self._policy.training()
+        self._recoveries.observe(self._heartbeat, Phase.TRAINING)
+        for batch in copy_batches(self._watched_batches(), device=device, pin_memory=pin_memory):
             self._batch = batch
             yield batch
             if self._batch is not None:
                 raise ScriptInvalid(f"expected run.step_done(loss) for step {batch.step} before the next batch")
             if self.stopped or batch.step == self.resume_point.rehearses_until:
                 break
-        if self.resume_point.rehearses_until:
-            self._rehearsed()
+        if self._attempt.rehearses:
+            self._end_rehearsal()
         else:
             self._end()
         self._over = True
@@ -247,21 +199,13 @@ class TrainingRun:
             CheckpointError, LedgerError: a checkpoint, or the last one in progress, could not be taken.
             SpecInvalid: the state contains something that could not be loaded again.
         """
-        engine, batch = self._engine, self._batch
-        if engine is None or batch is None:
+        batch = self._batch
+        if batch is None:
             raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
         self._batch = None
-        self._tracker.step_done(batch, applied=engine.step_applied() if applied is None else applied)
-        says = self._when.step_done(batch.step, behind=self._manager.under_way)
-        beat = self._pulse.step_done(batch.step, loss=loss, says=says)
-        if beat is not None:
-            self._on_sync(beat)
-        self._signs.step_done(batch.step)
-        self._recoveries.observe(self._signs, Phase.TRAINING)
-        self._report(self._manager.done())
-        reason = None if self.resume_point.rehearses_until else self._when.reason()
-        if reason is not None:
-            self._checkpoint(engine, reason, wait=self.stopped or self.spec.checkpoint.mode == "synchronous")
+        self._checkpointing.record_step(batch, loss, applied=applied)
+        self._recoveries.observe(self._heartbeat, Phase.TRAINING)
+        self._checkpointing.take_if_due()
 
     def settle(self) -> None:
         """Wait for the checkpoint in progress, if one exists.
@@ -269,7 +213,7 @@ class TrainingRun:
         Raises:
             CheckpointError, LedgerError: the checkpoint failed. The one before is untouched.
         """
-        self._report(self._manager.settle())
+        self._checkpointing.settle()
 
     def leave(self) -> None:
         """Commit the steps that the script has trained, also if the script leaves before the run is over.
@@ -278,170 +222,61 @@ class TrainingRun:
         Raises as `settle` does.
         """
         self.settle()
-        engine = self._engine
-        if self._over or engine is None or self._batch is not None or self.resume_point.rehearses_until:
+        restored = self._checkpointing.engine is not None
+        if self._over or not restored or self._batch is not None or self._attempt.rehearses:
             return
         if self.stopped or self.step == self.total_steps:
             self._end()
             return
-        if self.step > self._tracker.committed_step:
-            self._checkpoint(engine, "left", wait=True)
+        if self.step > self._attempt.tracker.committed_step:
+            self._checkpointing.take("left", wait=True)
         if self.stopped:  # requested by a message that was still in flight
             self._end()
             return
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
-        self._signs.doing(Phase.DONE, self.step)
+        self._heartbeat.doing(Phase.DONE, self.step)
 
     def record_failure(self, err: BaseException) -> None:
         """Record without a supervisor that the run is given up, or that the recovery before the first step failed."""
         if self.rank == 0 and isinstance(err, LossNotFinite):
-            self._recoveries.give_up(err, attempt=self._attempt.number, step=self.step)
+            self._recoveries.give_up(err, attempt=self.resume_point.attempt, step=self.step)
         self._recoveries.fail()
 
     def close(self) -> None:
         """Close the reader and the heartbeat, and leave the process group."""
-        self._reader.close()
-        self._signs.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._attempt.reader.close()
+        self._heartbeat.close()
+        self._communicator.close()
 
     def _end(self) -> None:
-        assert self._engine is not None
+        """Commit the rest, and finish the run if nothing is left to train. Collective."""
         self.settle()
-        if not self.stopped and (self._tracker.step > self._tracker.committed_step or self._leg_is_to_be_said()):
-            self._checkpoint(self._engine, "end", wait=True)
-        finished = not self.stopped and self._run_ends()
-        if finished and self.rank == 0:
-            finish(Ledger(self._lakehouse), self._attempt, step=self._tracker.step)
-        self._tree.broadcast(b"done" if self.rank == 0 else None)
+        attempt = self._attempt
+        if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
+            self._checkpointing.take("end", wait=True)
+        ending = end_run(self._lakehouse, attempt, self._communicator.tree, stopped=self.stopped)
         if self.stopped:
-            self._when.left()
-        ending = "finished" if finished else "stopped" if self.stopped else "caught_up"
-        self._events.write({"event": ending, "step": self._tracker.step})
-        self._signs.doing(Phase.DONE, self._tracker.step)
-        self._recoveries.observe(self._signs, Phase.DONE)
+            self._policy.left()
+        self._events.write({"event": ending, "step": attempt.step})
+        self._heartbeat.doing(Phase.DONE, attempt.step)
+        self._recoveries.observe(self._heartbeat, Phase.DONE)
         if ending == "caught_up" and self.rank == 0:
-            self._let_go_of_pins()
+            release_old_pins(self._lakehouse, self.spec)
 
-    def _let_go_of_pins(self) -> None:
-        """Release the pins of earlier legs. A failure is left to the next launch, because all rows were committed."""
-        for source in self.spec.sources:
-            try:
-                let_go(self._lakehouse, self.spec.run, source.table)
-            except (DlacError, OSError) as err:
-                _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
+    def _end_rehearsal(self) -> None:
+        """Report the losses of a rehearsal. Nothing is committed."""
+        self._checkpointing.receive_all()
+        tracker = self._attempt.tracker
+        results = {"losses": tracker.losses, "skipped": tracker.skipped}
+        self._events.write({"event": "rehearsed", "step": tracker.step, **results})
+        self._heartbeat.doing(Phase.DONE, tracker.step)
 
-    def _rehearsed(self) -> None:
-        """End a rehearsal: report its losses, commit nothing."""
-        for beat in self._pulse.flush():
-            self._on_sync(beat)
-        told = {"losses": self._tracker.losses, "skipped": self._tracker.skipped}
-        self._events.write({"event": "rehearsed", "step": self._tracker.step, **told})
-        self._signs.doing(Phase.DONE, self._tracker.step)
-
-    def _handed(self) -> Iterator[Batch]:
-        """Yield the reader's batches, with a sign of life before and after each."""
-        reader = iter(self._reader)
+    def _watched_batches(self) -> Iterator[Batch]:
+        """Yield the reader's batches, with a heartbeat before and after each."""
+        reader, counted = iter(self._attempt.reader), self._attempt.order.counted
         while True:
-            self._signs.reading()
+            self._heartbeat.reading()
             batch = next(reader, None)
             if batch is None:
                 return
-            yield self._signs.handed(batch, counted=self._order.counted)
-
-    def _leg_is_to_be_said(self) -> bool:
-        """Return True if no checkpoint names the leg, because it had no batch. Its exclusions would be unknown."""
-        point = self.resume_point
-        unsaid = point.leg_is_new and self._manager.head == point.checkpoint_id
-        return unsaid and (self._run_ends() or point.leaves_out_more)
-
-    def _run_ends(self) -> bool:
-        """Return True if the run is over at the end of its leg. A run that follows appends ends at `order.steps` only."""
-        return not self._leg.following or (self._leg.steps is not None and self.step >= self._leg.steps)
-
-    def _on_sync(self, beat: StepSync) -> None:
-        self._tracker.losses += beat.losses
-        self._signs.record_loss(beat.step, beat.losses[-1])
-        self._when.on_sync(beat)
-        self._finiteness.check_losses(beat, skipped=self._tracker.skipped)
-
-    def _checkpoint(self, engine: Engine, reason: str, *, wait: bool) -> None:
-        for beat in self._pulse.flush():
-            self._on_sync(beat)
-        if self.stopped:  # perhaps requested by a message that was still in flight
-            told = self._when.reason()
-            if told is None:
-                return
-            reason, wait = told, True
-        with failing_together(self._tree, doing="checking the weights"):  # rank 0 records that the run is given up
-            self._finiteness.check_weights(engine, self.step)
-        self._signs.doing(Phase.CHECKPOINT, self.step)
-        note = {**self._when.note(reason), "total_steps": self.total_steps}
-        if wait:
-            self.settle()
-            self._report(self._manager.save(engine, self._tracker, note))
-        else:
-            self._report(self._manager.begin(engine, self._tracker, note))
-        self._when.taken()
-        self._pulse.waits_for_losses = False
-        self._signs.doing(Phase.TRAINING, self.step)
-
-    def _report(self, committed: Committed | None) -> None:
-        if committed is not None:
-            self._events.write(committed.event())
-            self._when.committed(committed)
-            self._signs.checkpoints(own_s=self._manager.own_s, own_bytes=self._manager.own_bytes)
-
-    def _join(self) -> dist.ProcessGroup | None:
-        if self.world_size == 1:
-            serve_group_store()  # DeepSpeed makes a group of one rank
-            return None
-        join()
-        return self._new_group()
-
-    def _new_group(self) -> dist.ProcessGroup:
-        """Make a group of all ranks for messages between CPUs. Collective."""
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._patience)
-        return group
-
-    def _open_reader(self, lakehouse: Lakehouse) -> None:
-        point = self.resume_point
-        leg = Leg.from_json(point.leg)
-        opened = open_leg(lakehouse, leg, self.spec)
-        self._leg, self._order = leg, opened.order
-        state = opened.start_state() if point.leg_is_new else point.cursors
-        if not point.leg_is_new:
-            check_restored(self._order, point.step, state)
-        apart = None if self._group is None or opened.order.counted else self._new_group()
-        """Group for the lengths of batches: a script may read ahead in a thread, and collectives of a group need one order."""
-        self._reader = opened.reader(
-            rank=self.rank,
-            world_size=self.world_size,
-            step=point.step,
-            state=state,
-            exchange=summing_over(apart, self._waits),
-        )
-        groups = self._reader.groups
-        self._tracker = ReaderStateTracker(
-            committed_step=point.step,
-            groups=groups,
-            cursors=np.array([[source[group] for source in state] for group in groups], dtype=np.int64),
-        )
-        self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
-        trained = AttemptLeg(
-            attempt=self._attempt,
-            leg=leg,
-            is_new=point.leg_is_new,
-            order=opened.order_apart(),
-            parent=point.checkpoint_id,
-            parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
-        )
-        self._manager = open_manager(
-            self.spec,
-            trained,
-            lakehouse=lakehouse,
-            tiers=self._tiers,
-            tree=self._tree,
-            behind=self._behind,
-            evicts=self._first_of_machine,
-        )
+            yield self._heartbeat.handed(batch, counted=counted)

@@ -16,13 +16,14 @@ from blake3 import blake3
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.choice import asked_for, first_leg
-from dlac_pipeline.plan.legs.follow import next_leg
+from dlac_pipeline.plan.legs.follow import LegRequest, next_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Exchange
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -120,7 +121,7 @@ class Run:
     def begin(cls, lakehouse: Lakehouse, spec: JobSpec) -> Run:
         """Plan the sources and stand before the first step."""
         leg = first_leg(spec, [make_plan(lakehouse, source) for source in spec.sources])
-        opened = open_leg(lakehouse, leg, spec)
+        opened = open_leg(Plans(lakehouse), leg, spec)
         return cls(lakehouse, spec, leg, opened, opened.start_state())
 
     def turn(self, spec: JobSpec, *, repin: bool) -> bool:
@@ -129,10 +130,17 @@ class Run:
             source.table: str(self.lakehouse.load(source.table).metadata.table_uuid) for source in self.spec.sources
         }
         asked = asked_for(spec, self.leg, uuids)
-        after = next_leg(self.lakehouse, spec, self.leg, asked, step=self.step, state=self.state, repin=repin)
+        after = next_leg(
+            Plans(self.lakehouse),
+            spec,
+            self.leg,
+            LegRequest(asked=asked, repin=repin),
+            step=self.step,
+            state=self.state,
+        )
         turned = after is not self.leg
         if turned:
-            self.spec, self.leg, self.opened = spec, after, open_leg(self.lakehouse, after, spec)
+            self.spec, self.leg, self.opened = spec, after, open_leg(Plans(self.lakehouse), after, spec)
             self.state = [list(source.start.cursors) for source in after.sources]
         return turned
 

@@ -17,16 +17,16 @@ import psutil
 import pytest
 import yaml
 
-from assets.failures import RUN_TAG
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.dagster.failures import RUN_TAG
+from dlac_pipeline.dagster.sensors.continual import DUE_TAG, due_key
 from dlac_pipeline.lakehouse.iceberg.pins import list_pins
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
-from dlac_pipeline.supervise.liveness.other_launch import is_held
-from dlac_pipeline.supervise.run_lock import lock_path
-from jobs.continual import DUE_TAG, due_key
+from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.programs.source_day import Day, Source, day_json
@@ -216,7 +216,7 @@ def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) ->
         upkeep = [run.status for run in instance.get_runs(dg.RunsFilter(job_name="upkeep_job")) if run.is_finished]
     assert set(upkeep) == {dg.DagsterRunStatus.SUCCESS}
     wait_until(lambda: not trainers(), what="the end of all its processes", within_s=30)
-    assert not is_held(lock_path(spec.checkpoint.local, RUN))
+    assert not is_lock_held(lock_path(spec.checkpoint.local, RUN))
     folders = list((Path(spec.checkpoint.store) / RUN).glob("attempt-*/step-*"))
     kept = [each for each in list_checkpoints(arena.lakehouse, RUN) if each.state in ("head", "kept")]
     assert len(kept) == KEEP

@@ -7,9 +7,10 @@ import time
 import dagster as dg
 import pytest
 
-from assets.failures import NO_RECOVERY_TAG
-from assets.training import POOL
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster.assets.training import POOL
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, sensor_ticks, wait_for_step
@@ -17,25 +18,21 @@ from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, s
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
 
-@pytest.mark.parametrize("victim", ["dagster run", pytest.param("supervisor", marks=pytest.mark.soak)])
-def test_killed_parent_process_is_recovered(campaign: Arena, dagster: LocalDagster, victim: str) -> None:
-    """SIGKILL of the Dagster run's process, or of the supervisor: all ranks leave, recover_job finishes the run exactly.
+def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
+    """SIGKILL of the Dagster run's process: all ranks exit, and recover_job finishes the run exactly.
 
     One run may train at a time on this instance: the killed one does not keep its place.
     """
     with dagster.instance() as instance:
         instance.event_log_storage.set_concurrency_slots(POOL, 1)
-    spec = campaign.spec(f"dagster-{victim.split(maxsplit=1)[0]}", pause_s=0.05)
+    spec = campaign.spec("dagster-dagster", pause_s=0.05)
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
     wait_for_step(live, dagster, run_id, 25)
     supervisor = live.supervisor()
     assert supervisor is not None
     doomed = [supervisor, *supervisor.children(recursive=True)]
-    if victim == "dagster run":
-        assert live.kill_dagster_run()
-    else:
-        supervisor.kill()
+    assert live.kill_dagster_run()
     wait_until(lambda: gone(doomed), what="the end of all its processes")
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
     recovery = dagster.wait(dagster.recovery_of(run_id, timeout_s=300.0))
@@ -45,6 +42,24 @@ def test_killed_parent_process_is_recovered(campaign: Arena, dagster: LocalDagst
     assert campaign.journal(spec.run) == campaign.journal("reference")
     checks = events_of(dagster, recovery.run_id, dg.DagsterEventType.ASSET_CHECK_EVALUATION)
     assert [check.event_specific_data.passed for check in checks] == [True] * 4
+
+
+def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDagster) -> None:
+    """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another one, which finishes exactly."""
+    spec = campaign.spec("dagster-supervisor", pause_s=0.05)
+    live = LiveRun(spec.checkpoint.store, spec.run)
+    run_id = dagster.launch("train_job", job_config(spec))
+    wait_for_step(live, dagster, run_id, 25)
+    supervisor = live.supervisor()
+    assert supervisor is not None
+    doomed = [supervisor, *supervisor.children(recursive=True)]
+    supervisor.kill()
+    wait_until(lambda: gone(doomed), what="the end of all its processes")
+    assert dagster.wait(run_id).status == dg.DagsterRunStatus.SUCCESS
+    assert [each.noticed_by for each in recoveries_of(campaign.lakehouse, spec.run)] == ["Dagster run"]
+    assert audit_run(campaign.lakehouse, spec.run).exact
+    assert campaign.losses(spec.run) == campaign.losses("reference")
+    assert campaign.journal(spec.run) == campaign.journal("reference")
 
 
 def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: LocalDagster) -> None:

@@ -11,10 +11,10 @@ import dagster as dg
 import pytest
 from dagster._core.errors import DagsterUserCodeUnreachableError
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.supervise.liveness.other_launch import is_held
-from dlac_pipeline.supervise.run_lock import lock_path
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import check_healed, events_of, gone, job_config, runs_that_recover, sensor_ticks, trained_to
@@ -30,7 +30,7 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
     began = time.time()
     assert dagster.cancel(run_id)
     wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
-    assert not is_held(lock_path(spec.checkpoint.local, spec.run))
+    assert not is_lock_held(lock_path(spec.checkpoint.local, spec.run))
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row["step"] for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))
@@ -61,10 +61,10 @@ def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDag
 
 @pytest.mark.soak
 def test_a_drained_run_ends_cancelled_and_is_resumed(campaign: Arena, dagster: LocalDagster) -> None:
-    """`python -m jobs.drain` empties the machine: the run is cancelled, says that this was no person, and goes on."""
+    """The drain command empties the node: the run is cancelled, says that this was no person, and goes on."""
     spec = campaign.spec("drained", pause_s=0.05)
     run_id, processes = trained_to(dagster, spec)
-    command = [sys.executable, "-m", "jobs.drain", "--reason", "maintenance"]
+    command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
     done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"drained ({run_id}): has left\n"

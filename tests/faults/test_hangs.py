@@ -26,7 +26,7 @@ def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) ->
     assert launch.wait() == 0, launch.stderr
     (failure,) = launch.of("failure")
     assert (failure["phase"], failure["step"]) == ("computing", 12)
-    assert "no sign of life for" in failure["cause"]
+    assert "no heartbeat for" in failure["cause"]
     assert "last while computing" in failure["cause"]
     (recovered,) = launch.of("recovered")
     assert (recovered["resumed_step"], recovered["rows_replayed"]) == (10, 64)

@@ -180,7 +180,7 @@ def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
     for each in (first, second):
         done = max(entry["step"] for entry in campaign.entries(run) if entry["attempt"] == each.replaced_attempt)
         assert resumed[each.resumed_from or ""] == each.resumed_step
-        steps = done - each.resumed_step  # a rank may be killed after its entry and before its sign of life
+        steps = done - each.resumed_step  # a rank may be killed after its entry and before its heartbeat
         assert (steps - 1) * 32 <= each.rows_replayed <= (steps + 1) * 32
         parts = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "first_step")
         assert 0 < sum(getattr(each, f"{part}_s") or 0.0 for part in parts) <= each.total_s

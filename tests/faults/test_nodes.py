@@ -49,7 +49,7 @@ def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -
     wait_for_spare(together, Ledger(campaign.lakehouse).table_uuid)
     os.kill(rank, signal.SIGCONT)
     assert [leader.wait(), new.wait()] == [0, 0], (leader.stderr, new.stderr)
-    assert leader.of("regather")[0]["cause"] == "more nodes have come"
+    assert leader.of("rescale")[0]["cause"] == "more nodes have come"
     assert [launch.of("ended")[0]["ending"] for launch in (leader, new)] == ["finished", "finished"]
     check_exact(campaign, together.run, [2, 1, 2])
     assert leader.of("recovered")[0]["cause"].startswith(leader.of("failure")[0]["cause"])

@@ -15,7 +15,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, restorable_rows
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from tests.conftest import PROGRAMS
 from tests.power import Disk, Names
@@ -66,7 +67,7 @@ class Recorded:
             restore(row, tiers_of(spec))
         for row in rows:
             if row["kind"] == "leg":
-                open_leg(lakehouse, Leg.from_json(row["detail"]), spec)
+                open_leg(Plans(lakehouse), Leg.from_json(row["detail"]), spec)
         return rows
 
 

@@ -65,12 +65,12 @@ def test_sharded_state_continues_in_another_number_of_ranks(
 
 @pytest.mark.soak
 def test_a_frozen_rank_is_noticed(campaign: Arena) -> None:
-    """A rank that gives no sign of life is ended with its attempt, and the run finishes exact."""
+    """A rank that sends no heartbeat is ended with its attempt, and the run finishes exact."""
     run = "hung"
     launch = campaign.launch(campaign.spec(run, pause_s=0.02, hang_timeout_s=25))
     launch.wait_for("checkpoint")
     os.kill(launch.ranks()[1].pid, signal.SIGSTOP)
     assert launch.wait() == 0, launch.stderr
-    assert "no sign of life" in launch.of("failure")[0]["cause"]
+    assert "no heartbeat" in launch.of("failure")[0]["cause"]
     assert campaign.journal(run) == campaign.journal("reference")
     assert campaign.losses(run) == campaign.losses("reference")

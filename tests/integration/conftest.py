@@ -19,7 +19,7 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.attempt import Event
+from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.conftest import Arena
 from tests.integration.audit_runs import Forgery, Workshop

@@ -23,9 +23,10 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.operations.adopt import adopt_checkpoint
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import Arena
 from tests.integration.test_cli import dlac as dlac_command
 
@@ -172,8 +173,8 @@ def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     dcp_folder(arena.home / "foreign")
     foreign = foreign_checkpoint(arena.home / "foreign")
     training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))
-    claim_and_verify(arena.lakehouse, training, nonce=new_nonce())
-    claim_and_verify(arena.lakehouse, begun, nonce=new_nonce(), instead={"adopts": "foreign"})
+    claim_and_verify(Plans(arena.lakehouse), training, ClaimRequest())
+    claim_and_verify(Plans(arena.lakehouse), begun, ClaimRequest(purpose={"adopts": "foreign"}))
     with pytest.raises(SpecInvalid, match="no run named 'training' yet, found one with 0 checkpoints"):
         adopt_checkpoint(arena.lakehouse, training, foreign)
     assert [row["attempt"] for row in arena.rows("training", "claim")] == [1]

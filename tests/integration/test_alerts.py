@@ -13,14 +13,14 @@ import dagster as dg
 import pytest
 from dagster._core.events import DagsterEvent
 
-from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.sensors import alerts
+from dlac_pipeline.dagster.sensors.alerts import Alert, AlertUnsent, dlac_alerts
+from dlac_pipeline.dagster.sensors.continual import run_config_of
+from dlac_pipeline.dagster.settings import FILE
+from dlac_pipeline.dagster.training_runs import MODEL
 from dlac_pipeline.spec.job_spec import JobSpec
-from jobs import alerts
-from jobs.alerts import Alert, AlertUnsent, dlac_alerts
-from jobs.continual import run_config_of
 from jobs.definitions import defs
-from jobs.settings import FILE
-from jobs.training_runs import MODEL
 from tests.conftest import Arena
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other

@@ -25,7 +25,8 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
-from dlac_pipeline.plan.planner import Plan, make_plan
+from dlac_pipeline.plan.plan import Plan
+from dlac_pipeline.plan.planner import make_plan
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -16,11 +16,11 @@ import dagster as dg
 import pytest
 from dagster._core.errors import DagsterUserCodeUnreachableError
 
-from assets.failures import PREEMPTED_TAG, run_tag
-from assets.heartbeat import beats_of
-from assets.resources import JobResource
+from dlac_pipeline.dagster.drain import drain
+from dlac_pipeline.dagster.failures import PREEMPTED_TAG, run_tag
+from dlac_pipeline.dagster.heartbeat import beats_of
+from dlac_pipeline.dagster.resources import JobResource
 from jobs.definitions import defs
-from jobs.drain import drain
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import job_config
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 PROCESS_OF_A_RUN = """
 import sys, time
 import dagster as dg, psutil
-from assets import heartbeat
+from dlac_pipeline.dagster import heartbeat
 
 folder, run_id, how = sys.argv[1:]
 heartbeat.BEAT_EVERY_S = 0.2

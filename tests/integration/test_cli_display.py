@@ -20,7 +20,7 @@ import pytest
 from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.fork import fork_run
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import wait_until
 from tests.integration.test_cli import DLAC, Command, dlac
 

@@ -9,14 +9,16 @@ import dagster as dg
 import pytest
 import yaml
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
-from dlac_pipeline.supervise.run_lock import run_lock
-from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from jobs.definitions import defs
+from jobs.train import continual_training_schedule, new_snapshot_sensor
 from tests.conftest import Arena, source_rows
 from tests.dagster_runs import dagster_run
 
@@ -73,7 +75,7 @@ def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg
     arena.table()
     spec = following(arena, "by-hand")
     [asked_for] = scheduled(instance)
-    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
         assert scheduled(instance) == "by-hand: it has no checkpoint yet, but launch by hand (attempt 1) trains it"

@@ -15,12 +15,13 @@ import pytest
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
-from dlac_pipeline.supervise.liveness.other_node import refuse_if_alive_elsewhere
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def meeting(spec: JobSpec, **launch: Any) -> JobSpec:
 
 def lost_after(arena: Arena, seconds: float) -> None:
     """A launch elsewhere is lost when it has been silent for so long."""
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_node.LOST_AFTER_S", seconds)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector.LOST_AFTER_S", seconds)
 
 
 def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 0.0, told: bool = False) -> None:
@@ -68,7 +69,7 @@ def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 
 def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> None:
     """The refusal names what was found and how long to wait; nothing is claimed. A takeover is not refused."""
     with machine(arena):
-        claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy, match=r"attempt 1 on node 'node7'.* \d+ s ago: wait 3[56]\d\d s.*--takeover"):
         Supervisor(Request(spec=spec)).run()
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
@@ -81,7 +82,7 @@ def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> Non
 def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -> None:
     """The machine was lost, and a person starts the run again; or a recovery names the attempt that it replaces."""
     with machine(arena):
-        claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     if how == "lost":
         lost_after(arena, 0.01)
     asked: dict[str, Any] = {} if how == "lost" else {"replaces": 1, "noticed_by": "recovery_sensor"}
@@ -91,7 +92,7 @@ def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -
 def test_wait_lasts_as_requested(arena: Arena, spec: JobSpec) -> None:
     """Until it is lost, or until who waits is told to stop."""
     with machine(arena):
-        claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy):
         look(arena, spec, wait_s=600.0, told=True)
     lost_after(arena, 3.0)
@@ -102,7 +103,7 @@ def test_other_local_folder_is_seen_by_lock(arena: Arena, spec: JobSpec) -> None
     """While it is held; a claim with this very folder is left to the lock."""
     other = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"local": f"{arena.home}/other"})})
     (arena.home / "other" / "r").mkdir(parents=True)
-    claim_and_verify(arena.lakehouse, other, nonce=new_nonce())
+    claim_and_verify(Plans(arena.lakehouse), other, ClaimRequest())
     with run_lock(other.checkpoint.local, "r", wait_s=0.0, takeover=False):
         with pytest.raises(RunBusy, match=r"attempt 1 on this node, with the local folder '.*other'"):
             look(arena, spec)
@@ -114,14 +115,14 @@ def test_what_goes_on_by_design_is_not_refused(arena: Arena, spec: JobSpec) -> N
     """Machines that meet at one place, a cluster's job, a run that the orchestrator knows; of others only those by hand."""
     here, there = (meeting(spec, nodes="2", rendezvous=f"{place}:29400") for place in ("here", "there"))
     with machine(arena):
-        claim_and_verify(arena.lakehouse, here, nonce=new_nonce())
+        claim_and_verify(Plans(arena.lakehouse), here, ClaimRequest())
     look(arena, here)
     look(arena, meeting(spec, on="slurm"))
     for other in (spec, there):
         with pytest.raises(RunBusy):
             look(arena, other, launched_by="recovery")
     with machine(arena):
-        claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), launched_by="dead")
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(launched_by="dead"))
     look(arena, spec, launched_by="recovery")
     with pytest.raises(RunBusy):
         look(arena, spec)
@@ -135,7 +136,7 @@ def test_ended_attempt_is_not_alive(arena: Arena, spec: JobSpec) -> None:
     with pytest.raises(RunBusy):
         look(arena, spec)
     with machine(arena):
-        claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), instead={"adopts": "x"})
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(purpose={"adopts": "x"}))
     look(arena, spec)
     following = arena.spec("f", world_size=1, follow="appends", passes=1, batch_size=16, every_steps=3)
     with machine(arena):
@@ -151,7 +152,7 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
     healthy = arena.spec("r", table="src.long", every_steps=10_000, pause_s=0.1, passes=5)
     launch = arena.launch(healthy)
     launch.wait_for("training")
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_launch.time", Clock(ahead_s=3600.0))
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=3600.0))
     with machine(arena), pytest.raises(RunBusy, match="attempt 1 on node"):
         Supervisor(Request(spec=healthy)).run()
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
@@ -162,8 +163,8 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
 def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> None:
     """Where no steps are seen, the next commit within twice the longest interval tells; without one the launch is lost."""
     lost_after(arena, 120.0)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_node._STEPS_SEEN_S", 0.1)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_node._LOOK_S", 0.05)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._STEPS_SEEN_S", 0.1)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._POLL_S", 0.05)
     with machine(arena):
         arena.train(spec, until=3)
     rows = arena.rows("r", "claim", "checkpoint")
@@ -188,9 +189,9 @@ def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> No
 def test_clock_behind_is_watched_out(arena: Arena, spec: JobSpec) -> None:
     """The signs of a dead launch are an hour ahead: it counts as lost after the usual time of this node's own clock."""
     with machine(arena):
-        claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     lost_after(arena, 2.0)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_launch.time", Clock(ahead_s=-3600.0))
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=-3600.0))
     with pytest.raises(RunBusy, match="wait 2 s"):
         look(arena, spec)
     look(arena, spec, wait_s=600.0)

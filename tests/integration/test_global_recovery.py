@@ -13,20 +13,28 @@ from dagster._core.test_utils import in_process_test_workspace
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster_shared.record import copy
 
-from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, run_tag
-from assets.heartbeat import Heartbeat
-from assets.training import POOL, model_checkpoint
+from assets.training import model_checkpoint
+from dlac_pipeline.dagster.assets.training import POOL
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, run_tag
+from dlac_pipeline.dagster.heartbeat import Heartbeat
+from dlac_pipeline.dagster.sensors.continual import run_config_of
+from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
+from dlac_pipeline.dagster.training_runs import (
+    MATERIALIZE,
+    MODEL,
+    TRAINING_JOBS,
+    TrainingRunCoordinator,
+    spec_of,
+    training_run_of,
+    trains,
+)
 from dlac_pipeline.lakehouse.errors import SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.supervise.claim import check_current
-from jobs.continual import run_config_of
-from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs
-from jobs.lost_runs import lost_run_sensor
-from jobs.recovery import RECOVERS_TAG, recovery_of, recovery_sensor
-from jobs.train import MONITORED
-from jobs.training_runs import MODEL, TRAINING_JOBS, spec_of, training_run_of, trains
+from jobs.train import recover_job, recovery_sensor, train_job
 from tests.conftest import Arena
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
@@ -63,7 +71,7 @@ def test_only_training_materializations_are_recovered(arena: Arena, home: Path, 
     assert [trains(run) for run in runs] == [True, False, False]
     whole, own = runs[0], copy(runs[0], job_name="a_job_of_ones_own")
     assert not any(map(trains, (own, copy(whole, step_keys_to_execute=["consumption_audit"]))))
-    assert [job.name for job in MONITORED] == list(TRAINING_JOBS)
+    assert (train_job.name, recover_job.name, MATERIALIZE) == TRAINING_JOBS
     recovered = []
     for _ in runs:
         cursor, answers = look(instance, cursor)
@@ -272,7 +280,9 @@ def test_unwatched_time_is_no_silence(
     def status_after(looks: list[int]) -> dg.DagsterRunStatus:
         nonlocal cursor
         for passed_s in looks:
-            monkeypatch.setattr("jobs.lost_runs.time.time", lambda passed_s=passed_s: began + passed_s)
+            monkeypatch.setattr(
+                "dlac_pipeline.dagster.sensors.lost_runs.time.time", lambda passed_s=passed_s: began + passed_s
+            )
             context = dg.build_sensor_context(instance=instance, cursor=cursor)
             cursor = lost_run_sensor.evaluate_tick(context).cursor
         now = instance.get_run_by_id(run.run_id)
@@ -287,7 +297,7 @@ def test_the_queue_tags_what_trains_and_nothing_else(tmp_path: Path, arena: Aren
     """Checks that a person runs by hand neither wait for the training run nor hold its recovery back."""
     overrides = {
         "telemetry": {"enabled": False},
-        "run_coordinator": {"module": "jobs.coordinator", "class": TrainingRunCoordinator.__name__},
+        "run_coordinator": {"module": "dlac_pipeline.dagster.training_runs", "class": TrainingRunCoordinator.__name__},
     }
     config = run_config_of(arena.spec("queued"))
     (tmp_path / "queue").mkdir()

@@ -132,6 +132,16 @@ def test_installed_packages_and_caches_are_no_stdlib(lakehouse: Lakehouse, root:
     assert ingest_stdlib_corpus(lakehouse, root=root).documents == DOCUMENTS
 
 
+def test_named_folders_are_left_out(lakehouse: Lakehouse, root: Path) -> None:
+    """A folder of one of the names is left out at any depth. A file of that name is ingested."""
+    for name in ("test", "pkg/tests"):
+        (root / name).mkdir()
+        (root / name / "other.py").write_text("x = 1\n")
+    (root / "test.py").write_text("x = 1\n")
+    report = ingest_stdlib_corpus(lakehouse, root=root, leave_out=("test", "tests"))
+    assert report.documents == DOCUMENTS + 1
+
+
 def test_corpus_is_ingested_once(lakehouse: Lakehouse, root: Path) -> None:
     """A second ingestion of the same sources appends nothing and says so."""
     first = ingest_stdlib_corpus(lakehouse, root=root)

@@ -17,9 +17,10 @@ from dlac_pipeline.lakehouse.iceberg.pins import list_pins
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", late_claim)
     with pytest.raises(ResumeMismatch, match="seed: committed 3, asked for 99"):
-        claim_and_verify(arena.lakehouse, other, nonce=new_nonce())
+        claim_and_verify(Plans(arena.lakehouse), other, ClaimRequest())
 
 
 def test_later_snapshot_starts_next_pass(arena: Arena) -> None:

@@ -11,9 +11,10 @@ from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.operations.status import run_status
-from dlac_pipeline.supervise.claim import claim_and_verify
-from dlac_pipeline.supervise.liveness.progress import Phase, ProgressWriter, Spent
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 
 if TYPE_CHECKING:
     import pytest
@@ -73,15 +74,15 @@ def test_risk_ends_at_last_sign(arena: Arena, tmp_path: Path) -> None:
     """Nothing while no step is done; ranks that hang are shown as silent, and a launch that is gone as dead."""
     began = time.time() - 1000
     with claimed_again(arena, tmp_path) as folder:
-        ProgressWriter(folder, 0).write(5, Phase.TRAINING, spent=Spent(in_hand=6, began=began))
+        HeartbeatFile(folder, 0).write(5, Phase.TRAINING, spent=Spent(in_hand=6, began=began))
         facts = LiveStatus(arena.lakehouse, "r").look()
         assert (facts["state"], facts["at_risk_steps"], facts["at_risk_s"]) == ("computing", 0, 0.0)
-        ProgressWriter(folder, 0).write(7, Phase.TRAINING, spent=Spent(in_hand=8, rows=64, began=began))
+        HeartbeatFile(folder, 0).write(7, Phase.TRAINING, spent=Spent(in_hand=8, rows=64, began=began))
         with arena.monkeypatch.context() as patched:
             later = time.time() + 5000
             patched.setattr(time, "time", lambda: later)
             facts = LiveStatus(arena.lakehouse, "r").look()
-    assert re.fullmatch(r"computing, no sign of life for 1 h 2\d min", str(facts["state"]))
+    assert re.fullmatch(r"computing, no heartbeat for 1 h 2\d min", str(facts["state"]))
     assert facts["at_risk_steps"] == 2
     assert facts["at_risk_s"] < 4000 < facts["last_sign_s"]
     dead = LiveStatus(arena.lakehouse, "r").look()
@@ -93,7 +94,7 @@ def test_rows_past_pass_count_for_next(arena: Arena, tmp_path: Path) -> None:
     with claimed_again(arena, tmp_path) as folder:
         status = LiveStatus(arena.lakehouse, "r")
         for rows, share in ((0, 160 / 500), (340, 1.0), (400, 60 / 500)):
-            ProgressWriter(folder, 0).write(5 + rows // 32, Phase.TRAINING, spent=Spent(rows=rows))
+            HeartbeatFile(folder, 0).write(5 + rows // 32, Phase.TRAINING, spent=Spent(rows=rows))
             assert status.look()["consumed_share"] == share
 
 
@@ -103,7 +104,7 @@ def test_a_rate_begins_with_the_first_finished_step(arena: Arena, tmp_path: Path
     with claimed_again(arena, tmp_path) as folder:
         status = LiveStatus(arena.lakehouse, "r")
         for step, rows in ((5, 0), (6, 32), (7, 64)):
-            ProgressWriter(folder, 0).write(step, Phase.TRAINING, spent=Spent(rows=rows))
+            HeartbeatFile(folder, 0).write(step, Phase.TRAINING, spent=Spent(rows=rows))
             rates.append(status.look()["samples_per_s"])
     assert rates[:2] == [None, None]
     assert rates[2] is not None
@@ -116,5 +117,5 @@ def claimed_again(arena: Arena, folder: Path) -> Iterator[Path]:
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
     arena.train(spec, until=7)
     with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
-        claim_and_verify(arena.lakehouse, spec, nonce="n", launch_folder=str(folder))
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", launch_folder=str(folder)))
         yield folder

@@ -22,8 +22,9 @@ from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.plan.legs.choice import first_leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.object_store import Network, ObjectStore
 
@@ -59,7 +60,7 @@ def test_a_row_group_is_read_in_one_range(store: ObjectStore, tmp_path: Path) ->
     spec = job(store, tmp_path / "home")
     lakehouse = connect(spec.lakehouse)
     leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
-    reader = open_leg(lakehouse, leg, spec).reader(rank=0, world_size=1)
+    reader = open_leg(Plans(lakehouse), leg, spec).reader(rank=0, world_size=1)
     before = store.requests("GET", "/src/t/data/")
     seen = [row for batch in reader for row in batch["row_id"][batch.valid].tolist()]
     reader.close()

@@ -17,19 +17,19 @@ import psutil
 import pytest
 from dagster._core.events import EngineEventData
 
-from assets.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
-from assets.heartbeat import Heartbeat
 from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.dagster.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
+from dlac_pipeline.dagster.heartbeat import Heartbeat
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
+from dlac_pipeline.dagster.sensors.recovery import recovery_of
+from dlac_pipeline.dagster.settings import FILE, read_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.supervise.liveness.other_launch import liveness_of
-from dlac_pipeline.supervise.run_lock import lock_path, run_lock
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
+from dlac_pipeline.supervise.liveness.run_lock import lock_path, run_lock
 from jobs.definitions import defs
-from jobs.lost_runs import lost_run_sensor
-from jobs.recovery import recovery_of
-from jobs.settings import FILE, read_settings
-from jobs.verify import verify_job
 from tests.conftest import Arena
 from tests.dagster_runs import dagster_run
 
@@ -139,12 +139,12 @@ def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.Dag
     dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
     log = dg.get_dagster_logger()
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
-        assert liveness_of(arena.rows(spec.run), 1).held
+        assert liveness_of(arena.rows(spec.run), 1).lock_held
         skipped = recovery_of(instance, dead, noticed_by="test", log=log)
         assert isinstance(skipped, dg.SkipReason)
         assert "launch by hand (attempt 1)" in str(skipped.skip_message)
     assert lock_path(spec.checkpoint.local, spec.run).read_text() == str(os.getpid())
-    assert not liveness_of(arena.rows(spec.run), 1).held
+    assert not liveness_of(arena.rows(spec.run), 1).lock_held
     request = recovery_of(instance, dead, noticed_by="test", log=log)
     assert isinstance(request, dg.RunRequest)
     again = recovery_of(instance, dead, noticed_by="test", log=log)

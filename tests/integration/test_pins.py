@@ -16,7 +16,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.iceberg.pins import hold, let_go, list_pins, pins_table, remove_pin
+from dlac_pipeline.lakehouse.iceberg.pins import hold, list_pins, pins_table, release_pins, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
@@ -197,9 +197,9 @@ def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
     ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [], "leg_plan_ids": ["p1"]}})
     ledger(lakehouse, "r", *leg(source("p0", "p1", "p2")), *leg(source("p3"), index=1, checkpoint_id="c1"))
     ledger(lakehouse, "gone", *leg(source("p4")), {"kind": "finish"})
-    assert let_go(lakehouse, "r", "src.t") == []
+    assert release_pins(lakehouse, "r", "src.t") == []
     ledger(lakehouse, "r", {"kind": "retire", "checkpoint_id": "c0"})
-    assert let_go(lakehouse, "r", "src.t") == [snapshots[0]]
+    assert release_pins(lakehouse, "r", "src.t") == [snapshots[0]]
     assert [one.snapshot_id for one in list_pins(lakehouse, "src.t")] == snapshots[1:]
 
 
@@ -217,7 +217,7 @@ def test_claimed_pin_is_taken_again(lakehouse: Lakehouse, monkeypatch: pytest.Mo
         return commit(self, table, *rest)  # type: ignore[arg-type]  # the patched method's own signature
 
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", raced)
-    assert let_go(lakehouse, "r", "src.t") == []
+    assert release_pins(lakehouse, "r", "src.t") == []
     assert list_pins(lakehouse, "src.t")[0].needed_by == ("other",)
 
 

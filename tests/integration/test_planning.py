@@ -30,7 +30,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag
 from dlac_pipeline.lakehouse.ledger import plans
 from dlac_pipeline.plan.legs.choice import check_readable
-from dlac_pipeline.plan.planner import load_plan, make_plan
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec, parse_spec
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.Monkey
         thread.join()
     assert found[0] == found[1]
     assert len(arena.lakehouse.own("plans").scan().to_arrow()) == 1
-    assert len(load_plan(arena.lakehouse, found[0].plan_id).units) == 6
+    assert len(Plans(arena.lakehouse).load(found[0].plan_id).units) == 6
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_a_replaced_table_is_noticed(arena: Arena) -> None:
     arena.lakehouse.catalog.drop_table("src.t")
     arena.table(appends=(30, 30), row_group_rows=10)
     with pytest.raises(TableReplaced, match=plan.row.table_uuid):
-        load_plan(arena.lakehouse, plan.row.plan_id)
+        Plans(arena.lakehouse).load(plan.row.plan_id)
 
 
 def test_a_lost_pin_is_noticed(arena: Arena) -> None:
@@ -152,7 +153,7 @@ def test_a_lost_pin_is_noticed(arena: Arena) -> None:
     plan = make_plan(arena.lakehouse, source())
     arena.lakehouse.load("src.t").manage_snapshots().remove_tag(plan.row.tag).commit()
     with pytest.raises(PinLost, match="no such tag"):
-        load_plan(arena.lakehouse, plan.row.plan_id)
+        Plans(arena.lakehouse).load(plan.row.plan_id)
 
 
 def test_a_pin_that_names_another_snapshot_is_noticed(arena: Arena) -> None:
@@ -162,7 +163,7 @@ def test_a_pin_that_names_another_snapshot_is_noticed(arena: Arena) -> None:
     plan = make_plan(arena.lakehouse, source(snapshot_id=second))
     arena.lakehouse.load("src.t").manage_snapshots().create_tag(first, pin_tag(second)).commit()
     with pytest.raises(PinLost, match=str(first)):
-        load_plan(arena.lakehouse, plan.row.plan_id)
+        Plans(arena.lakehouse).load(plan.row.plan_id)
     with pytest.raises(PinLost, match=str(first)):
         pin(arena.lakehouse, "src.t", second)
 
@@ -197,7 +198,7 @@ def test_plan_with_extra_units_is_refused(arena: Arena) -> None:
 def test_an_unknown_plan_is_a_clear_error(arena: Arena) -> None:
     """A plan id that nobody wrote is named."""
     with pytest.raises(SpecInvalid, match="'p0'"):
-        load_plan(arena.lakehouse, "p0")
+        Plans(arena.lakehouse).load("p0")
 
 
 def test_tables_of_a_newer_format_are_refused(arena: Arena) -> None:

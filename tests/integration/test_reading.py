@@ -11,10 +11,11 @@ import torch
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.plan.legs.choice import first_leg
-from dlac_pipeline.plan.planner import Plan, make_plan
+from dlac_pipeline.plan.plan import Plan, Plans
+from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read import streams
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import OrderSpec, SourceSpec
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def read(
     """The batches of every remaining step, by rank."""
     spec = arena.spec("r", columns=list(plan.columns), row_filter=plan.row.row_filter or None)
     spec = spec.model_copy(update={"order": order})
-    opened = open_leg(arena.lakehouse, first_leg(spec, [plan]), spec)
+    opened = open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
     batches = []
     for rank in range(world_size):
         reader = opened.reader(rank=rank, world_size=world_size, step=step, budget_bytes=budget_bytes)
@@ -161,7 +162,7 @@ def test_table_order_holds_few_slices(arena: Arena, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(streams, "_PORTION_BYTES", portion_bytes)
         order = ORDER.model_copy(update={"shuffle": False, "block_slices": 8})
         spec = arena.spec("r", columns=list(plan.columns)).model_copy(update={"order": order})
-        opened = open_leg(arena.lakehouse, first_leg(spec, [plan]), spec)
+        opened = open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
         with closing(opened.reader(rank=0, world_size=1)) as reader:
             rows = 0
             for batch in reader:

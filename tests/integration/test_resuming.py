@@ -28,9 +28,11 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -181,11 +183,11 @@ def test_early_recovery_keeps_plan(arena: Arena) -> None:
     """The source grew since: the run goes on with the snapshot that its first attempt was claimed for."""
     arena.table(appends=(100, 100))
     spec = arena.spec("early", world_size=1)
-    first = claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+    first = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     arena.lakehouse.load("src.t").append(source_rows(200, 100))
-    second = claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=first.attempt)
+    second = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(replaces=first.attempt))
     assert second.leg == first.leg
-    afresh = claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+    afresh = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     assert json.loads(afresh.leg)["sources"] != json.loads(first.leg)["sources"]
 
 
@@ -282,11 +284,14 @@ def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> Non
     launch = spec.launch.model_copy(update={"new_leg": True})
     two = spec.model_copy(update={"mixture": [source], "launch": launch})
     with pytest.raises(ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
-        claim_and_verify(arena.lakehouse, two, nonce="n")
+        claim_and_verify(Plans(arena.lakehouse), two, ClaimRequest(nonce="n"))
     with pytest.raises(ResumeMismatch, match="found 2 in the job spec"):
         rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["row_id < 3"], spec=two)
+    plan = make_plan(arena.lakehouse, spec.source)
     with pytest.raises(SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
-        claim_and_verify(arena.lakehouse, spec, nonce="n", wish=ResumeOptions(plan_ids=("a", "b")))
+        claim_and_verify(
+            Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", options=ResumeOptions(plans=(plan, plan)))
+        )
     assert [row["attempt"] for row in arena.rows("r1", "claim")] == [1]
 
 

@@ -35,11 +35,12 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.operations.rewind import _newest_before, rewind_run
+from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.operations.seen_rows import _newest_before
 from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import attempts_without_progress, launcher_of
-from dlac_pipeline.supervise.incident import failure_of_attempt
+from dlac_pipeline.supervise.failure import failure_of_attempt
 from tests.conftest import Arena, Steps, source_rows
 from tests.integration.test_cli import dlac
 

@@ -12,9 +12,10 @@ from tenacity import RetryCallState
 
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def test_second_takeover_steps_aside_first(arena: Arena) -> None:
     """`replaces` names an attempt that is not current any more: refused before waiting, claiming or replacing a lock."""
     arena.table(appends=(200,))
     spec = arena.spec("twice", world_size=1)
-    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
-    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=1)
+    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1))
     with pytest.raises(SteppedAside):
         Supervisor(Request(spec=spec, takeover=True, replaces=1)).run()
     assert not list((arena.home / "checkpoints" / "twice").glob("launch*"))
@@ -96,8 +97,8 @@ def test_late_claim_of_dead_run_is_replaced(arena: Arena, claimant: str) -> None
     """Its machine had been stopped when it was given up, and went on then: nobody would recover the run a second time."""
     arena.table(appends=(64,))
     spec = arena.spec("late", world_size=1, passes=1)
-    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), launched_by="dead")
-    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=1, launched_by=claimant)
+    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(launched_by="dead"))
+    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1, launched_by=claimant))
     recovery = Supervisor(Request(spec=spec, takeover=True, replaces=1, recovers="dead", launched_by="recovery"))
     if claimant == "dead":
         assert recovery.run().ending == "finished"
@@ -113,7 +114,7 @@ def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.Mon
     database = arena.home / "catalog.db"
     impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
     spec = arena.spec("told", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
-    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     recovery = Supervisor(Request(spec=spec, takeover=True, replaces=1))
     refused: list[str] = []
 

@@ -15,8 +15,9 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMis
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
     """A recovery that names no attempt waits for a catalog that is away, before its claim or behind it."""
     arena.table(appends=(64,))
     spec = arena.spec("r", world_size=1, passes=1)
-    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     tries = iter(("away", "back"))
 
     def away(*given: Any, **how: Any) -> ResumePoint:
@@ -40,7 +41,7 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
             return claim_and_verify(*given, **how)
         if landed:
             claim_and_verify(*given, **how)
-        claim_and_verify(arena.lakehouse, spec, nonce="another")
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(nonce="another"))
         raise CatalogUnreachable("away for a moment")
 
     arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.claim_and_verify", away)
@@ -64,7 +65,7 @@ def test_leg_is_checked_after_claim(arena: Arena) -> None:
 
     def taken(spec: Any) -> ResumePoint:
         manifest.write_bytes(whole[:-1])
-        return claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+        return claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
 
     arena.monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", mended)
     point = taken(spec)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import dagster as dg
 import pytest
 
-from assets.checks import checkpoint_restorable, consumption_audit
-from assets.pages import model_page
-from assets.resources import JobResource
-from assets.verified import verified_head
+from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
+from dlac_pipeline.dagster.assets.pages import model_page
+from dlac_pipeline.dagster.assets.verified import verified_head
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from jobs.continual import run_config_of
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dagster as dg
 
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from jobs import definitions
-from jobs.continual import continual_training_schedule
-from jobs.train import train_job
-from jobs.upkeep import upkeep_job
+from jobs.train import continual_training_schedule, train_job
 
 
 @dg.sensor(job=train_job, minimum_interval_seconds=1, default_status=dg.DefaultSensorStatus.RUNNING)

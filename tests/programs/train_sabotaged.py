@@ -15,7 +15,7 @@ import dlac_pipeline.lakehouse.ledger.commits
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
-from dlac_pipeline.train import training_run
+from dlac_pipeline.train import run_end
 
 _commit = dlac_pipeline.lakehouse.ledger.commits.commit_checkpoint
 _finish = dlac_pipeline.lakehouse.ledger.commits.finish
@@ -57,7 +57,7 @@ def sabotaged_finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState
 
 
 if __name__ == "__main__":
-    training_run.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced where it is used
+    run_end.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced where it is used
     coordinator.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
     dlac_pipeline.lakehouse.ledger.commits.check_mine = sabotaged_check
     train_tiny.main()

@@ -76,7 +76,7 @@ def use_losses() -> dict[str, Any]:
     read_at = []
     for step in range(1, 7):
         before = len(LOG)
-        beat = pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), says=RankReport())
+        beat = pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), report=RankReport())
         read_at.append(LOG[before:])
         beats += [[step, beat.step, beat.losses]] if beat else []
     flushed = [[beat.step, beat.losses] for beat in pulse.flush()]
@@ -89,7 +89,7 @@ def use_waiting_pulse() -> list[list[str]]:
     for step in range(1, 5):
         pulse.waits_for_losses = step <= 2
         LOG.clear()
-        pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), says=RankReport())
+        pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), report=RankReport())
         logs.append(list(LOG))
     return logs
 
@@ -111,7 +111,7 @@ def use_mixed_losses() -> list[Any]:
     for step in range(1, 5):
         losses = [fake_device.FakeTensor(torch.tensor(float(step))), 3.0 * step]
         beats = [
-            pulse.step_done(step, loss=loss, says=RankReport()) for pulse, loss in zip(pulses, losses, strict=True)
+            pulse.step_done(step, loss=loss, report=RankReport()) for pulse, loss in zip(pulses, losses, strict=True)
         ]
         heard.append([None if beat is None else [beat.step, beat.losses] for beat in beats])
     patched.all_reduce = kept

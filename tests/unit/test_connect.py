@@ -96,7 +96,7 @@ def test_rest_refusal_differs_from_outage(status: int, kind: type[Exception]) ->
 @pytest.mark.parametrize("status", [404, 405])
 def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor of a rank has opened this catalog before; a password that is refused is no outage."""
-    monkeypatch.setattr(startup, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(startup, "RETRY_WITHIN_S", 0.0)
     for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
         with answering(code) as uri, pytest.raises(DlacError) as caught:
             startup.open_lakehouse(spec_with_catalog("rest", uri), supervised=True)

@@ -10,7 +10,7 @@ from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.train.startup import check_restored
+from dlac_pipeline.train.open_attempt import check_restored
 from tests.legs import order_of, units_of
 
 ORDER = order_of(units_of([40, 40]))

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.elastic.ranks.processes import HANG
-from dlac_pipeline.supervise.all_ranks import LOST
-from dlac_pipeline.supervise.incident import Failure
-from dlac_pipeline.supervise.local_ranks import Exit
-from dlac_pipeline.supervise.policies.hangs import first_cause
+from dlac_pipeline.supervise.failure import Failure, first_cause
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop
+from dlac_pipeline.supervise.ranks.all_ranks import LOST
+from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 
 def death(step: int, cause: str = "rank 0 was killed by SIGSEGV", **said: Any) -> Failure:
@@ -29,10 +28,10 @@ def raised(step: int, place: str = "train.py:7", **said: Any) -> Failure:
 def verdicts(deaths: CrashLoop, *failures: Failure | int) -> list[str]:
     """What follows each of these deaths without a commit in between."""
     found = (each if isinstance(each, Failure) else death(each) for each in failures)
-    return [deaths.judge(each, committed=False) for each in found]
+    return [deaths.decide(each, committed=False) for each in found]
 
 
-AGAIN, OUT, STOP = "again", "leave out", "stop"
+AGAIN, OUT, STOP = "restart", "leave out", "stop"
 
 
 def test_third_death_leaves_rows_out() -> None:
@@ -57,8 +56,8 @@ def test_late_death_blames_nothing() -> None:
 def test_late_death_after_commit() -> None:
     """An attempt that had committed something did not wait for its device any more."""
     deaths = CrashLoop(2)
-    assert deaths.judge(raised(5), committed=False) == AGAIN
-    assert deaths.judge(raised(12, kind="AcceleratorError"), committed=True) == AGAIN
+    assert deaths.decide(raised(5), committed=False) == AGAIN
+    assert deaths.decide(raised(12, kind="AcceleratorError"), committed=True) == AGAIN
     assert (deaths.count, deaths.in_a_row) == (0, 0)
     assert verdicts(deaths, *[raised(10, kind="AcceleratorError")] * 2) == [AGAIN, OUT]
 
@@ -66,9 +65,9 @@ def test_late_death_after_commit() -> None:
 def test_commit_resets_deaths() -> None:
     """An attempt that committed something has not died at the rows that the one before died at, as a step goes by once only."""
     deaths = CrashLoop(2)
-    assert deaths.judge(death(7), committed=False) == AGAIN
-    assert deaths.judge(death(7), committed=True) == AGAIN
-    assert deaths.judge(death(7), committed=False) == OUT
+    assert deaths.decide(death(7), committed=False) == AGAIN
+    assert deaths.decide(death(7), committed=True) == AGAIN
+    assert deaths.decide(death(7), committed=False) == OUT
 
 
 def test_other_rules_blame_no_rows() -> None:
@@ -123,7 +122,7 @@ def test_rows_blamed_by_setting() -> None:
 def test_progress_forgives_exceptions() -> None:
     """A script that fails now and then, with checkpoints in between, is launched again each time."""
     deaths = CrashLoop(3)
-    assert [deaths.judge(raised(step), committed=True) for step in (5, 9, 14, 21)] == [AGAIN] * 4
+    assert [deaths.decide(raised(step), committed=True) for step in (5, 9, 14, 21)] == [AGAIN] * 4
 
 
 @pytest.mark.parametrize(("times", "died", "undecided"), [(5, 4, True), (5, 5, False), (0, 3, False), (3, 0, False)])

@@ -11,14 +11,13 @@ from dagster import SubmitRunContext
 from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 
-from assets.config import JobSpecConfig
-from assets.resources import LakehouseResource
+from dlac_pipeline.dagster.config import JobSpecConfig
+from dlac_pipeline.dagster.resources import LakehouseResource
+from dlac_pipeline.dagster.training_runs import TrainingRunCoordinator, raw_spec_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import JobSpec
-from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs
 from jobs.local_dagster import SETTINGS
-from jobs.training_runs import raw_spec_of
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
 OFF_SENSORS = (

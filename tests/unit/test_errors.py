@@ -56,6 +56,6 @@ def test_foreign_verdict_ends_node_with_message(kind: str) -> None:
         "order": {"batch_size": 32},
         "launch": {"script": "train.py"},
     }
-    verdict = AttemptVerdict.of(AttemptVerdict(error=(kind, "it was host-3")).words())
+    verdict = AttemptVerdict.from_message(AttemptVerdict(error=(kind, "it was host-3")).to_message())
     with pytest.raises(TrainingFailed, match="it was host-3"):
         Supervisor(Request(spec=parse_spec(raw, origin="the test")))._conclude(verdict)

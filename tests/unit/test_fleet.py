@@ -14,10 +14,10 @@ import pytest
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.supervise.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter
-from dlac_pipeline.supervise.local_ranks import RankGroup
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
+from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, LOST, REQUESTS_REPORTS, AllRanks, report_of
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 
@@ -47,7 +47,7 @@ class Machines:
 
     def say(self, place: int, **changes: Any) -> None:
         """What a machine that is led says again and again, once."""
-        answers = bool(self.crews[place].message_of(LEADER).get(ASKS))
+        answers = bool(self.crews[place].message_of(LEADER).get(REQUESTS_REPORTS))
         words = report_of(self.groups[place], asked=str(changes.pop("asked", "")), answers=answers)
         self.crews[place].publish({**words, **changes})
 
@@ -98,18 +98,18 @@ def waiting_job(folder: Path) -> JobSpec:
 
 def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
     """Signs of life by the leader's clock, and the batch in hand."""
-    assert pair.fleet.progress() == [None, None]
+    assert pair.fleet.heartbeats() == [None, None]
     folder = pair.groups[1].folder
-    ProgressWriter(folder, 1).write(7, Phase.TRAINING, loss_step=7, loss=0.5)
+    HeartbeatFile(folder, 1).write(7, Phase.TRAINING, loss_step=7, loss=0.5)
     in_hand_file(folder, 1).write_text("[8, []]")
     hour_s = 3600.0
 
     def brought() -> bool:
         pair.say(1, now=time.time() - hour_s)  # its clock is behind
-        return pair.fleet.progress()[1] is not None
+        return pair.fleet.heartbeats()[1] is not None
 
     wait_until(brought, what="the other rank's progress")
-    found = pair.fleet.progress()[1]
+    found = pair.fleet.heartbeats()[1]
     assert found is not None
     assert (found.step, found.loss) == (7, 0.5)
     assert found.at == pytest.approx(time.time() + hour_s, abs=600.0)
@@ -118,25 +118,25 @@ def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
 
 def test_unwritten_sign_is_copied_later(pair: Machines) -> None:
     """A disk that is full or away for a moment ends no run that is led from there."""
-    ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
+    HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     folder = pair.groups[LEADER].folder
     folder.rename(away := folder.with_name("away"))
     pair.until(lambda: pair.crews[LEADER].message_of(1).get("progress"), "its words")
-    assert pair.fleet.progress() == [None, None]
+    assert pair.fleet.heartbeats() == [None, None]
     away.rename(folder)
-    pair.until(lambda: pair.fleet.progress()[1] is not None, "the other rank's progress")
+    pair.until(lambda: pair.fleet.heartbeats()[1] is not None, "the other rank's progress")
 
 
 def test_remote_sign_is_copied_once(pair: Machines) -> None:
     """It is told again and again, by clocks that differ a little more or less each time, and stays the same sign."""
-    ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
+    HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     behind_s = 0.0
 
-    def told() -> Progress | None:
+    def told() -> RankHeartbeat | None:
         nonlocal behind_s
         behind_s += 100.0
         pair.say(1, now=time.time() - behind_s)
-        return pair.fleet.progress()[1]
+        return pair.fleet.heartbeats()[1]
 
     wait_until(lambda: told() is not None, what="the other rank's progress")
     first = told()
@@ -153,7 +153,7 @@ def test_failure_is_reported_after_all_nodes(pair: Machines) -> None:
     assert pair.fleet.failures() == []  # the other one is asked
     pair.until(pair.fleet.failures, "the failures")
     assert [(each.rank, each.code) for each in pair.fleet.failures()] == [(0, 1), (1, 3)]
-    assert pair.fleet.last_words(1)["log"].startswith(str(pair.groups[1].folder))
+    assert pair.fleet.log_end(1)["log"].startswith(str(pair.groups[1].folder))
 
 
 def test_silent_node_precedes_its_consequences(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_silent_node_precedes_its_consequences(tmp_path: Path) -> None:
             wait_until(lambda: three.fleet.failures()[0].kind == LOST, what="the loss")
             found = three.fleet.failures()
         assert [(each.rank, each.kind) for each in found] == [(1, LOST), (2, "")]
-        assert re.search(r"node host-1 \(1 ranks\) gave no sign of life for \d+ s", found[0].message)
+        assert re.search(r"node host-1 \(1 ranks\) sent no heartbeat for \d+ s", found[0].message)
 
 
 def test_all_have_exited_once_every_machine_says_so(pair: Machines) -> None:
@@ -185,13 +185,30 @@ def test_all_have_exited_once_every_machine_says_so(pair: Machines) -> None:
     assert pair.fleet.failures() == []
 
 
+def test_failed_ranks_have_not_just_exited(pair: Machines) -> None:
+    """All ranks have ended before the other node answers: the attempt has failed, and has not come to its end."""
+    pair.exits(0, 1)
+    pair.exits(1, 1)
+    failed: list[Any] = []
+
+    def reported() -> bool:
+        failed[:] = pair.fleet.failures()
+        return pair.crews[LEADER].message_of(1).get("exited", False)
+
+    pair.say(1)
+    wait_until(reported, what="the other node's report")
+    assert not failed
+    assert not pair.fleet.all_exited()
+    pair.until(pair.fleet.failures, "the answer")
+
+
 def test_who_was_told_to_leave_is_named(pair: Machines) -> None:
     """By its host; a machine that was told to stop the run is another matter."""
-    assert (pair.fleet.leaving, pair.fleet.asked_to_stop) == ([], False)
+    assert (pair.fleet.leaving_nodes, pair.fleet.stop_requested) == ([], False)
 
     def left() -> bool:
         pair.say(1, asked=LEAVE)
-        return pair.fleet.leaving == ["host-1"]
+        return pair.fleet.leaving_nodes == ["host-1"]
 
     wait_until(left, what="its word")
-    assert not pair.fleet.asked_to_stop
+    assert not pair.fleet.stop_requested

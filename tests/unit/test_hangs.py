@@ -11,11 +11,11 @@ import pytest
 
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.other_launch import liveness_of
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter
-from dlac_pipeline.supervise.local_ranks import Exit
-from dlac_pipeline.supervise.policies.hangs import HangDetector
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0, "start_timeout_s": 100.0})
 
@@ -32,9 +32,9 @@ class Ranks:
         self._pace = pace
         self.now = 0.0
 
-    def progress(self) -> list[Progress | None]:
+    def heartbeats(self) -> list[RankHeartbeat | None]:
         """As a group of ranks says it; no loss is a number."""
-        return [sign and Progress(7, sign[0], self._said_at(sign[1]), 7, float("nan")) for sign in self._signs]
+        return [sign and RankHeartbeat(7, sign[0], self._said_at(sign[1]), 7, float("nan")) for sign in self._signs]
 
     def _said_at(self, silent_s: float) -> float:
         return 1e9 + self._pace * min(self.now, LOOKED_S - silent_s)
@@ -46,7 +46,7 @@ def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
     found = None
     for tenth in range(int(looked_s * 10) + 1):
         ranks.now = tenth / 10
-        found = silence.too_long(ranks)
+        found = silence.find_hang(ranks)
     return found
 
 
@@ -75,10 +75,10 @@ def test_early_silent_rank_is_found() -> None:
     assert silent_after(Ranks(*signs), 10.0) is None
     silent = silent_after(Ranks(*signs), 10.1)
     assert silent is not None
-    assert (silent.rank, silent.message) == (1, "no sign of life for 10 s, last while training")
+    assert (silent.rank, silent.message) == (1, "no heartbeat for 10 s, last while training")
     silent = silent_after(Ranks(None, None), 100.1)
     assert silent is not None
-    assert silent.message == "no sign of life for 100 s, last while starting"
+    assert silent.message == "no heartbeat for 100 s, last while starting"
 
 
 def test_suspended_supervisor_reads_ranks_first() -> None:
@@ -88,7 +88,7 @@ def test_suspended_supervisor_reads_ranks_first() -> None:
     moments = [0.0, 1.0, *(700 + tenth / 10 for tenth in range(200))]
     found = []
     for ranks.now in moments:
-        found.append(silence.too_long(ranks))
+        found.append(silence.find_hang(ranks))
     first = next(moment for moment, exit_ in zip(moments, found, strict=True) if exit_ is not None)
     assert 708 < first < 709.5
 
@@ -98,11 +98,11 @@ def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
     row = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": datetime.now(UTC)}
     rewound = {**row, "detail": json.dumps({"host": socket.gethostname(), "rewinds": "r-1"})}
     signs = liveness_of([rewound], 2)
-    assert (signs.here, signs.held, signs.alive(lost_after_s=120.0)) == (True, False, False)
+    assert (signs.here, signs.lock_held, signs.alive(lost_after_s=120.0)) == (True, False, False)
     launched = {**row, "detail": json.dumps({"host": socket.gethostname(), "local": str(tmp_path)})}
     (tmp_path / "r").mkdir()
     with run_lock(str(tmp_path), "r", wait_s=0.0, takeover=False):
-        assert liveness_of([launched], 2).held
+        assert liveness_of([launched], 2).lock_held
 
 
 def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:
     committed = {**verified, "kind": "checkpoint"}
     assert not liveness_of([claimed, verified], 2).alive(lost_after_s=120.0)
     assert liveness_of([claimed, committed], 2).alive(lost_after_s=120.0)
-    writer = ProgressWriter(tmp_path, 0)
+    writer = HeartbeatFile(tmp_path, 0)
     writer.write(1, Phase.TRAINING)
     writer.close()
     signs = liveness_of([claimed], 2)

@@ -9,7 +9,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.incident import failure_of_attempt
+from dlac_pipeline.supervise.failure import failure_of_attempt
 
 MOMENTS = {"noticed_at": 9.0, "launched_at": 9.0, "stopped_at": 9.0}
 

@@ -137,17 +137,17 @@ def test_slower_steps_count_as_cost() -> None:
     now = 0.0
     for _ in range(10):
         now += 1.0
-        interval.step_done(now, behind=False)
+        interval.step_done(now, in_background=False)
     interval.taken(now)
     for _ in range(10):
         now += 1.5
-        interval.step_done(now, behind=True)
+        interval.step_done(now, in_background=True)
     interval.committed(now, {"stall": 0.5, "total": 15.0})
     assert interval.choice.interval_s == pytest.approx(daly_interval_s(5.5, DAY_S), rel=0.001)
-    assert interval.needed_s(now, behind=False) == 15.0
-    assert interval.needed_s(now, behind=True) == 15.0
+    assert interval.needed_s(now, in_background=False) == 15.0
+    assert interval.needed_s(now, in_background=True) == 15.0
     interval.taken(now)
-    assert interval.needed_s(now + 5.0, behind=True) == 25.0
+    assert interval.needed_s(now + 5.0, in_background=True) == 25.0
 
 
 def test_interval_is_due_once_per_period() -> None:

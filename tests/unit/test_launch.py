@@ -28,9 +28,9 @@ from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.supervise import local_ranks
-from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks import local_ranks
+from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from tests.conftest import wait_until
 
 SLEEPS = "import time\ntime.sleep(60)\n"
@@ -111,7 +111,7 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             for process in between:
                 process.send_signal(number)
-        ranks.ask_to_stop()
+        ranks.request_stop()
         wait_until(ranks.all_exited, what="the rank's end")
         assert (ranks.failures(), (tmp_path / "left").exists()) == ([], True)
         assert all(map(runs, [process.pid for process in between]))
@@ -146,7 +146,7 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
     found = Path(spec.launch.script).with_suffix(".found")
     with started(spec, tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
-        assert ranks.failures() == [], ranks.last_words(0)
+        assert ranks.failures() == [], ranks.log_end(0)
     forked = found.read_text()
     subprocess.run([sys.executable, spec.launch.script], check=True)
     assert forked == found.read_text()
@@ -164,7 +164,7 @@ def test_dead_server_is_the_reason(tmp_path: Path) -> None:
             (1, 1, "TrainingFailed"),
         ]
         assert "fork-server-" in failures[0].message
-        assert ranks.last_words(0)["log_tail"] == ""
+        assert ranks.log_end(0)["log_tail"] == ""
 
 
 def test_long_log_is_read_at_end(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_long_log_is_read_at_end(tmp_path: Path) -> None:
             log.seek(0, os.SEEK_END)
             log.write("é".encode() * 2**16 + b"\n" + b"".join(b"line %d\n" % line for line in range(30)) + b"\xffend")
         tracemalloc.start()
-        tail = ranks.last_words(0)["log_tail"]
+        tail = ranks.log_end(0)["log_tail"]
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert tail.splitlines() == [*(f"line {line}" for line in range(11, 30)), "\N{REPLACEMENT CHARACTER}end"]
@@ -193,7 +193,7 @@ def test_log_of_talkative_rank_is_bounded(tmp_path: Path, start: str) -> None:
     assert (failure.kind, failure.origin) == ("ValueError", "script")
     assert failure.where.endswith(":4 in <module>")
     assert log_file(tmp_path, 0).stat().st_size <= 2**20
-    assert ranks.last_words(0)["log_tail"].endswith("ValueError: the end")
+    assert ranks.log_end(0)["log_tail"].endswith("ValueError: the end")
 
 
 def test_silent_server_is_a_hang(tmp_path: Path) -> None:
@@ -308,8 +308,8 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str, end: str, code: in
     """Its threads are waited for, its exit functions run, and its exit status is the rank's."""
     with started(spec_of(tmp_path, ENDS + end, start=start), tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
-        assert [failure.code for failure in ranks.failures()] == [code] * (code > 0), ranks.last_words(0)
-        assert ("why" in ranks.last_words(0)["log_tail"]) == ("why" in end)
+        assert [failure.code for failure in ranks.failures()] == [code] * (code > 0), ranks.log_end(0)
+        assert ("why" in ranks.log_end(0)["log_tail"]) == ("why" in end)
     assert (tmp_path / "ended").read_text() == "thread exit"
 
 
@@ -341,7 +341,7 @@ assert os.read(0, 1) == b""
     spec = spec_of(tmp_path, script, start=start, args=["${local_rank}", "$$", "--x=$HOME"], env=environment)
     with started(spec, tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
-        assert ranks.failures() == [], ranks.last_words(0)
+        assert ranks.failures() == [], ranks.log_end(0)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -350,7 +350,7 @@ def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(5)")
     script = "from pathlib import Path\nPath(__file__).with_name('began').touch()"
     with started(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
-        ranks.ask_to_stop()
+        ranks.request_stop()
         assert ranks.all_exited()
         assert [failure.code for failure in ranks.failures()] == [-signal.SIGTERM] * 2
     time.sleep(3)
@@ -366,14 +366,14 @@ def test_one_stop_leaves_other_ranks(tmp_path: Path) -> None:
     with started(spec_of(folders[0], SLEEPS), folders[0]) as first:
         wait_until(lambda: all(first.pids), what="its rank")
         with started(spec_of(folders[1], SLEEPS), folders[1]) as second:
-            second.ask_to_stop()
+            second.request_stop()
         assert not first.all_exited()
 
 
 SUPERVISOR = """
 import json, sys, time
 from pathlib import Path
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import parse_spec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,13 +15,15 @@ import pytest
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.all_ranks import STOP, AllRanks
-from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt, Supervision, start_local_ranks
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
+from dlac_pipeline.supervise.attempt_state import Observation
 from dlac_pipeline.supervise.choose_leg import RESUME as GOES_ON
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter, start_local_ranks
+from dlac_pipeline.supervise.supervision import Supervision
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 
@@ -52,18 +53,8 @@ def _spec(folder: Path) -> JobSpec:
 
 
 def _supervision(spec: JobSpec, starter: RankStarter) -> Supervision:
-    said: list[dict[str, Any]] = []
     return Supervision(
-        spec=spec,
-        lakehouse=Mock(),
-        starter=starter,
-        on_event=said.append,
-        stop=threading.Event(),
-        leaves=threading.Event(),
-        noticed_by=OPERATOR,
-        noticed_at=0.0,
-        launched_at=0.0,
-        launched_by="",
+        request=Request(spec=spec), lakehouse=Mock(), plans=Mock(), starter=starter, on_event=lambda event: None
     )
 
 
@@ -87,7 +78,7 @@ def test_follower_passes_stop_on(imports: Supervision) -> None:
             wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
             imports.stop.set()
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its word")
-            leader.announce(VERDICT, AttemptVerdict(ending="stopped", attempt=1).words())
+            leader.announce(VERDICT, AttemptVerdict(ending="stopped", attempt=1).to_message())
             assert verdict().ending == "stopped"
 
 
@@ -101,7 +92,7 @@ def test_follower_notices_lost_leader(imports: Supervision) -> None:
             wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
             silence(leader)
             found = verdict()
-            assert "which led" in found.again.cause
+            assert "which led" in found.restart.cause
 
 
 def test_leader_receives_stop_of_follower(imports: Supervision) -> None:
@@ -109,27 +100,35 @@ def test_leader_receives_stop_of_follower(imports: Supervision) -> None:
     with rounds(2) as (leader, other):
         attempt = _leading(imports, leader)
         ranks = AllRanks(start_local_ranks(imports.spec, attempt.folder, leader, imports.starter), leader)
-        with beside(lambda: attempt._pids(ranks), imports) as pids:
+        with beside(lambda: attempt._wait_for_start(ranks), imports) as pids:
             other.publish({"asked": STOP})
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its word")
             wait_until(imports.stop.is_set, what="the stop")
             assert pids() == [0]
-        ranks.end()
+        ranks.own.end()
 
 
 def test_node_leaves_while_making_room(imports: Supervision) -> None:
     """More machines have come, and one of its ranks was told to leave: it does not train on with them."""
     with rounds(1) as (alone,):
-        attempt = _leading(imports, alone)
-        assert isinstance(attempt._judge_ending(Mock(noticed=False, leaving=[]), grows=True), Rescale)
-        assert not imports.leaves.is_set()
-        assert attempt._judge_ending(Mock(noticed=True, leaving=[]), grows=True) == "stopped"
-        assert imports.leaves.is_set()
+        without, with_notice = _leading(imports, alone), _leading(imports, alone)
+        assert isinstance(_rescaled(without, has_notice=False), Rescale)
+        assert not imports.leaving.is_set()
+        assert _rescaled(with_notice, has_notice=True) == "stopped"
+        assert imports.leaving.is_set()
+
+
+def _rescaled(attempt: SupervisedAttempt, *, has_notice: bool) -> Any:
+    """The end of an attempt whose ranks have exited after a checkpoint to make room."""
+    ranks = Mock(own=Mock(has_notice=has_notice), leaving_nodes=[])
+    for observation in (Observation.TRAINING_BEGAN, Observation.ROOM_TO_GROW):
+        assert attempt._apply(observation, ranks) is None
+    return attempt._apply(Observation.RANKS_EXITED, ranks)
 
 
 def _leading(supervision: Supervision, crew: Round) -> SupervisedAttempt:
     assert crew.share.node == LEADER
-    return SupervisedAttempt(supervision, crew, wish=GOES_ON, replaces=None, failure=None)
+    return SupervisedAttempt(supervision, crew, options=GOES_ON, replaces=None, failure=None)
 
 
 def _resumed(spec: JobSpec) -> bool:

@@ -15,7 +15,7 @@ from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.liveness.progress import EventWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 
 HOUR_S = 3600.0
@@ -42,9 +42,9 @@ def said(folder: Path) -> list[str]:
 
 def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> None:
     """Rank 0 says so once its supervisor does; for nobody is it a notice, nor the end by which a machine leaves."""
-    assert when.step_done(1, behind=False) == RankReport()
+    assert when.step_done(1, in_background=False) == RankReport()
     room_file(tmp_path).touch()
-    assert when.step_done(2, behind=False) == RankReport(makes_room=True)
+    assert when.step_done(2, in_background=False) == RankReport(makes_room=True)
     when.on_sync(StepSync(2, [0.0], needed_s=HOUR_S, makes_room=True))
     assert when.leaving is not None
     assert when.reason() == NODES

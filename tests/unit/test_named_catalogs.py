@@ -17,7 +17,8 @@ from dlac_pipeline.lakehouse.iceberg.pins import hold, list_pins
 from dlac_pipeline.lakehouse.iceberg.safe_commit import CommitGuard, GuardedSqlCatalog, guarded_catalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.named_catalogs import configured
-from dlac_pipeline.plan.planner import load_plan, make_plan
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec, parse_spec
 from tests.conftest import source_rows
 from tests.own_catalog import OwnCatalog
@@ -157,7 +158,7 @@ def test_source_is_in_another_catalog(places: Path) -> None:
     assert plan.row.source_table == "prod:src.t"
     assert plan.row.tag in other.load_table("src.t").refs()
     assert not lakehouse.catalog.namespace_exists("src")
-    assert load_plan(lakehouse, plan.row.plan_id).row == plan.row
+    assert Plans(lakehouse).load(plan.row.plan_id).row == plan.row
     assert [pin.table for pin in list_pins(lakehouse)] == ["prod:src.t"]
     with pytest.raises(CatalogMisconfigured, match="'gone'"):
         make_plan(lakehouse, SourceSpec(catalog="gone", table="src.t", columns=["row_id"]))

@@ -15,9 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-import assets
 import dlac_pipeline
-import jobs
 from dlac_pipeline.cli.main import app
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -33,16 +31,15 @@ LOOKED_UP = {"step", "to_step", "snapshot_id"}
 
 
 def models() -> set[type[BaseModel]]:
-    """Every pydantic model of the packages; what Dagster is shown of a job spec is checked as a job spec."""
-    for package in (assets, dlac_pipeline, jobs):
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+    """Every pydantic model of the package; what Dagster is shown of a job spec is checked as a job spec."""
+    for module in pkgutil.walk_packages(dlac_pipeline.__path__, "dlac_pipeline."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     found, pending = set(), [BaseModel]
     while pending:
         pending += (below := pending.pop().__subclasses__())
-        found |= {each for each in below if each.__module__.startswith(("assets.", "dlac_", "jobs."))}
-    return {each for each in found if each.__module__ != "assets.config"}
+        found |= {each for each in below if each.__module__.startswith("dlac_")}
+    return {each for each in found if each.__module__ != "dlac_pipeline.dagster.config"}
 
 
 def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.supervise import attempt
-from dlac_pipeline.supervise.attempt import forget_launches, start_local_ranks
+from dlac_pipeline.supervise.ranks import start_ranks
+from dlac_pipeline.supervise.ranks.start_ranks import forget_launches, start_local_ranks
 
 
 def test_oldest_launch_folders_are_removed_first(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_oldest_launch_folders_are_removed_first(tmp_path: Path) -> None:
 
 def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are in an attempt."""
-    monkeypatch.setattr(attempt, "KEEP_LAUNCHES", 1)
+    monkeypatch.setattr(start_ranks, "KEEP_LAUNCHES", 1)
     count = 4
     spec, crew = Mock(), Mock(shares=[Mock()] * count, share=Mock(first_rank=0, ranks=0))
     spec.model_dump_json.return_value = "{}"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.planner import cut_id_of, slices_arrow
+from dlac_pipeline.plan.slices import cut_id_of, slices_arrow
 from tests.legs import order_of, units_of
 
 POSITIONS = """

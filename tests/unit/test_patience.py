@@ -11,9 +11,9 @@ import pytest
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
-from dlac_pipeline.supervise.retry_policy import waiting_for
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 from dlac_pipeline.train.startup import open_lakehouse
 
@@ -77,7 +77,7 @@ def test_retry_ends_with_result_or_error() -> None:
             raise answer
         return "there"
 
-    assert waiting_for(CatalogUnreachable, within_s=60.0, stop=threading.Event())(ask) == "there"
+    assert retrying(60.0, of=CatalogUnreachable)(ask) == "there"
     answers = iter([CatalogUnreachable("only")])
     with pytest.raises(CatalogUnreachable, match="only"):
-        waiting_for(CatalogUnreachable, within_s=0.0, stop=threading.Event())(ask)
+        retrying(0.0, of=CatalogUnreachable)(ask)

@@ -6,43 +6,43 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file
-from dlac_pipeline.supervise.liveness.progress import (
+from dlac_pipeline.supervise.liveness.heartbeat import (
+    HeartbeatFile,
     Phase,
-    ProgressWriter,
     Spent,
-    read_all_progress,
+    read_heartbeat,
+    read_heartbeats,
     read_in_hand,
-    read_progress,
 )
 
 
 def test_the_last_sign_of_life_is_read_back(tmp_path: Path) -> None:
     """A reader sees the last record, whole."""
-    writer = ProgressWriter(tmp_path, 3)
+    writer = HeartbeatFile(tmp_path, 3)
     writer.write(1, Phase.TRAINING)
     writer.write(7, Phase.CHECKPOINT, loss_step=6, loss=0.25)
     writer.close()
-    found = read_progress(tmp_path, 3)
+    found = read_heartbeat(tmp_path, 3)
     assert found is not None
     assert (found.step, found.phase, found.loss_step, found.loss) == (7, Phase.CHECKPOINT, 6, 0.25)
 
 
 def test_silent_rank_has_no_record(tmp_path: Path) -> None:
     """A missing file and one that is not yet written are no record."""
-    assert read_progress(tmp_path, 0) is None
+    assert read_heartbeat(tmp_path, 0) is None
     progress_file(tmp_path, 0).touch()
-    assert read_progress(tmp_path, 0) is None
+    assert read_heartbeat(tmp_path, 0) is None
 
 
 def test_all_records_of_launch_are_read(tmp_path: Path) -> None:
     """By their names: some ranks are not there yet, and one that is being brought from another machine is not there twice."""
     for rank in (1, 3, 100_000):
-        ProgressWriter(tmp_path, rank).write(rank, Phase.TRAINING)
+        HeartbeatFile(tmp_path, rank).write(rank, Phase.TRAINING)
     progress_file(tmp_path, 3).with_suffix(".new").write_bytes(progress_file(tmp_path, 3).read_bytes())
     progress_file(tmp_path, 2).with_suffix(".new").touch()
     progress_file(tmp_path, 4).touch()
-    assert [found.step for found in read_all_progress(tmp_path)] == [1, 3, 100_000]
-    assert read_all_progress(tmp_path / "gone") == []
+    assert [found.step for found in read_heartbeats(tmp_path)] == [1, 3, 100_000]
+    assert read_heartbeats(tmp_path / "gone") == []
 
 
 def test_half_written_batch_is_ignored(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_half_written_batch_is_ignored(tmp_path: Path) -> None:
 
 def test_without_a_launch_folder_nothing_is_written() -> None:
     """Under another launcher there is nobody to tell."""
-    writer = ProgressWriter(None, 0)
+    writer = HeartbeatFile(None, 0)
     writer.write(1, Phase.TRAINING)
     writer.close()
 
@@ -69,11 +69,11 @@ def test_without_a_launch_folder_nothing_is_written() -> None:
 @pytest.mark.parametrize(("in_hand", "doing"), [(8, "computing"), (0, "reading"), (-1, "training")])
 def test_spent_time_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> None:
     """Every number, and from them what it is doing while it trains."""
-    writer = ProgressWriter(tmp_path, 0)
+    writer = HeartbeatFile(tmp_path, 0)
     spent = Spent(in_hand=in_hand, rows=224, reading_us=1, computing_us=2, checkpoint_us=3, loading_us=4, began=1.5)
     writer.write(7, Phase.TRAINING, spent=spent)
     writer.close()
-    found = read_progress(tmp_path, 0)
+    found = read_heartbeat(tmp_path, 0)
     assert found is not None
     assert (found.spent, found.doing) == (spent, doing)
 
@@ -81,6 +81,6 @@ def test_spent_time_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> No
 def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
     """What it does not say is not known."""
     progress_file(tmp_path, 0).write_bytes(struct.pack("<qqdqd", 7, Phase.TRAINING, 1.0, 6, 0.25))
-    found = read_progress(tmp_path, 0)
+    found = read_heartbeat(tmp_path, 0)
     assert found is not None
     assert (found.step, found.loss, found.spent, found.doing) == (7, 0.25, Spent(), "training")

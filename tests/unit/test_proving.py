@@ -174,8 +174,8 @@ def together(
     def be_led(crew: Round, files: Reads) -> None:
         with closing(NodeVerifier(crew, files)) as prover:
             while not ends.wait(0.05):
-                prover.look()
-                crew.publish(prover.words)
+                prover.poll()
+                crew.publish(prover.message)
 
     with rounds(len(reads), timeout_s=60 if silent is None else 5) as machines:
         led = [

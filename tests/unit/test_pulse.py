@@ -16,7 +16,7 @@ def beats_of(pulse: StepSyncs, steps: int, *, stop_at: int = 0) -> list[tuple[in
     heard = []
     for step in range(1, steps + 1):
         says = RankReport(notice="SIGTERM", notice_age_s=1.5) if 0 < stop_at <= step else QUIET
-        beat = pulse.step_done(step, loss=float(step), says=says)
+        beat = pulse.step_done(step, loss=float(step), report=says)
         if beat is not None:
             heard.append((step, beat))
     return heard + [(steps, beat) for beat in pulse.flush()]
@@ -41,16 +41,16 @@ def test_fast_steps_share_message_with_notice() -> None:
 def test_rank_0_request_is_in_its_step() -> None:
     """A checkpoint that is due, how long it takes, room for machines: heard with the losses, and gone with the next beat."""
     pulse = StepSyncs(1, None)
-    pulse.step_done(1, loss=0.5, says=RankReport(due=True, needed_s=2.5, makes_room=True))
-    assert pulse.step_done(2, loss=0.5, says=QUIET) == StepSync(1, [0.5], due=True, needed_s=2.5, makes_room=True)
+    pulse.step_done(1, loss=0.5, report=RankReport(due=True, needed_s=2.5, makes_room=True))
+    assert pulse.step_done(2, loss=0.5, report=QUIET) == StepSync(1, [0.5], due=True, needed_s=2.5, makes_room=True)
     assert pulse.flush() == [StepSync(2, [0.5])]
 
 
 def test_message_arrives_one_step_later() -> None:
     """The first step's beat arrives with the second step; a flush leaves nothing unsaid."""
     pulse = StepSyncs(1, None)
-    assert pulse.step_done(1, loss=0.5, says=QUIET) is None
-    assert pulse.step_done(2, loss=0.25, says=QUIET) == StepSync(1, [0.5])
+    assert pulse.step_done(1, loss=0.5, report=QUIET) is None
+    assert pulse.step_done(2, loss=0.25, report=QUIET) == StepSync(1, [0.5])
     assert pulse.flush() == [StepSync(2, [0.25])]
     assert pulse.flush() == []
 
@@ -63,6 +63,6 @@ def test_ranks_at_different_steps_are_found_out(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(dist, "all_reduce", other_rank_is_one_step_behind)
     pulse = StepSyncs(2, None)
-    pulse.step_done(5, loss=0.0, says=QUIET)
+    pulse.step_done(5, loss=0.0, report=QUIET)
     with pytest.raises(CursorMismatch, match="expected all 2 ranks at step 5"):
         pulse.flush()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.supervise import rank_logs
-from dlac_pipeline.supervise.rank_logs import LogBound, LogReader, cut_middle, readable
+from dlac_pipeline.supervise.ranks import rank_logs
+from dlac_pipeline.supervise.ranks.rank_logs import LogBound, LogReader, cut_middle, readable
 from tests.conftest import wait_until
 
 BOUND = 2**20

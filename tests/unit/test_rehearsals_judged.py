@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from assets.rehearsal import RehearsedRun, judge_rehearsals
+from dlac_pipeline.dagster.assets.rehearsal import RehearsedRun, judge_rehearsals
 
 SAME = RehearsedRun(
     run="same", holds=True, said="20 losses bit-identical", facts={"checkpoint_id": "c-1", "compared": 20}

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.operations.status import current_failure, standing_of
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"
@@ -60,7 +60,7 @@ def test_held_lock_means_training(tmp_path: Path) -> None:
         assert (standing.state, standing.next_command) == ("training", "dlac status r --watch")
     standing = standing_of(mine)
     assert (standing.state, standing.next_command) == ("dead", "dlac recover r --spec FILE")
-    assert "last sign of life 3 h" in standing.note
+    assert "last heartbeat 3 h" in standing.note
 
 
 def test_next_command_needs_spec(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ STATUS: dict[str, Any] = {
     "recoveries": 2,
     "total_steps": 20_000,
     "launch": "dead",
-    "launch_note": "attempt 3 has no process on this node any more, last sign of life 10 min ago",
+    "launch_note": "attempt 3 has no process on this node any more, last heartbeat 10 min ago",
     "next_command": "dlac recover r",
 }
 FRESH: dict[str, Any] = {

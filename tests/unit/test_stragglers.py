@@ -3,20 +3,20 @@ from __future__ import annotations
 import time
 
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, Spent
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, Spent
 from dlac_pipeline.supervise.policies.stragglers import Straggler, Stragglers
 
 STEPS = 5
 
 
-def signs(step: int, **seconds: list[float]) -> list[Progress]:
+def signs(step: int, **seconds: list[float]) -> list[RankHeartbeat]:
     """Signs of life of ranks at a step; `seconds` are what each has spent in a phase until then."""
     ranks = len(next(iter(seconds.values())))
     spent = [
         Spent(**{f"{phase}_us": int(each[rank] * 1e6) for phase, each in seconds.items()}, checkpoint_bytes=1)
         for rank in range(ranks)
     ]
-    return [Progress(step, Phase.TRAINING, time.time(), 0, 0.0, each) for each in spent]
+    return [RankHeartbeat(step, Phase.TRAINING, time.time(), 0, 0.0, each) for each in spent]
 
 
 def watched(**settings: float) -> Stragglers:
@@ -61,7 +61,7 @@ def test_loading_and_checkpoints_are_compared_each_time() -> None:
     (slow,) = watch.observe(signs(3, loading=[1.0, 9.0, 1.0, 1.0], checkpoint=[1.0, 1.0, 1.0, 8.0]))
     assert (slow.rank, slow.phase) == (3, "checkpoint")
     whole = [Spent(checkpoint_us=9_000_000, checkpoint_bytes=10**9), Spent(checkpoint_us=1, checkpoint_bytes=10**3)]
-    alone = [Progress(5, Phase.TRAINING, time.time(), 0, 0.0, each) for each in whole]
+    alone = [RankHeartbeat(5, Phase.TRAINING, time.time(), 0, 0.0, each) for each in whole]
     assert Stragglers(LaunchSpec(script="x")).observe(alone) == []
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from dagster import DagsterExecutionInterruptedError
 
-from assets import supervised as module
-from assets.supervised import _Voice, supervise_launch
+from dlac_pipeline.dagster.assets import supervised as module
+from dlac_pipeline.dagster.assets.supervised import _Voice, supervise_launch
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request

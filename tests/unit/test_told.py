@@ -11,7 +11,8 @@ import pytest
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.train import startup
-from dlac_pipeline.train.startup import OwnRecoveries, await_resume_point
+from dlac_pipeline.train.own_recovery import OwnRecoveries
+from dlac_pipeline.train.startup import await_resume_point
 
 POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False, step=7)
 

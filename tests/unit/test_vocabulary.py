@@ -29,7 +29,7 @@ def _docstrings(file: Path) -> Iterator[tuple[int, str]]:
 
 def _lines() -> Iterator[tuple[str, int, str]]:
     listed = subprocess.run(
-        ["git", "ls-files", "dlac_pipeline", "assets", "jobs", "docs", "README.md"],
+        ["git", "ls-files", "dlac_pipeline", "catalog", "assets", "jobs", "docs", "README.md"],
         cwd=_ROOT,
         capture_output=True,
         text=True,

@@ -26,6 +26,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.slices import SliceWriter
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
@@ -84,7 +85,8 @@ class Committer:
         self._rows_since: list[dict[str, Any]] = []
         """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
-        self._maker = RowMaker(lakehouse, trained.leg, trained.order)
+        self._slices = SliceWriter(lakehouse, trained.order)
+        self._maker = RowMaker(trained.leg, trained.order)
         self._settings = settings
         self._config_digest = config_digest
         self._tiers = tiers
@@ -132,9 +134,11 @@ class Committer:
         taken, parent = prepared.taken, self._parent
         reader_state = agreed_reader_state(self._order, votes, taken.step)
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
+        advances = self._maker.advances(taken, votes)
+        self._slices.write(advances)
         rows = self._maker.rows(
             taken,
-            votes,
+            advances,
             leg_is_new=self._leg_is_new,
             checkpoint_id=checkpoint_id,
             parent=parent,

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import Advance, LegOrder
-from dlac_pipeline.plan.planner import record_cut
+from dlac_pipeline.plan.slices import cut_id_of
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 Vote = dict[str, Any]
@@ -19,14 +18,13 @@ Vote = dict[str, Any]
 class RowMaker:
     """Maker of the rows of one attempt's checkpoints. `order` is used here only, because rows may be made in the background."""
 
-    def __init__(self, lakehouse: Lakehouse, leg: Leg, order: LegOrder) -> None:
-        self._lakehouse = lakehouse
+    def __init__(self, leg: Leg, order: LegOrder) -> None:
         self._leg = leg
         self._order = order
         self._cuts: dict[tuple[int, int], str] = {}
 
     def rows(
-        self, taken: ReaderStateTracker, votes: Sequence[Vote], *, leg_is_new: bool, **checkpoint: Any
+        self, taken: ReaderStateTracker, advances: Sequence[Advance], *, leg_is_new: bool, **checkpoint: Any
     ) -> list[dict[str, Any]]:
         """Return the rows, the checkpoint's own first. `checkpoint` has its further facts."""
         named = {"checkpoint_id": checkpoint["checkpoint_id"], "leg": self._leg.index}
@@ -40,18 +38,17 @@ class RowMaker:
             "skipped_steps": skipped,
             "losses": list(taken.losses),
         }
-        advances = [
-            {**named, "step": taken.step, **self._advance_row(advance)} for advance in self._advances(taken, votes)
-        ]
+        moved = [{**named, "step": taken.step, **self._advance_row(advance)} for advance in advances]
         leg = {"kind": "leg", **named, "step": self._leg.start_step, "detail": self._leg.to_json()}
         quarantines = [
             {"kind": "quarantine", "leg": self._leg.index, "source": index, "detail": json.dumps(asdict(unit))}
             for index, source in enumerate(self._leg.sources)
             for unit in source.quarantined
         ]
-        return [first, *([leg, *quarantines] if leg_is_new else []), *advances]
+        return [first, *([leg, *quarantines] if leg_is_new else []), *moved]
 
-    def _advances(self, taken: ReaderStateTracker, votes: Sequence[Vote]) -> list[Advance]:
+    def advances(self, taken: ReaderStateTracker, votes: Sequence[Vote]) -> list[Advance]:
+        """Return the ranges that all ranks consumed since the last checkpoint: by the order, or by the readers' votes."""
         if not self._order.counted:
             found = [Advance(**_tuples(advance)) for vote in votes for advance in vote["advances"]]
             return sorted(found, key=lambda each: (each.source, each.group))
@@ -90,11 +87,11 @@ class RowMaker:
         }
 
     def _cut_id(self, source: int, pass_index: int) -> str:
-        """The id of a pass's cut, whose slices are written before anything names them."""
+        """Return the id of a pass's cut."""
         if (source, pass_index) not in self._cuts:
             order = self._order.sources[source]
             plan_id = order.open_cut_of(pass_index).plan_id
-            self._cuts[source, pass_index] = record_cut(self._lakehouse, plan_id, order.cut_of(pass_index))
+            self._cuts[source, pass_index] = cut_id_of(plan_id, order.cut_of(pass_index))
         return self._cuts[source, pass_index]
 
 

@@ -7,11 +7,10 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from dlac_pipeline.checkpoint.engines.weights import Weights, weights_of
 from dlac_pipeline.checkpoint.files import file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
@@ -22,6 +21,9 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_export
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
+
+if TYPE_CHECKING:
+    from dlac_pipeline.checkpoint.engines.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,8 @@ def export_weights(
         CheckpointDamaged: its files differ from those committed. Nothing was written.
         StoreUnavailable: the file cannot be written.
     """
+    from dlac_pipeline.checkpoint.engines.weights import weights_of  # with torch, which an identification does not need
+
     try:
         target = path.expanduser()
         unusable = not path.name or path.name == ".." or "\0" in str(path) or target.is_dir() or not part.strip()
@@ -113,6 +117,8 @@ def _save(weights: Weights, path: Path, about: dict[str, str]) -> None:
     Raises:
         OSError: it cannot be written. The library's own error is converted.
     """
+    from safetensors.torch import save_file
+
     try:
         # Tensors that share memory are written out each: whoever loads them need not know.
         save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, path, about)

@@ -29,16 +29,16 @@ _NICE = 10
 class DurableWriter:
     """The files of one rank in the checkpoint `name`.
 
-    `behind`: training continues during the write, and the write yields to it.
+    `in_background`: training continues during the write, and the write yields to it.
     """
 
-    def __init__(self, tiers: Tiers, name: str, *, behind: bool = False) -> None:
+    def __init__(self, tiers: Tiers, name: str, *, in_background: bool = False) -> None:
         self._tiers = tiers
         self._name = name
         self._folder = tiers.folder(name)
         self._copied = tiers.store is not None
         # Writing only: threads that others start, as pyarrow does for reading, would inherit the priority for good.
-        self._behind = ThreadPoolExecutor(1, "writing", initializer=_give_way) if behind else None
+        self._background = ThreadPoolExecutor(1, "writing", initializer=_give_way) if in_background else None
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sealing")
         self._sealed: list[tuple[Future[None], FileEntry]] = []
         self.phases = Phases()
@@ -51,7 +51,7 @@ class DurableWriter:
             OSError: it cannot be written.
         """
         write = partial(write_state, state, path, direct=not self._copied)
-        written = write() if self._behind is None else self._behind.submit(write).result()
+        written = write() if self._background is None else self._background.submit(write).result()
         self.phases.add("digest", written.digest_s)
         name = str(path.relative_to(self._folder))
         durable = self._pool.submit(self._upload, path, name) if self._copied else self._pool.submit(self._sync, path)
@@ -74,8 +74,8 @@ class DurableWriter:
     def close(self) -> None:
         """End the threads. Files that are not sealed by now never are."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._behind is not None:
-            self._behind.shutdown()
+        if self._background is not None:
+            self._background.shutdown()
 
     def _sync(self, path: Path) -> None:
         with self.phases.of("sync"):

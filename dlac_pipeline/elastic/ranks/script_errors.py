@@ -32,20 +32,9 @@ _TRACEBACK_CHARACTERS = 4000
 _PASSING_ERRNOS = frozenset(
     getattr(errno, name)
     for name in (
-        *(
-            "EAGAIN",
-            "EBUSY",
-            "EIO",
-            "ENOMEM",
-            "ENOBUFS",
-            "ENOSPC",
-            "EDQUOT",
-            "ENFILE",
-            "ESTALE",
-            "ETIMEDOUT",
-            "EREMOTEIO",
-        ),
-        *("EADDRINUSE", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ENOTCONN", "ESHUTDOWN"),
+        *("EAGAIN", "EBUSY", "EIO", "ENOMEM", "ENOBUFS", "ENOSPC", "EDQUOT", "ENFILE", "ESTALE", "ETIMEDOUT"),
+        *("EREMOTEIO", "EADDRINUSE", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
+        *("ENOTCONN", "ESHUTDOWN"),
     )
     if hasattr(errno, name)
 )

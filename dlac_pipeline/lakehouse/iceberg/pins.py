@@ -175,7 +175,7 @@ def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force
         ) from err
 
 
-def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
+def release_pins(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
     """Remove the pins of a table that a run has used and that no run needs any more. Return their snapshots.
 
     If a plan exists that no run has claimed, the pin stays, because a dataset may be reading it. A run that plans such a

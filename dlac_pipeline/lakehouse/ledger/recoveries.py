@@ -33,13 +33,13 @@ class Recovery:
     cause: str
     noticed_by: str
     failed_at: datetime
-    """Last sign of life of what failed."""
+    """Last heartbeat of what failed."""
     resumed_from: str | None
     resumed_step: int
     rows_replayed: int
     """Rows that were read again: of steps that a rank had finished, and of abandoned checkpoints."""
     detect_s: float
-    """From the last sign of life to the notice."""
+    """From the last heartbeat to the notice."""
     schedule_s: float | None = 0.0
     """Seconds from a sensor's notice to the new launch, or 0 where the supervisor itself recovers.
 
@@ -62,7 +62,7 @@ class Recovery:
 
     @property
     def down_s(self) -> float:
-        """Seconds from the last sign of life until an operator started the run again, or 0 where a program noticed."""
+        """Seconds from the last heartbeat until an operator started the run again, or 0 where a program noticed."""
         return self.detect_s if self.noticed_by == _OPERATOR else 0.0
 
     @property

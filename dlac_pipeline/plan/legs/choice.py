@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pyiceberg.schema import Schema
@@ -13,12 +14,30 @@ from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInv
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.plan.legs.leg import Leg, LegSequences, LegSource
-from dlac_pipeline.plan.planner import Plan, check_source
+from dlac_pipeline.plan.plan import Plan
+from dlac_pipeline.plan.planner import check_source, make_plan
 from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of
 from dlac_pipeline.rows.tokenizing import load_tokenizer
 from dlac_pipeline.rows.transform import load_transform
 from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec, SourceSpec
+
+Progress = Callable[[int, int, int], None]
+"""Callback for progress: the place of the source, its data files whose footers are read, and all its data files."""
+
+
+def plan_sources(
+    lakehouse: Lakehouse, spec: JobSpec, *, progress: Progress = lambda source, done, total: None
+) -> tuple[Plan, ...]:
+    """Plan each source of a new run, after all that its first leg needs was checked. A plan that exists is returned.
+
+    Raises:
+        BadInput: as `check_readable`, or a source cannot be planned.
+    """
+    check_readable(lakehouse, spec)
+    return tuple(
+        make_plan(lakehouse, source, progress=partial(progress, place)) for place, source in enumerate(spec.sources)
+    )
 
 
 def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:

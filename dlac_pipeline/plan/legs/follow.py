@@ -13,7 +13,6 @@ import numpy as np
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
 from dlac_pipeline.lakehouse.history.changes import History, Portion, changes
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
@@ -21,7 +20,8 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
 from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, describe_differences
 from dlac_pipeline.plan.order import ReaderState
-from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
+from dlac_pipeline.plan.plan import Plan, Plans
+from dlac_pipeline.plan.planner import exclude_rows, make_plan
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
@@ -43,33 +43,34 @@ class Unreadable:
     """Positions of the rows in the data file. Empty: the whole row group."""
 
 
-def next_leg(
-    lakehouse: Lakehouse,
-    spec: JobSpec,
-    leg: Leg,
-    asked: Leg,
-    *,
-    step: int,
-    state: ReaderState,
-    repin: bool,
-    unreadable: Sequence[Unreadable] = (),
-) -> Leg:
-    """Return the leg after `leg` at `step`, where the cursors are `state`, or `leg` itself if nothing would change.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LegRequest:
+    """Request for the leg after a checkpoint."""
 
-    `asked` is the request of the spec. `repin` continues with the changes of followed tables since they were planned.
+    asked: Leg
+    """The leg that the spec requests."""
+    repin: bool
+    """True to continue with the changes of followed tables since they were planned."""
+    unreadable: tuple[Unreadable, ...] = ()
+    """Row groups to leave out from now on."""
+
+
+def next_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step: int, state: ReaderState) -> Leg:
+    """Return the leg after `leg` at `step`, where the cursors are `state`, or `leg` itself if nothing would change.
 
     Raises:
         ResumeMismatch: the spec requests a change that no leg allows.
         AppendHistoryLost: appended rows cannot be identified any more.
         EmptyPlan: the exclusions leave no row of a source that is read in several passes.
     """
+    asked, repin, unreadable = request.asked, request.repin, request.unreadable
     check_changeable(leg, asked)
     changed = asked.bound() != leg.bound()
     if not (changed or unreadable or (repin and leg.following)):
         return leg
     sources, emptied = [], []
     for index, (source, mine, wanted) in enumerate(zip(spec.sources, leg.sources, asked.sources, strict=True)):
-        turn = _SourceTransition(lakehouse, source, mine, wanted, leg.cut_settings(index))
+        turn = _SourceTransition(plans, source, mine, wanted, leg.cut_settings(index))
         stands = turn.finish(state[index])
         after = turn.next(stands, repin=repin, unreadable=unreadable)
         changed = changed or after.start != stands or after.snapshot_id != mine.snapshot_id
@@ -105,15 +106,17 @@ class _SourceTransition:
     """One source between two legs."""
 
     def __init__(
-        self, lakehouse: Lakehouse, source: SourceSpec, mine: LegSource, wanted: LegSource, settings: CutSettings
+        self, plans: Plans, source: SourceSpec, mine: LegSource, wanted: LegSource, settings: CutSettings
     ) -> None:
-        self._lakehouse = lakehouse
+        self._plans = plans
+        self._lakehouse = plans.lakehouse
         self._source = source
         self._mine = mine
         self._wanted = wanted
         self._settings = settings
-        self._table = lakehouse.load(source.table)
-        self._plans: dict[str, Plan] = {}
+        self._table = self._lakehouse.load(source.table)
+        self._checked: dict[str, Plan] = {}
+        """Plans whose table and pin were checked in this transition."""
         self._histories: dict[tuple[int, int], History] = {}
         self.is_emptied = False
         """True if new exclusions leave no row of the source, read already or not."""
@@ -184,7 +187,9 @@ class _SourceTransition:
             plans = self._appended(self._history(self._mine.snapshot_id, until))
             start = replace(start, upcoming=(*start.upcoming, *((plan.row.plan_id, 1) for plan in plans)))
         else:
-            plans = [make_plan(self._lakehouse, self._source.model_copy(update={"snapshot_id": until}))]
+            plans = [
+                self._plans.add(make_plan(self._lakehouse, self._source.model_copy(update={"snapshot_id": until})))
+            ]
             start = replace(start, upcoming=tuple((plans[0].row.plan_id, passes) for _, passes in start.upcoming))
         return replace(
             after,
@@ -208,7 +213,7 @@ class _SourceTransition:
                 )
             except EmptyPlan:
                 continue  # all of it is deleted already, or left out by the filter
-            plans.append(plan)
+            plans.append(self._plans.add(plan))
         return plans
 
     def _excluding(self, start: SourceStart, until: int, unreadable: Sequence[Unreadable]) -> SourceStart:
@@ -245,13 +250,10 @@ class _SourceTransition:
     def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
         """Return the id of the plan that also skips these rows."""
         plan = self._plan(plan_id)
-        made = exclude_rows(
-            self._lakehouse,
-            plan,
-            _merged([self._gone(plan, until), self._newly_excluded(plan), _of_unreadable(plan, unreadable)]),
-        )
-        self._plans[made.row.plan_id] = made
-        return made.row.plan_id
+        dead = _merged([self._gone(plan, until), self._newly_excluded(plan), _of_unreadable(plan, unreadable)])
+        made = self._plans.add(exclude_rows(self._lakehouse, plan, dead))
+        self._checked[made.id] = made
+        return made.id
 
     def _gone(self, plan: Plan, until: int) -> Dead:
         """Return the rows of a plan that are not live in `until` any more. Files where that is unknown are left out."""
@@ -293,9 +295,9 @@ class _SourceTransition:
         return SourceOrder(start, units, self._settings)
 
     def _plan(self, plan_id: str) -> Plan:
-        if plan_id not in self._plans:
-            self._plans[plan_id] = load_plan(self._lakehouse, plan_id, table=self._source.table)
-        return self._plans[plan_id]
+        if plan_id not in self._checked:
+            self._checked[plan_id] = self._plans.load(plan_id, table=self._source.table)
+        return self._checked[plan_id]
 
 
 def _past_dead(order: SourceOrder, group: int, cursor: Cursor) -> Cursor:
@@ -307,13 +309,13 @@ def _past_dead(order: SourceOrder, group: int, cursor: Cursor) -> Cursor:
     return cursor if alive else Cursor(cursor.pass_index, cursor.block, cursor.position + 1)
 
 
-def leaving_out(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, unreadable: Sequence[Unreadable]) -> Leg:
+def leaving_out(plans: Plans, spec: JobSpec, leg: Leg, unreadable: Sequence[Unreadable]) -> Leg:
     """Return a run's first leg without these row groups, or `leg` itself if it has none of them."""
     if not unreadable:
         return leg
     sources = []
     for index, (source, mine) in enumerate(zip(spec.sources, leg.sources, strict=True)):
-        turn = _SourceTransition(lakehouse, source, mine, mine, leg.cut_settings(index))
+        turn = _SourceTransition(plans, source, mine, mine, leg.cut_settings(index))
         sources.append(turn.next(mine.start, repin=False, unreadable=unreadable))
     return replace(leg, sources=tuple(sources))
 

@@ -205,19 +205,19 @@ class Leg:
 
     def warnings(self, live_rows: int, world_size: int) -> list[str]:
         """Return warnings on allowed settings that are surely not intended, or cost more than needed."""
-        said = []
+        found = []
         if live_rows < self.batch_size and not self.following and not any(self.streamed):
             passes = max(source.passes for source in self.sources)
-            said.append(
+            found.append(
                 f"the plan has {live_rows} live rows, fewer than the batch size {self.batch_size}: "
                 + ("the only batch has empty slots" if passes == 1 else "a batch repeats rows of the pass before")
             )
         if self.key_groups % world_size:
-            said.append(
+            found.append(
                 f"{world_size} ranks do not divide the {self.key_groups} key groups: ranks share key groups, and decode their "
                 "blocks once each; choose a number of ranks that divides key_groups"
             )
-        return said
+        return found
 
 
 def describe_differences(differences: Mapping[str, tuple[Any, Any]], *, bound: str = "committed") -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.follow import Unreadable
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.planner import Plan, load_plan
+from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -24,15 +23,15 @@ class Damaged:
     policy: str
 
 
-def damaged_row_group(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, path: str, row_group: int) -> Damaged | None:
+def damaged_row_group(plans: Plans, spec: JobSpec, leg: Leg, path: str, row_group: int) -> Damaged | None:
     """Return the damaged row group of a leg on which an attempt failed. None if it decodes now, or if nothing can be read."""
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         for plan_id in mine.start.live_plan_ids:
-            plan = load_plan(lakehouse, plan_id, table=source.table)
+            plan = plans.load(plan_id, table=source.table)
             unit = _unit_of(plan, path, row_group)
             if unit is None:
                 continue
-            decoder = open_decoder(lakehouse.load(source.table), mine, [plan.row.snapshot_id])
+            decoder = open_decoder(plans.lakehouse.load(source.table), mine, [plan.row.snapshot_id])
             reason = _problem(decoder, plan, unit)
             if reason is None or not _store_is_there(decoder, plan, path):
                 return None

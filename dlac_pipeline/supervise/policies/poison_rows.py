@@ -10,25 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.follow import Unreadable
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.planner import load_plan
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.all_ranks import LOST
-from dlac_pipeline.supervise.incident import Failure
-from dlac_pipeline.supervise.liveness.progress import read_in_hand
+from dlac_pipeline.supervise.failure import SILENT_KINDS, Failure
+from dlac_pipeline.supervise.liveness.heartbeat import read_in_hand
 
 _OF_ACCELERATOR = "AcceleratorError"
 """PyTorch's exception for an error of a device. It may come some steps late, unless the rank waits for the device in each."""
 Place = tuple[UnitTable, int, int]
 """A row: the units of its plan, its unit, and its row in that unit."""
-AfterDeath = Literal["again", "leave out", "stop"]
+AfterDeath = Literal["restart", "leave out", "stop"]
 """The consequence of a dead attempt: another attempt, one without the rows in hand, or none."""
 _NEVER_OF_ROWS = frozenset(
     {"", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError", "UnboundLocalError"}
@@ -61,15 +58,15 @@ class CrashLoop:
         self._tried = 0
         """The last step whose rows were left out since the last commit. They are left out only once."""
         self._tries = False
-        """True if the attempt to judge is the first one without those rows."""
+        """True if the attempt to decide on is the first one without those rows."""
         self._last = ""
         """Manner of death of the attempt before it."""
         self._trained = False
         """True if the script has finished a step in any attempt."""
         self.count = 0
         """Consecutive deaths at the current step."""
-        self._judged = False
-        """True if an attempt was judged."""
+        self._has_decided = False
+        """True if an attempt before this one has died."""
         self._late = 0
         """Deaths before these that an accelerator reported late: 1 or 0."""
 
@@ -83,28 +80,28 @@ class CrashLoop:
         """Consecutive attempts that died at the current step, as far as known."""
         return self.count + self._late
 
-    def judge(self, failure: Failure, *, committed: bool) -> AfterDeath:
+    def decide(self, failure: Failure, *, committed: bool) -> AfterDeath:
         """Note how an attempt ended, and if it had `committed` something. Return what follows."""
         if committed:
             self._step = self._tried = self.count = 0
             self._tries, self._last, self._late = False, "", 0
-        was_judged, self._judged = self._judged, True
-        if failure.kind == _OF_ACCELERATOR and (committed or not was_judged):
+        has_decided, self._has_decided = self._has_decided, True
+        if failure.kind == _OF_ACCELERATOR and (committed or not has_decided):
             self._late = int(not committed)
-            return "again"
+            return "restart"
         self._trained = self._trained or committed or failure.trained
         repeated = bool(self._last) and self._last == _manner_of(failure)
         tries, self._tries, self._last = self._tries, False, _manner_of(failure)
         if not _has_rows(failure):
             self._step = self.count = 0
-            return "stop" if repeated and failure.script_raised else "again"
+            return "stop" if repeated and failure.script_raised else "restart"
         same_rows = failure.in_hand == self._step and not tries
         self.count = self.count + 1 if failure.in_hand == self._step else 1
         self._step = failure.in_hand
         if repeated and self._is_hopeless(failure, same_rows=same_rows, tries=tries):
             return "stop"
         if not self._times or self.count < self._times or self._step <= self._tried:
-            return "again"
+            return "restart"
         self._tried, self._tries, self.count = self._step, True, 0
         return "leave out"
 
@@ -118,7 +115,7 @@ class CrashLoop:
 
 def _has_rows(failure: Failure) -> bool:
     """Return True if the rows in hand may be to blame, and no other rule covers the death."""
-    covered = failure.kind in (HANG, LOST) or errors.error_class(failure.kind) is not None
+    covered = failure.kind in SILENT_KINDS or errors.error_class(failure.kind) is not None
     return failure.in_hand > 0 and not covered and failure.origin not in ("passing", "peer")
 
 
@@ -128,7 +125,7 @@ def _manner_of(failure: Failure) -> str:
 
 
 def rows_in_hand(
-    lakehouse: Lakehouse, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
+    plans: Plans, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
 ) -> tuple[Unreadable, ...]:
     """Return the rows of the global batch of `step` by row group.
 
@@ -136,7 +133,7 @@ def rows_in_hand(
     """
     units: dict[str, UnitTable] = {}
     for source, mine in zip(spec.sources, leg.sources, strict=True):
-        units |= {name: load_plan(lakehouse, name, table=source.table).units for name in mine.start.plan_ids}
+        units |= {name: plans.load(name, table=source.table).units for name in mine.start.plan_ids}
     order = leg.order(units)
     found: dict[tuple[str, int], set[int]] = {}
     for table, unit, row in _of_counted(order, step) if order.counted else _of_streamed(order, step, folder):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import tenacity
 
@@ -26,17 +25,18 @@ from dlac_pipeline.lakehouse.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.legs.follow import Unreadable
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.supervise.attempt import SupervisedAttempt, Supervision
+from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
-from dlac_pipeline.supervise.incident import Failure, gave_up
+from dlac_pipeline.supervise.failure import STUCK, Failure
+from dlac_pipeline.supervise.incident import write_given_up
 from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
-from dlac_pipeline.supervise.policies.hangs import STUCK
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
-from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
+from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
+from dlac_pipeline.supervise.supervision import Supervision
 
 _TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted, LossNotFinite)
 """Errors of a rank that another attempt would meet again, here and now."""
@@ -50,10 +50,10 @@ class RestartPolicy:
         self._spec = supervision.spec
         self._lakehouse = supervision.lakehouse
         self._fruitless = self._failed = 0
-        self._deaths = CrashLoop(self._spec.launch.deaths_at_same_rows)
+        self._crash_loop = CrashLoop(self._spec.launch.deaths_at_same_rows)
 
-    def went_on(self, attempt: SupervisedAttempt) -> None:
-        """Note that an attempt ended on purpose, so that other nodes resume the run.
+    def note_rescale(self, attempt: SupervisedAttempt) -> None:
+        """Note the planned end of an attempt, so that other nodes resume the run.
 
         This is no failure, and is progress only if the attempt committed something.
         """
@@ -62,10 +62,10 @@ class RestartPolicy:
 
     def follow_others(self) -> None:
         """Count the attempts without progress in the ledger, because other nodes have led since the last count."""
-        rows = self._patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+        rows = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=HEAD_KINDS)
         self._fruitless = attempts_without_progress(rows)
 
-    def left_out_behind(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
+    def plan_restart(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
         """Return the row groups and rows that the next attempt leaves out in addition.
 
         Raises:
@@ -76,27 +76,29 @@ class RestartPolicy:
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         if failure.kind == LossNotFinite.__name__:
-            self.record_gave_up(failure, attempt.number)
-        if not (attempt.others and self._is_of_one_machine(failure)):
+            self.record_given_up(failure, attempt.number)
+        if not (attempt.others and self._concerns_this_node_only(failure)):
             self._raise_if_final(failure)
-        patiently = self._patiently
-        left_out: Sequence[Unreadable] = patiently(self._damaged, failure, attempt.leg)
+        retry = self._retry
+        left_out: Sequence[Unreadable] = retry(self._damaged, failure, attempt.leg)
         if not left_out:
-            follows = self._deaths.judge(failure, committed=attempt.committed)
+            follows = self._crash_loop.decide(failure, committed=attempt.committed)
             if follows == "stop":
-                self.record_gave_up(failure, attempt.number)
+                self.record_given_up(failure, attempt.number)
                 raise _hopeless(self._spec.run, attempt.number, failure)
             if follows == "leave out":
-                left_out = patiently(self._quarantined, attempt, failure)
+                left_out = retry(self._quarantined, attempt, failure)
         self._check_restarts(attempt.number, failure)
         if left_out:
             self._fruitless = 0
         limit = self._spec.launch.attempts_without_progress
         if self._fruitless >= limit:  # the event of a commit may be lost
-            rows = patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+            rows = retry(self._supervision.ledger.rows, self._spec.run, kinds=HEAD_KINDS)
             self._fruitless = min(self._fruitless, attempts_without_progress(rows))
-        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.in_a_row >= self._fruitless):
-            self.record_gave_up(failure, attempt.number)
+        if self._fruitless >= limit and not (
+            self._crash_loop.undecided and self._crash_loop.in_a_row >= self._fruitless
+        ):
+            self.record_given_up(failure, attempt.number)
             raise NoProgress(
                 f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: mend the cause, then train "
                 f"again; {_logs_of(self._spec.run, attempt.number, failure)}; the last one: {failure.describe()}"
@@ -107,26 +109,26 @@ class RestartPolicy:
         most = self._spec.launch.max_restarts
         self._failed += 1
         if most is not None and self._failed > most:
-            self.record_gave_up(failure, attempt)
+            self.record_given_up(failure, attempt)
             raise TrainingFailed(
                 f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: mend the cause, "
                 f"then train again; {_logs_of(self._spec.run, attempt, failure)}; the last one: {failure.describe()}"
             )
 
     @property
-    def _patiently(self) -> tenacity.Retrying:
-        return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=PATIENCE_S, stop=self._supervision.stop)
+    def _retry(self) -> tenacity.Retrying:
+        return retrying(RETRY_WITHIN_S, of=(CatalogUnreachable, StoreUnavailable), stop=self._supervision.stop)
 
-    def _is_of_one_machine(self, failure: Failure) -> bool:
+    def _concerns_this_node_only(self, failure: Failure) -> bool:
         """Return True if only this node fails, while it exits. The others continue."""
-        return failure.kind == Preempted.__name__ or self._supervision.leaves.is_set()
+        return failure.kind == Preempted.__name__ or self._supervision.leaving.is_set()
 
-    def record_gave_up(self, failure: Failure, attempt: int) -> None:
+    def record_given_up(self, failure: Failure, attempt: int) -> None:
         """Write the row of a run that is given up. An error of the write is only a warning."""
         try:
-            gave_up(self._lakehouse, self._spec.run, attempt, failure)
+            write_given_up(self._lakehouse, self._spec.run, attempt, failure)
         except DlacError as err:
-            self._say({"event": "warning", "message": f"giving up was not recorded: {err}"})
+            self._supervision.publish({"event": "warning", "message": f"giving up was not recorded: {err}"})
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raise the error of a rank if another attempt would meet it again, or if a stop was requested."""
@@ -148,12 +150,14 @@ class RestartPolicy:
         """
         if leg is None or "row_group" not in failure.detail:
             return ()
-        found = damaged_row_group(self._lakehouse, self._spec, leg, failure.detail["path"], failure.detail["row_group"])
+        found = damaged_row_group(
+            self._supervision.plans, self._spec, leg, failure.detail["path"], failure.detail["row_group"]
+        )
         if found is None:
             return ()
         if found.policy == "fail":
             raise DataFileUnreadable(failure.message)
-        self._say({"event": "quarantine", **asdict(found.unreadable)})
+        self._supervision.publish({"event": "quarantine", **asdict(found.unreadable)})
         return (found.unreadable,)
 
     def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
@@ -165,18 +169,17 @@ class RestartPolicy:
         reason = (
             f"{count} attempts in a row died in step {step} with these rows in hand; the last one: {failure.summary}"
         )
-        rows = rows_in_hand(self._lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
-        told = {
+        rows = rows_in_hand(
+            self._supervision.plans, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason
+        )
+        facts = {
             "row_groups": len(rows),
             "rows": sum(len(each.positions) for each in rows),
             "reason": reason,
             "tentative": True,
         }
-        self._say({"event": "quarantine", "step": step, **told})
+        self._supervision.publish({"event": "quarantine", "step": step, **facts})
         return rows
-
-    def _say(self, event: dict[str, Any]) -> None:
-        self._supervision.on_event({"run": self._spec.run, **event})
 
 
 def _hopeless(run: str, attempt: int, failure: Failure) -> TrainingFailed:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.progress import Progress
+from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}
@@ -57,48 +57,48 @@ class Stragglers:
             launch.straggler_s,
             launch.straggler_steps,
         )
-        self._window: Sequence[Progress] | None = None
+        self._window: Sequence[RankHeartbeat] | None = None
         self._seen: dict[str, Sequence[int]] = {}
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
-    def observe(self, progress: Sequence[Progress]) -> list[Straggler]:
-        """Return the ranks that are slow now and were not reported yet, from these signs of life by rank."""
-        if not self._factor or len(progress) < 2:
+    def observe(self, heartbeats: Sequence[RankHeartbeat]) -> list[Straggler]:
+        """Return the ranks that are slow now and were not reported yet, from these heartbeats by rank."""
+        if not self._factor or len(heartbeats) < 2:
             return []
-        return [*self._by_steps(progress), *self._each_time(progress)]
+        return [*self._by_steps(heartbeats), *self._each_time(heartbeats)]
 
-    def _by_steps(self, progress: Sequence[Progress]) -> list[Straggler]:
+    def _by_steps(self, heartbeats: Sequence[RankHeartbeat]) -> list[Straggler]:
         """Return the slow ranks by seconds per step, once all ranks have done enough steps since the last comparison."""
         before = self._window
         if before is None:
-            self._window = progress
+            self._window = heartbeats
             return []
-        steps = [now.step - then.step for now, then in zip(progress, before, strict=True)]
+        steps = [now.step - then.step for now, then in zip(heartbeats, before, strict=True)]
         if min(steps) < self._steps:
             return []
-        self._window = progress
+        self._window = heartbeats
         found = []
         for phase, name in _PER_STEP.items():
-            took = [_us(now, name) - _us(then, name) for now, then in zip(progress, before, strict=True)]
+            took = [_us(now, name) - _us(then, name) for now, then in zip(heartbeats, before, strict=True)]
             own_s = {rank: us / 1e6 / step for rank, (us, step) in enumerate(zip(took, steps, strict=True))}
-            found += self._slow(phase, own_s, progress)
+            found += self._slow(phase, own_s, heartbeats)
         return found
 
-    def _each_time(self, progress: Sequence[Progress]) -> list[Straggler]:
+    def _each_time(self, heartbeats: Sequence[RankHeartbeat]) -> list[Straggler]:
         """Return the slow ranks of each phase that all ranks have gone through once more."""
         found = []
         for phase, name in _EACH_TIME.items():
-            now = [_us(each, name) for each in progress]
+            now = [_us(each, name) for each in heartbeats]
             before = self._seen.get(phase, [0] * len(now))
             if all(here > there for here, there in zip(now, before, strict=True)):
                 self._seen[phase] = now
                 own_s = {rank: (here - before[rank]) / 1e6 for rank, here in enumerate(now)}
-                sizes = [each.spent.checkpoint_bytes if phase == "checkpoint" else 0 for each in progress]
-                found += self._slow(phase, own_s, progress, sizes)
+                sizes = [each.spent.checkpoint_bytes if phase == "checkpoint" else 0 for each in heartbeats]
+                found += self._slow(phase, own_s, heartbeats, sizes)
         return found
 
     def _slow(
-        self, phase: str, own_s: Mapping[int, float], progress: Sequence[Progress], sizes: Sequence[int] = ()
+        self, phase: str, own_s: Mapping[int, float], heartbeats: Sequence[RankHeartbeat], sizes: Sequence[int] = ()
     ) -> list[Straggler]:
         """Return the ranks that are slower than the others. With `sizes`, only ranks with as much work are compared."""
         found = []
@@ -110,12 +110,12 @@ class Stragglers:
             ]
             others = median(peers) if peers else mine
             slow = mine > self._factor * others and mine - others >= self._at_least_s
-            if slow and (rank, phase) not in self._told:
-                step = progress[rank].step
+            if slow and (rank, phase) not in self._reported:
+                step = heartbeats[rank].step
                 found.append(Straggler(rank=rank, phase=phase, step=step, own_s=mine, median_s=others))
-            (self._told.add if slow else self._told.discard)((rank, phase))
+            (self._reported.add if slow else self._reported.discard)((rank, phase))
         return found
 
 
-def _us(progress: Progress, name: str) -> int:
-    return int(getattr(progress.spent, name))
+def _us(heartbeat: RankHeartbeat, name: str) -> int:
+    return int(getattr(heartbeat.spent, name))

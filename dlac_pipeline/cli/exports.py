@@ -1,0 +1,97 @@
+"""Checkpoints from and for other programs: adopt, export, identify."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dlac_pipeline.cli.shared import (
+    BRANCH,
+    CHECKPOINTS,
+    OUT,
+    AsJson,
+    Home,
+    RunName,
+    SpecFile,
+    SpecOption,
+    examples,
+    lakehouse_of,
+    resolved,
+    show_facts,
+    spec_of_run,
+)
+
+app = typer.Typer()
+
+
+@app.command(
+    rich_help_panel=BRANCH,
+    epilog=examples(
+        "dlac adopt job.toml /old/checkpoints", "dlac adopt job.toml /old/checkpoints --tag global_step400"
+    ),
+)
+def adopt(
+    spec: SpecFile,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="The checkpoint: DeepSpeed's folder, or that of torch.distributed.checkpoint.", exists=True
+        ),
+    ],
+    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag; unset: that of its file `latest`.")] = None,
+    home: Home = None,
+) -> None:
+    """Begin the spec's run from a checkpoint that others wrote. Its consumption stays unknown.
+
+    DCP's own index is a pickle, which can run code: adopt only what you trust.
+    """
+    from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
+    from dlac_pipeline.operations.adopt import adopt_checkpoint
+
+    job = resolved(spec, home)
+    found = foreign_checkpoint(folder, tag=tag)
+    checkpoint_id = adopt_checkpoint(connect(job.lakehouse), job, found)
+    OUT.print(f"run {job.run} begins with checkpoint {checkpoint_id}, adopted from {found.origin}", markup=False)
+
+
+@app.command(
+    rich_help_panel=CHECKPOINTS,
+    epilog=examples("dlac export my-run weights.safetensors", "dlac export my-run weights.safetensors --step 400"),
+)
+def export(
+    run: RunName,
+    out: Annotated[Path, typer.Argument(help="The file to write, such as weights.safetensors.")],
+    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
+    part: Annotated[str, typer.Option(help="The part that has the weights, as the script names it.")] = "model",
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors. By the file's digest `dlac identify` finds its checkpoint."""
+    from dlac_pipeline.checkpoint.restore.export import export_weights
+    from dlac_pipeline.checkpoint.store import tiers_of
+
+    lakehouse = lakehouse_of(spec, home)
+    job = spec_of_run(run, spec, home, lakehouse=lakehouse)
+    show_facts(asdict(export_weights(lakehouse, tiers_of(job), out, step=step, part=part)), as_json=as_json)
+
+
+@app.command("whose", hidden=True)  # the name of version 0.1
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac identify weights.safetensors"))
+def identify(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A file that `dlac export` wrote, wherever it was copied.", exists=True, dir_okay=False),
+    ],
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
+    from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file
+
+    show_facts(checkpoint_of_file(lakehouse_of(spec, home), file), as_json=as_json)

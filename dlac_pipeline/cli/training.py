@@ -1,0 +1,190 @@
+"""Training: plan a job, train it, serve a rendezvous, recover a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
+from dlac_pipeline.cli.shared import (
+    OUT,
+    RECOVER,
+    TRAIN,
+    AsJson,
+    Home,
+    RunName,
+    SpecFile,
+    SpecOption,
+    check_number,
+    examples,
+    lakehouse_of,
+    resolved,
+    show_facts,
+    spec_of_run,
+    steps_bar,
+)
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.ledger.plans import PlanRow
+
+app = typer.Typer()
+
+
+@app.command(rich_help_panel=TRAIN, epilog=examples("dlac plan job.toml", "dlac plan job.toml --json"))
+def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
+    """Pin the snapshot of the source table and write its work units down."""
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
+    from dlac_pipeline.plan.legs.choice import plan_sources
+
+    job = resolved(spec, home)
+    with steps_bar() as bar:
+        tasks = [bar.add_task(f"reading footers of {source.label}", total=None) for source in job.sources]
+
+        def show(source: int, done: int, total: int) -> None:
+            bar.update(tasks[source], completed=done, total=total)
+
+        plans = plan_sources(connect(job.lakehouse), job, progress=show)
+    for each in plans:
+        show_facts(_facts_of_plan(each.row), as_json=as_json)
+
+
+def _facts_of_plan(row: PlanRow) -> dict[str, object]:
+    return {
+        "plan_id": row.plan_id,
+        "table": row.source_table,
+        "snapshot_id": row.snapshot_id,
+        "tag": row.tag,
+        "work_units": row.units,
+        "rows": row.rows,
+        "live_rows": row.live_rows,
+        "bytes": row.bytes,
+    }
+
+
+@app.command(
+    rich_help_panel=TRAIN,
+    epilog=examples(
+        "dlac train job.toml",
+        "dlac train job.toml --new-leg",
+        "dlac train job.toml --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint node-1:29400",
+        "dlac train job.toml --render",
+    ),
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def train(
+    context: typer.Context,
+    spec: SpecFile,
+    home: Home = None,
+    takeover: Annotated[
+        bool, typer.Option(help="Fence off a launch that is still alive, instead of being refused.")
+    ] = False,
+    plan_id: Annotated[
+        list[str] | None,
+        typer.Option(help="Train this plan, or one for each source; unset: plan the sources of the spec."),
+    ] = None,
+    new_leg: Annotated[
+        bool,
+        typer.Option(
+            help="Allow the spec to change weights, exclusions, batch size, passes, steps, snapshot or order from here on."
+        ),
+    ] = False,
+    nodes: Annotated[str | None, typer.Option(help='Nodes that train it together: "4", or "2:4" for 2 to 4.')] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="host:port at which they meet.")] = None,
+    render: Annotated[
+        bool, typer.Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
+    ] = False,
+) -> None:
+    """Train a run to its end, from its last committed checkpoint. Ctrl-C stops it after a checkpoint.
+
+    Options and PET_* variables of torchrun mean the same here: --nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf,
+    --standalone, --max-restarts, --start-method, --shutdown-timeout, --numa-binding, --virtual-local-rank.
+
+    With several nodes, start the same command on each of them. A node that gets SIGTERM leaves the run to the others. With
+    launch.on = "slurm" or "kubernetes" one job is submitted, followed from here, and cancelled with this command.
+    """
+    job = _with_torchrun_options(resolved(spec, home), context.args)
+    asked = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
+    job = _with_launch(job, {name: value for name, value in asked.items() if value is not None})
+    request = Request(spec=job, plan_ids=tuple(plan_id or ()), repin=True, takeover=takeover)
+    if not render:
+        _launch(request)
+        return
+    from dlac_pipeline.launchers.protocol import render_job
+
+    OUT.print(render_job(request), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(rich_help_panel=TRAIN, epilog=examples("dlac rendezvous node-1:29400"))
+def rendezvous(
+    address: Annotated[str, typer.Argument(help="host:port; the same address as on the nodes of a run.")],
+) -> None:
+    """Serve the rendezvous of runs on several nodes, on a node that outlives them. SIGTERM or Ctrl-C ends it.
+
+    Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
+    """
+    from dlac_pipeline.elastic.endpoint import serve_rendezvous
+    from dlac_pipeline.launchers.signals import on_signals
+
+    stop = threading.Event()
+    on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
+    serve_rendezvous(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
+
+
+def _with_torchrun_options(job: JobSpec, options: list[str]) -> JobSpec:
+    from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+
+    environment = os.environ if job.launch.on == "here" else {}
+    if not are_given(options, environment):
+        return job
+    return _with_launch(job, launch_settings(options, environment, job.launch, job.run))
+
+
+def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:
+    """The job spec with settings of its launch replaced."""
+    return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **asked}}, origin="the command line")
+
+
+@app.command(
+    rich_help_panel=RECOVER,
+    epilog=examples("dlac recover my-run", "dlac recover my-run --spec job.toml", "dlac recover my-run --wait-s 0"),
+)
+def recover(
+    run: RunName,
+    home: Home = None,
+    spec: SpecOption = None,
+    wait_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a live launch has to exit on its own.",
+            min=0,
+            max=LONGEST_WAIT_S,
+            callback=check_number,
+        ),
+    ] = 30.0,
+) -> None:
+    """Resume a run by its name, from the committed ledger. Older launches that may be alive are fenced off."""
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+
+    lakehouse = lakehouse_of(spec, home)
+    Ledger(lakehouse).head_rows(run)  # a typo is to begin nothing
+    _launch(Request(spec=spec_of_run(run, spec, home, lakehouse=lakehouse), takeover=True, wait_s=wait_s))
+
+
+def _launch(request: Request) -> None:
+    from dlac_pipeline.launchers.protocol import launcher_for
+    from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
+
+    run = request.spec.run
+    with TrainingDisplay(OUT, run) as display:
+        launcher = launcher_for(request, display.show)
+        on_ending_signals(launcher.leave)  # this machine's
+        on_signals((signal.SIGINT,), launcher.stop)  # a person's
+        outcome = launcher.run()
+    OUT.print(describe_outcome(run, outcome, attempt=display.attempt), markup=False, soft_wrap=True)

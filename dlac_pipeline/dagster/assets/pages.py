@@ -1,0 +1,65 @@
+"""Page of the model for a training run: plots, its last checkpoints, its incidents, and SQL for further questions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, fields
+from typing import Any
+
+from dlac_pipeline.audit.audit import open_run
+from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.audit.losses import read_losses
+from dlac_pipeline.audit.plots import draw_costs, draw_coverage, draw_losses
+from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.dagster.metadata import picture, sql_metadata, table
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+from dlac_pipeline.operations.status import run_status
+
+_SHOWN = 10
+_CHECKPOINT = ("step", "checkpoint_id", "committed_at", "attempt", "bytes", "state", "verified_at", "names")
+_INCIDENT = tuple(each.name for each in fields(Recovery) if each.name not in ("run", "seq", "format_version"))
+
+
+def _number(value: float) -> float | str:
+    """Return a number as metadata. One that is not finite becomes text, because Dagster stores metadata as JSON."""
+    return value if math.isfinite(value) else str(value)
+
+
+def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
+    """Metadata of the model as `run` left it.
+
+    Raises:
+        NoSuchRun: the ledger has no row of the run.
+    """
+    status = run_status(lakehouse, run)
+    with open_run(lakehouse, run) as connection:
+        incidents = rows_of(connection, "FROM recoveries WHERE run = ? ORDER BY seq DESC LIMIT ?", [run, _SHOWN])
+        pictures = {
+            "loss_curve": picture(
+                "Loss on the surviving lineage; recoveries are marked", draw_losses([read_losses(connection, run)])
+            ),
+            "coverage": picture("Coverage of files and row groups", draw_coverage(connection, run)),
+            "checkpoint_cost": picture("Cost of each checkpoint", draw_costs(connection, run)),
+        }
+    checkpoints = [asdict(each) for each in reversed(list_checkpoints(lakehouse, run)[-_SHOWN:])]
+    return {
+        "run": run,
+        "step": status["step"],
+        **({} if status["loss"] is None else {"loss": _number(status["loss"])}),
+        "state": status["state"],
+        "attempts": status["attempt"],
+        "head_checkpoint": status["head_checkpoint"] or "(none)",
+        "recoveries": status["recoveries"],
+        **pictures,
+        **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
+        **table("incidents", [_incident(row) for row in incidents]),
+        "sql": sql_metadata(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
+    }
+
+
+def _incident(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `recoveries`, with what of it was the operator's time and what the recovery's."""
+    recovery = Recovery(**row)
+    found = {name: row[name] for name in _INCIDENT}
+    return {**found, "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}

@@ -1,0 +1,144 @@
+"""From a source table to work units: the pinned snapshot and the plan, as assets."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dlac_pipeline.dagster.failures import as_failure
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import PLAN, SNAPSHOT
+from dlac_pipeline.spec.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.plan.legs.leg import Leg
+
+Deps = Sequence[dg.AssetsDefinition | dg.AssetSpec | dg.AssetKey | str]
+"""Assets that another one depends on."""
+
+
+def build_pinned_snapshot(*, deps: Deps, owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
+    """Return the asset `pinned_snapshot`. Its dependencies are the assets of the source tables."""
+
+    @dg.asset(
+        key=SNAPSHOT,
+        deps=deps,
+        group_name="training",
+        kinds={"iceberg"},
+        owners=owners,
+        tags={"dlac/stage": "plan"},
+        description="One snapshot of the source table, kept alive by an Iceberg tag: the run reads it, whatever is appended.",
+    )
+    def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+        return pin_snapshots(context, job)
+
+    return pinned_snapshot
+
+
+def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
+    """Return the asset `work_plan`."""
+
+    @dg.asset(
+        key=PLAN,
+        deps=deps,
+        group_name="training",
+        kinds={"iceberg", "parquet"},
+        owners=owners,
+        tags={"dlac/stage": "plan"},
+        description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
+    )
+    def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+        return plan_pinned_snapshots(context, job)
+
+    return work_plan
+
+
+def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+    """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one."""
+    from dlac_pipeline.lakehouse.iceberg.pins import hold
+    from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+
+    with as_failure(context):
+        spec, lakehouse = job.job_spec(), job.lakehouse()
+        committed = _last_leg(lakehouse, spec)
+        pins = []
+        for index, source in enumerate(spec.sources):
+            wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
+            snapshot = snapshot_of(lakehouse.load(source.table), wanted, ref=source.ref)
+            tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
+            pins.append((source.table, snapshot.snapshot_id, tag or "(no tag)"))
+    for table, snapshot_id, tag in pins:
+        context.log.info(f"snapshot {snapshot_id} of {table} is pinned by tag {tag}")
+    return dg.MaterializeResult(
+        metadata={
+            "run": spec.run,
+            "table": ", ".join(table for table, _, _ in pins),
+            "snapshot_id": dg.MetadataValue.text(", ".join(str(snapshot_id) for _, snapshot_id, _ in pins)),
+            "tag": ", ".join(tag for _, _, tag in pins),
+        }
+    )
+
+
+def plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+    """Plan the pinned snapshots. A resumed run keeps the plans that its leg binds."""
+    from dlac_pipeline.lakehouse.ledger.plans import get_plan
+    from dlac_pipeline.plan.legs.choice import plan_sources
+
+    with as_failure(context):
+        spec, lakehouse = job.job_spec(), job.lakehouse()
+        committed = _last_leg(lakehouse, spec)
+        if committed is None:
+            rows = [plan.row for plan in plan_sources(lakehouse, _with_pinned_snapshots(context, spec))]
+        else:
+            rows = [get_plan(lakehouse, source.plan_id) for source in committed.sources]
+    for row in rows:
+        context.log.info(f"plan {row.plan_id}: {row.units} work units, {row.live_rows} live rows")
+    return dg.MaterializeResult(
+        metadata={
+            "run": spec.run,
+            "plan_ids": dg.MetadataValue.json([row.plan_id for row in rows]),
+            "is_new": committed is None,
+            "work_units": sum(row.units for row in rows),
+            "dagster/row_count": sum(row.live_rows for row in rows),
+            "bytes": sum(row.bytes for row in rows),
+            "row_filter": ", ".join(row.row_filter or "(all rows)" for row in rows),
+        }
+    )
+
+
+def _with_pinned_snapshots(context: dg.AssetExecutionContext, spec: JobSpec) -> JobSpec:
+    """Return the spec with the snapshots that this Dagster run pinned, if it did."""
+    pinned = metadata_of_this_run(context, SNAPSHOT).get("snapshot_id")
+    if pinned is None:
+        return spec
+    snapshots = zip(spec.sources, pinned.split(", "), strict=True)
+    return spec.with_sources([source.model_copy(update={"snapshot_id": int(part)}) for source, part in snapshots])
+
+
+def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
+    """Return the leg of the run's head, whose sources are those of the spec, or None without a checkpoint.
+
+    Raises:
+        ResumeMismatch: the spec has another number of sources.
+    """
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
+    from dlac_pipeline.plan.legs.choice import check_sources
+    from dlac_pipeline.supervise.choose_leg import leg_of
+
+    rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
+    head = fence_of_rows(rows).head
+    if head is None:
+        return None
+    leg = leg_of(rows, head)
+    check_sources(spec, leg)
+    return leg
+
+
+def metadata_of_this_run(context: dg.AssetExecutionContext, key: dg.AssetKey) -> dict[str, Any]:
+    """Return the metadata with which this Dagster run materialized an upstream asset. Empty if it did not."""
+    entries = context.instance.all_logs(context.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+    found = [entry.asset_materialization for entry in entries if entry.asset_materialization]
+    mine = [event for event in found if event.asset_key == key]
+    return {name: value.value for name, value in mine[-1].metadata.items()} if mine else {}

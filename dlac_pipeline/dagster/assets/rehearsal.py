@@ -1,0 +1,82 @@
+"""Rehearsal as an asset check: in a sandbox, the steps after a checkpoint have the losses that production recorded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dlac_pipeline.dagster.metadata import table
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import MODEL
+from dlac_pipeline.lakehouse.errors import (
+    CatalogUnreachable,
+    DlacError,
+    NoSuchJobSpec,
+    NoSuchRun,
+    NothingToRehearse,
+    StoreUnavailable,
+)
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+
+CHECK = "rehearsal_identical"
+_FACTS = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedRun:
+    """Result of one training run's rehearsal."""
+
+    run: str
+    holds: bool | None
+    """True if every loss is bit-identical. None: it could not be rehearsed, which proves nothing about its checkpoints."""
+    said: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def rehearsed(
+    lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
+) -> RehearsedRun:
+    """Rehearse a run as it was trained. An error is part of the result."""
+    from dlac_pipeline.operations.rehearse import rehearse_run
+
+    try:
+        done = rehearse_run(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
+    except (NothingToRehearse, NoSuchRun, NoSuchJobSpec, CatalogUnreachable, StoreUnavailable) as err:
+        return RehearsedRun(run=run, holds=None, said=str(err))
+    except DlacError as err:
+        return RehearsedRun(run=run, holds=False, said=f"{type(err).__name__}: {err}")
+    facts = {name: getattr(done, name) for name in _FACTS}
+    return RehearsedRun(run=run, holds=done.identical, said=done.summary(), facts=facts)
+
+
+def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
+    """One verdict on all of them: it holds if none differs or dies and at least one was rehearsed."""
+    wrong = [each for each in outcomes if each.holds is False]
+    right = [each for each in outcomes if each.holds]
+    said = [f"{each.run}: {each.said}" for each in wrong] or [f"{each.run}: {each.said}" for each in right or outcomes]
+    rows = [
+        {"run": each.run, "identical": each.holds, **{name: each.facts.get(name) for name in _FACTS}, "said": each.said}
+        for each in outcomes
+    ]
+    return dg.AssetCheckResult(
+        passed=bool(right) and not wrong,
+        check_name=CHECK,
+        asset_key=MODEL,
+        severity=dg.AssetCheckSeverity.ERROR if wrong else dg.AssetCheckSeverity.WARN,
+        description="; ".join(said) or "there was no run to rehearse",
+        metadata={"identical": len(right), "wrong": len(wrong), **table("rehearsals", rows)},
+    )
+
+
+@dg.asset_check(
+    asset=MODEL,
+    name=CHECK,
+    description="Restored in a sandbox, the newest checkpoint with a successor leads to the recorded losses, bit for bit.",
+)
+def rehearsal_identical(job: JobResource) -> dg.AssetCheckResult:
+    """Rehearse the run. Production is only read. It costs a launch: `rehearse_job` does it for all runs, once a day."""
+    return judge_rehearsals([rehearsed(job.lakehouse(), job.job_spec().run)])

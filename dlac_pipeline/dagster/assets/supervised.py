@@ -1,0 +1,204 @@
+"""Supervisor process of a Dagster run: its events arrive while it trains, and it never outlives the run.
+
+The supervisor leads a session of its own. It ends in order when its standard input closes, which happens however this process
+dies. When Dagster interrupts this process, the supervisor is asked to stop, and later killed with its ranks.
+
+This process starts a supervisor again that was killed, so that the recovery needs no sensor of Dagster's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.spec.launch_spec import LISTENS_S, LaunchSpec
+
+Event = dict[str, Any]
+_MARGIN_S = 10.0
+"""Extra seconds for the supervisor, past the ranks' time to exit."""
+_ASKING_S = 30.0
+"""And where it follows a cluster's job, on top of the time for which it listens to nodes: schedulers answer when they like."""
+_LOOK_S = 1.0
+_log = logging.getLogger(__name__)
+SILENT_S = 120.0
+"""Seconds of silence, without a sign of life, after which a supervisor is given up."""
+_DIED = "SupervisorDied"
+_NOTICED_BY = "Dagster run"
+_OLD_LAUNCH_S = 30.0
+"""Seconds for the ranks of a killed supervisor to end: they hold the lock of the run's folder no longer then."""
+
+
+def supervise_run(
+    request: Request, on_event: Callable[[Event], None], *, on_asking: Callable[[], None] = lambda: None
+) -> Event:
+    """Run supervisors as `supervise_launch` does, until one reports how the run ended. Return that event.
+
+    A supervisor of this node that was killed is replaced at once if it had committed a checkpoint. After any other death
+    Dagster's sensors decide, which count recoveries without progress.
+    """
+    while True:
+        progress = _Progress(on_event)
+        last = supervise_launch(request, progress, on_asking=on_asking)
+        if last.get("kind") != _DIED or not progress.committed or request.spec.launch.on != "here":
+            return last
+        _pass_on(
+            on_event, {"event": "warning", "message": f"the supervisor died ({last['message']}): another one starts"}
+        )
+        request = request.model_copy(
+            update={
+                "plan_ids": (),
+                "repin": False,
+                "replaces": progress.attempt,
+                "recovers": request.launched_by,
+                "takeover": True,
+                "wait_s": _OLD_LAUNCH_S,
+                "noticed_by": _NOTICED_BY,
+                "noticed_at": time.time(),
+            }
+        )
+
+
+class _Progress:
+    """Listener that notes a supervisor's last attempt, and if it has committed a checkpoint."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+        self.attempt = 0
+        self.committed = False
+
+    def __call__(self, event: Event) -> None:
+        self.attempt = event.get("attempt", self.attempt) if event["event"] == "attempt" else self.attempt
+        self.committed = self.committed or event["event"] == "checkpoint"
+        self._on_event(event)
+
+
+def supervise_launch(
+    request: Request,
+    on_event: Callable[[Event], None],
+    *,
+    on_asking: Callable[[], None] = lambda: None,
+    silent_s: float = SILENT_S,
+) -> Event:
+    """Run the supervisor and pass its events on as they arrive. Return the last one, `ended` or `error`.
+
+    After an interruption, it calls `on_asking`, asks the supervisor to stop and passes on its further events, marked `asked`.
+    After a second one, it kills the supervisor. An event that cannot be passed on is lost, and training continues.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dlac_pipeline.launchers.supervisor_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    voice = _Voice(process)
+    last: Event = {}
+    try:
+        assert process.stdin is not None
+        process.stdin.write(request.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        for last in voice.events(silent_s=silent_s):
+            _pass_on(on_event, last)
+        if voice.open:
+            return {"event": "error", "kind": "SupervisorSilent", "message": f"it said nothing for {silent_s:.0f} s"}
+        if last.get("event") not in ("ended", "error"):
+            return {"event": "error", "kind": _DIED, "message": f"exit status {process.wait()}"}
+        return last
+    finally:
+        try:
+            if voice.open:
+                on_asking()
+                process.send_signal(signal.SIGTERM)
+                for event in voice.events(within_s=_leaves_within_s(request.spec.launch)):
+                    _pass_on(on_event, {**event, "asked": True})
+        finally:
+            _kill(process)
+
+
+def _leaves_within_s(launch: LaunchSpec) -> float:
+    """Seconds from asking the supervisor to stop until it is killed, with its ranks if they are here."""
+    return launch.leave_s + (_MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S)
+
+
+def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:
+    """Show an event. An outage of Dagster's storage does not end a training run. An interruption does."""
+    try:
+        on_event(event)
+    except Exception as err:
+        _warn("the event %s could not be shown, training goes on: %s", event["event"], err)
+
+
+def _warn(message: str, *facts: object) -> None:
+    with contextlib.suppress(
+        Exception
+    ):  # Dagster may have been told to keep what is logged, in the storage that is away
+        _log.warning(message, *facts)
+
+
+class _Voice:
+    """Output of a supervisor. Its signs of life are noted, and not passed on."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._descriptor = process.stdout.fileno()
+        self._rest = b""
+        self.open = True
+        """True if more output may come."""
+
+    def events(self, *, silent_s: float = math.inf, within_s: float = math.inf) -> Iterator[Event]:
+        """Yield its events until it has ended, has been silent for `silent_s`, or `within_s` have passed.
+
+        Its output is read once more before it is given up, because the receiver of the events may have taken all of that
+        time.
+        """
+        began = heard = time.monotonic()
+        while self.open:
+            late = time.monotonic() >= began + within_s
+            if select.select([self._descriptor], [], [], 0.0 if late else _LOOK_S)[0]:
+                yield from self._read_events()
+                heard = time.monotonic()
+            elif time.monotonic() >= heard + silent_s:
+                return
+            if late:
+                return
+
+    def _read_events(self) -> Iterator[Event]:
+        """The events that can be read now."""
+        said = os.read(self._descriptor, 65536)
+        self.open = bool(said)
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        yield from (event for line in lines if (event := _event_of(line)) is not None and event["event"] != "alive")
+
+
+def _event_of(line: bytes) -> Event | None:
+    """Return the event of a line, or None, with a warning, for other text: printed text does not end training."""
+    with contextlib.suppress(ValueError):
+        said = json.loads(line)
+        if isinstance(said, dict) and "event" in said:
+            return said
+    _warn("expected an event of the supervisor, found %r", line.decode(errors="replace"))
+    return None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the rest of it with SIGKILL. Its ranks die with it."""
+    if process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_S)  # it has said its last word and is leaving
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()

@@ -1,0 +1,167 @@
+"""The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dagster as dg
+from pydantic import Field
+
+from dlac_pipeline.dagster.assets.planning import Deps, metadata_of_this_run
+from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
+from dlac_pipeline.dagster.failures import (
+    PREEMPTED_TAG,
+    RUN_TAG,
+    STEPPED_ASIDE_TAG,
+    as_failure,
+    failure,
+    run_tag,
+    tag_run,
+)
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import MODEL, PLAN
+from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
+from dlac_pipeline.spec.launch_request import OPERATOR, Request
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
+
+POOL = "trainers"
+"""Pool whose limit is the number of training runs that this Dagster instance trains at once. Without one, no limit."""
+
+
+class LaunchConfig(Section, dg.Config):
+    """Takeover of the run by this launch. The defaults start a run, or resume one that no launch is training."""
+
+    replaces: int | None = Field(
+        default=None, ge=0, lt=2**31, description="The failed attempt that is recovered; unset: the current one."
+    )
+    recovers: str = Field(
+        default="",
+        description="The Dagster run that has ended, if this one goes on for it: what it claims late is replaced too.",
+    )
+    takeover: bool = Field(
+        default=False, description="Fence off a launch that is still alive, instead of being refused."
+    )
+    wait_s: float = Field(
+        default=0.0, ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for another launch to leave."
+    )
+    noticed_by: str = Field(
+        default=OPERATOR, description="Who noticed the failure: an operator, or the sensor that requested this."
+    )
+    noticed_at: float | None = Field(
+        default=None, ge=0, le=1e11, description="When, in seconds since the epoch; unset: when the launch begins."
+    )
+
+
+def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
+    """Return the asset `model_checkpoint`, which trains a run."""
+
+    @dg.asset(
+        key=MODEL,
+        deps=deps,
+        group_name="training",
+        kinds={"pytorch", "deepspeed", "iceberg"},
+        owners=owners,
+        tags={"dlac/stage": "train"},
+        pool=POOL,
+        output_required=False,
+        description="One committed checkpoint of the model per ledger commit; each names exactly the rows it has consumed.",
+    )
+    def model_checkpoint(
+        context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
+    ) -> Iterator[dg.MaterializeResult[None]]:
+        yield from train_run(context, config, job)
+
+    return model_checkpoint
+
+
+def train_run(
+    context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
+) -> Iterator[dg.MaterializeResult[None]]:
+    """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
+    with as_failure(context):
+        spec = job.job_spec()
+    if context.run.tags.get(RUN_TAG) != spec.run:
+        context.instance.add_run_tags(context.run_id, {RUN_TAG: spec.run})
+    planned = metadata_of_this_run(context, PLAN)
+    request = Request(
+        spec=spec,
+        plan_ids=tuple(planned["plan_ids"]) if planned.get("is_new") else (),
+        repin=config.replaces is None,
+        replaces=config.replaces,
+        recovers=config.recovers,
+        takeover=config.takeover,
+        wait_s=config.wait_s,
+        noticed_by=config.noticed_by,
+        noticed_at=config.noticed_at,
+        launched_by=context.run_id,
+    )
+    last = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)
+    if _stepped_aside(config, last):
+        tag_run(context, STEPPED_ASIDE_TAG, last["kind"])
+        context.log.info(last["message"])
+        return
+    _fail_if_unfinished(context, last)
+    from dlac_pipeline.dagster.assets.pages import model_page
+
+    with as_failure(context):
+        yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
+
+
+def _stepped_aside(config: LaunchConfig, last: Event) -> bool:
+    """Return True if a sensor's recovery found that another launch trains the run."""
+    kinds = (SteppedAside.__name__, RunBusy.__name__)
+    return config.noticed_by != OPERATOR and last["event"] == "error" and last["kind"] in kinds
+
+
+def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
+    """Raise the error that ended the run.
+
+    One that exited on a notice, without a request from here, is preempted and will be resumed.
+    """
+    if last["event"] == "error":
+        if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
+            raise failure(context, last["kind"], last["message"])
+    elif last["ending"] == "left":
+        raise failure(
+            context,
+            LeftUnfinished.__name__,
+            f"the script ended at step {last['step']}, behind a checkpoint, and not the run",
+        )
+    elif last["ending"] == "stopped":
+        if not run_tag(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
+            tag_run(context, PREEMPTED_TAG, "supervisor")
+        raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
+
+
+class _Shown:
+    """Shows the supervisor's events. What keeps a preemption from being taken for a person's cancel is set first, and again."""
+
+    def __init__(self, context: dg.AssetExecutionContext) -> None:
+        self._context = context
+        self._notice = ""
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
+            self._notice = event["notice"]
+        if self._notice:
+            tag_run(self._context, PREEMPTED_TAG, self._notice)
+            self._notice = ""
+        _show(self._context, event)
+
+
+def _show(context: dg.AssetExecutionContext, event: Event) -> None:
+    """An observation per committed checkpoint, chosen interval and preemption, a log line per other event."""
+    if event["event"] == "checkpoint":
+        metadata: dict[str, Any] = {
+            name: event[name]
+            for name in ("run", "step", "loss", "rows", "checkpoint_id", "bytes", "reason", "duration_s")
+        } | {f"{phase}_s": seconds for phase, seconds in event["phases"].items()}
+        context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+    elif event["event"] in ("interval", "preempted"):
+        metadata = {name: value for name, value in event.items() if name not in ("event", "at", "asked")}
+        context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+    elif event["event"] == "step":
+        loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
+        context.log.debug(f"step {event['step']}: loss {loss}")
+    else:
+        facts = [f"{name} {value}" for name, value in event.items() if name not in ("event", "run", "at", "asked")]
+        context.log.info(f"{event['event']}: {', '.join(facts)}")

@@ -1,0 +1,99 @@
+"""Drain of this node: its training runs end before it is shut down.
+
+The command is `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
+
+Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the
+sensors request its recovery, which runs wherever the queue's launcher starts it. Stop what launches runs on this node first.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from typing import Annotated
+
+import dagster as dg
+import typer
+
+from dlac_pipeline.dagster.failures import PREEMPTED_TAG, RUN_TAG, own_value
+from dlac_pipeline.dagster.heartbeat import beats_of
+from dlac_pipeline.dagster.training_runs import trains
+
+_UNDER_WAY = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
+_POLL_S = 0.5
+
+
+def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tuple[list[str], dict[str, str]]:
+    """Preempt every Dagster run that trains on this node.
+
+    Return the ids of those that exited in time, and why others did not.
+
+    The first heartbeat of a starting run shows its node, so it is waited for.
+    """
+    deadline = time.monotonic() + within_s
+    asked: dict[str, str] = {}
+    while True:
+        left = _left(instance, asked, reason)
+        if not left or time.monotonic() >= deadline:
+            return [run_id for run_id in asked if run_id not in left], left
+        time.sleep(_POLL_S)
+
+
+def _left(instance: dg.DagsterInstance, asked: dict[str, str], reason: str) -> dict[str, str]:
+    """Return the runs that are here or may be, with a note on each. New ones here are `asked` to exit."""
+    runs = [run for run in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)) if trains(run)]
+    beats = beats_of(instance, [run.run_id for run in runs])
+    left = {}
+    for run in runs:
+        beat = beats.get(run.run_id)
+        if run.run_id not in asked and beat is not None and beat.is_here and not beat.is_gone:
+            is_asked, left[run.run_id] = _ask(instance, run, reason)
+            if is_asked:
+                asked[run.run_id] = left[run.run_id]
+        elif run.run_id in asked:
+            left[run.run_id] = asked[run.run_id]
+        elif beat is None:
+            left[run.run_id] = "it has given no sign of life yet: nobody knows whether it starts here"
+    return left
+
+
+def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> tuple[bool, str]:
+    """Preempt a run, unless it is ending already. Return whether it will know of it, and a note."""
+    if run.status == dg.DagsterRunStatus.CANCELING:
+        return True, "it was cancelled before"
+    try:
+        instance.add_run_tags(run.run_id, {PREEMPTED_TAG: own_value(run, reason)})
+        instance.run_coordinator.cancel_run(run.run_id)
+    except Exception as err:  # a code server that is gone: the run's process finds out by itself that it is cancelled
+        return _is_canceling(instance, run.run_id), f"it could not be told directly: {type(err).__name__}"
+    return True, "it was told to"
+
+
+def _is_canceling(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Return True if it is known to be canceling. Unknown where the storage cannot be read."""
+    with suppress(Exception):
+        run = instance.get_run_by_id(run_id)
+        return run is None or run.is_finished or run.status == dg.DagsterRunStatus.CANCELING
+    return False
+
+
+def drain_node(
+    reason: Annotated[str, typer.Option(help="Why, for the runs' tag.")] = "drained",
+    within_s: Annotated[
+        float, typer.Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
+    ] = 60.0,
+) -> None:
+    """Preempt the training runs of this node. Exit status 0 only if all have exited."""
+    with dg.DagsterInstance.get() as instance:
+        ended, left = drain(instance, reason=reason, within_s=within_s)
+        said = {**dict.fromkeys(ended, "has left"), **{each: f"has not left; {why}" for each, why in left.items()}}
+        for run_id, how in said.items():
+            run = instance.get_run_by_id(run_id)
+            name = run.tags.get(RUN_TAG, "") if run else ""
+            print(f"{name} ({run_id}): {how}")
+    sys.exit(1 if left else 0)
+
+
+if __name__ == "__main__":
+    typer.run(drain_node)

@@ -1,0 +1,1 @@
+"""Jobs on a whole lakehouse: upkeep, verification, rehearsals."""

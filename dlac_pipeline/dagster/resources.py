@@ -1,0 +1,76 @@
+"""Resources of the assets: the job to run, and the lakehouse of the corpus."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import dagster as dg
+from pydantic import Field, PrivateAttr
+
+from dlac_pipeline.dagster.config import JobSpecConfig
+from dlac_pipeline.dagster.heartbeat import Heartbeat
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+
+
+class JobResource(dg.ConfigurableResource[Any]):
+    """The training run that a Dagster run is about."""
+
+    spec: JobSpecConfig  # type: ignore[valid-type]  # made from the job spec at import
+    _heartbeat: Heartbeat | None = PrivateAttr(default=None)
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[Self]:
+        """Yield this resource, with a heartbeat while the Dagster run uses it."""
+        if context.run_id is None or context.instance is None:
+            yield self
+            return
+        self._heartbeat = Heartbeat(context.instance, context.run_id)
+        try:
+            yield self
+        finally:
+            self._heartbeat.close()
+
+    def was_interrupted(self) -> None:
+        """Note that the process of the Dagster run has been interrupted. The heartbeat does not interrupt it again."""
+        if self._heartbeat is not None:
+            self._heartbeat.was_interrupted()
+
+    def job_spec(self) -> JobSpec:
+        """The validated spec, with the embedded lakehouse of $DLAC_HOME where none is named.
+
+        Raises:
+            SpecInvalid: names every wrong field.
+        """
+        spec = parse_spec(self.spec.model_dump(), origin="the run configuration")  # type: ignore[attr-defined]
+        script = str(Path(spec.launch.script).resolve())
+        launch = spec.launch.model_copy(update={"script": script})
+        return spec.model_copy(update={"launch": launch}).resolved(home_folder())
+
+    def lakehouse(self) -> "Lakehouse":
+        """The open lakehouse of this run."""
+        from dlac_pipeline.lakehouse.iceberg.connect import connect
+
+        return connect(self.job_spec().lakehouse)
+
+
+class LakehouseResource(dg.ConfigurableResource[Any]):
+    """The embedded lakehouse of $DLAC_HOME, or the one that is named, as in a job spec."""
+
+    type: str = ""
+    uri: str = ""
+    warehouse: str = ""
+    name: str | None = None
+    namespace: str = "dlac"
+    properties: dict[str, str] = Field(default_factory=dict)
+
+    def lakehouse(self) -> "Lakehouse":
+        """The open lakehouse."""
+        from dlac_pipeline.lakehouse.iceberg.connect import connect
+
+        given = {name: getattr(self, name) for name in LakehouseConfig.model_fields}
+        return connect(LakehouseConfig.model_validate(given).at_home(home_folder()))

@@ -1,0 +1,1 @@
+"""Sensors and schedules on training runs: recovery, lost runs, continual training, alerts."""

@@ -1,0 +1,230 @@
+"""Alerts about DLAC's runs, by Dagster's own sensors: to the log, or as JSON to a command that you name.
+
+`dlac_alerts()` makes them for your own `Definitions`, with a function of yours in place of the command if you like. The
+pattern is that of Dagster's `make_slack_on_run_failure_sensor`. Hooks of a job would run in the process of the run, and are
+silent when that is killed: hence sensors. Each looks at one ended run per tick and sends at most one alert about it. So a
+tick either sent its alert, or failed and is repeated as a whole. No alert is lost, and none is sent twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import dagster as dg
+
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
+from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import MONITORED, RECOVER_JOB, training_run_of, trains
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+
+Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
+_BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
+_TRIES = 3
+_TICK_S = 50.0
+"""Dagster gives up a tick after 60 seconds and repeats it, with the alerts that it had sent."""
+_HELD_S = 3600.0
+"""Seconds after the end of its run during which a refused alert is tried in each tick. Later alerts wait."""
+
+
+class AlertUnsent(dg.DagsterError):
+    """An alert could not be sent yet. Of all errors only Dagster's own fail the tick and leave the cursor of a sensor on runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alert:
+    """One alert."""
+
+    kind: Kind
+    """recovering: died, and a recovery is requested. gave_up: died, and a person is needed. failed: another job than
+    training.
+    """
+    run: str
+    """The training run, or empty."""
+    job: str
+    dagster_run: str
+    message: str
+    severity: Literal["info", "warning", "error"]
+
+
+Send = Callable[[Alert, logging.Logger], None]
+
+
+def send_by_settings(alert: Alert, log: logging.Logger) -> None:
+    """Log an alert, and give it to the command of orchestration.toml if one is named.
+
+    Raises:
+        SpecInvalid: orchestration.toml is not valid.
+        TrainingFailed: the command cannot be run, fails, or takes too long.
+    """
+    levels = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+    log.log(levels[alert.severity], f"{alert.kind}: {alert.run or alert.job}: {alert.message}")
+    settings = read_settings().alerts
+    if not settings.command:
+        return
+    text, timeout_s = json.dumps(asdict(alert)), min(settings.timeout_s, _TICK_S)
+    try:
+        subprocess.run(settings.command, input=text, text=True, capture_output=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError) as err:
+        said = getattr(err, "stderr", None)
+        raise TrainingFailed(f"expected {settings.command!r} to take an alert, found {err} {said or ''}") from err
+
+
+def dlac_alerts(
+    send: Send = send_by_settings,
+    *,
+    kinds: Sequence[Kind] = ("recovering", "gave_up", "failed", "recovered", "check_failed"),
+    prefix: str = "dlac",
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.STOPPED,
+) -> list[dg.SensorDefinition]:
+    """Sensors that send alerts of these kinds: on runs that failed, on runs that succeeded, and on the checks of either.
+
+    They look at DLAC's jobs, and at what *Materialize* launches if it trains. What `send` raises means that the alert was not
+    taken: it is called again.
+    """
+
+    def sensor(
+        name: str, status: dg.DagsterRunStatus, alert_of: Callable[[dg.RunStatusSensorContext], Alert | None], says: str
+    ) -> dg.SensorDefinition:
+        @dg.run_status_sensor(
+            name=f"{prefix}_{name}",
+            run_status=status,
+            monitored_jobs=[*MONITORED, upkeep_job, verify_job, rehearse_job],
+            default_status=default_status,
+            minimum_interval_seconds=5,
+            description=says,
+        )
+        def report(context: dg.RunStatusSensorContext) -> dg.SkipReason:
+            return _send_alert(context, alert_of, kinds, send)
+
+        return report
+
+    failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
+    sensors = [
+        sensor("failure_alerts", failed, _of_failure, "Reports runs that failed: in recovery, or in need of a person."),
+        sensor("success_alerts", succeeded, _of_success, "Reports recovered training runs, and others if asked for."),
+    ]
+    if "check_failed" in kinds:
+        says = "Reports the asset checks that did not hold in runs that"
+        sensors += [
+            sensor("check_alerts", succeeded, _of_checks, f"{says} ended well."),
+            sensor("failed_run_check_alerts", failed, _of_checks, f"{says} failed."),
+        ]
+    return sensors
+
+
+def _send_alert(
+    context: dg.RunStatusSensorContext,
+    alert_of: Callable[[dg.RunStatusSensorContext], Alert | None],
+    kinds: Sequence[Kind],
+    send: Send,
+) -> dg.SkipReason:
+    """Send the alert about an ended run, if it needs one. Any result ends the tick, because the next run has its own.
+
+    Raises:
+        AlertUnsent: it was refused. The next tick tries again.
+    """
+    began, run = time.monotonic(), context.dagster_run
+    if not (trains(run) or run.job_name in _BESIDE_TRAINING):
+        return dg.SkipReason(f"run {run.run_id} of {run.job_name} does not train")
+    try:
+        alert = alert_of(context)
+        if alert is None or alert.kind not in kinds:
+            return dg.SkipReason(f"there is nothing to tell of run {run.run_id}")
+        _send_until(began, send, alert, context.log)
+    except Exception as err:
+        if _ended_s_ago(context) < _HELD_S:
+            raise AlertUnsent(
+                f"run {run.run_id} is tried again at the next tick, and those behind it wait: {err}"
+            ) from err
+        context.log.exception(f"nobody could be told of run {run.run_id}")
+        return dg.SkipReason(f"gave up to tell of run {run.run_id}: {err}")
+    return dg.SkipReason(f"told of run {run.run_id}: {alert.kind}")
+
+
+def _send_until(began: float, send: Send, alert: Alert, log: logging.Logger) -> None:
+    """Send an alert, with a few tries. None begins that could outlast the tick, which began at that monotonic time."""
+    import tenacity  # not by the process of each run
+
+    longest_s = settings_or_defaults(log).alerts.timeout_s
+
+    def enough(state: tenacity.RetryCallState) -> bool:
+        no_time_left = time.monotonic() + state.upcoming_sleep + longest_s > began + _TICK_S
+        return state.attempt_number >= _TRIES or no_time_left
+
+    tenacity.Retrying(
+        wait=tenacity.wait_exponential(multiplier=0.5, max=5.0),
+        stop=enough,
+        before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
+        reraise=True,
+    )(send, alert, log)
+
+
+def _ended_s_ago(context: dg.RunStatusSensorContext) -> float:
+    record = context.instance.get_run_record_by_id(context.dagster_run.run_id)
+    return float("inf") if record is None or record.end_time is None else time.time() - record.end_time
+
+
+def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
+    dead, failed = context.dagster_run, context.for_run_failure()
+    errors = [event.event_specific_data.error for event in failed.get_step_failure_events()]  # type: ignore[union-attr]  # step failures have it
+    said = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
+    message = said or failed.failure_event.message or "it failed"
+    if not trains(dead):
+        return _alert(dead, "failed", message, "error")
+    found = recovery_of(context.instance, dead, noticed_by="alerts", log=context.log)
+    requested = context.instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
+    if requested or isinstance(found, dg.RunRequest):
+        return _alert(dead, "recovering", message, "warning")
+    if not run_tag(dead, NO_RECOVERY_TAG):
+        message = f"{message} ({found.skip_message})"
+    return _alert(dead, "gave_up", message, "error")
+
+
+def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
+    ended = context.dagster_run
+    if run_tag(ended, STEPPED_ASIDE_TAG):
+        return None
+    if ended.job_name == RECOVER_JOB:
+        before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
+        return _alert(ended, "recovered", f"goes on for Dagster run {before}", "info")
+    return _alert(ended, "succeeded", "ended well", "info")
+
+
+def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
+    """Return one alert for all failed checks of a run, with the severity of the worst. Checks of other runs are not read.
+
+    It reads the run's own log: across runs Dagster's default storage, which has a database for each, cannot be queried.
+    """
+    entries = context.instance.all_logs(context.dagster_run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
+    answers: list[Any] = [entry.dagster_event.event_specific_data for entry in entries if entry.dagster_event]
+    last = {(answer.asset_key, answer.check_name): answer for answer in answers}  # of a step that was tried again
+    failed = [answer for answer in last.values() if not answer.passed]
+    if not failed:
+        return None
+    said = [
+        f"{each.check_name} of {each.asset_key.to_user_string()}: {each.description or 'it does not hold'}"
+        for each in failed
+    ]
+    error = any(each.severity == dg.AssetCheckSeverity.ERROR for each in failed)
+    return _alert(context.dagster_run, "check_failed", "; ".join(said), "error" if error else "warning")
+
+
+def _alert(run: dg.DagsterRun, kind: Kind, message: str, severity: Literal["info", "warning", "error"]) -> Alert:
+    return Alert(
+        kind=kind,
+        run=training_run_of(run) or run.tags.get(RUN_TAG, ""),
+        job=run.job_name,
+        dagster_run=run.run_id,
+        message=message,
+        severity=severity,
+    )

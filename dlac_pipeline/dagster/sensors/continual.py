@@ -1,0 +1,217 @@
+"""Continual training: job specs in $DLAC_HOME/jobs whose sources follow appends are trained again when new rows exist.
+
+It runs on a schedule, or as soon as a sensor sees a new snapshot. Both are off until a person turns them on. A run whose end
+needs a person is not requested again until its work changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+from blake3 import blake3
+
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.sensors.recovery import living_trainer, recovery_of
+from dlac_pipeline.dagster.settings import settings_or_defaults
+from dlac_pipeline.dagster.training_runs import TrainingJob, trains
+from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.operations.pending_work import Due
+
+FOLDER = "jobs"
+"""Folder in the home folder, with one file for each training run to continue."""
+DUE_TAG = "dlac/due"
+"""On a requested run: what it was asked for, and the head at that moment (see `due_key`)."""
+_GOES_ON = (
+    "it goes on when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
+)
+_PAGE = 20
+"""Dagster runs that are read at once."""
+_SUFFIXES = (".toml", ".yaml", ".yml")
+_UNDER_WAY = [
+    status
+    for status in dg.DagsterRunStatus
+    if status not in (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Look:
+    """Result of a look at one job spec."""
+
+    spec: JobSpec | None
+    due: Due | None
+    said: str
+
+
+def build_continual_schedule(train_job: TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
+    """Return the schedule that requests a Dagster run for each training run that has rows to train and no trainer."""
+
+    @dg.schedule(
+        job=train_job,
+        cron_schedule=cron_schedule,
+        default_status=dg.DefaultScheduleStatus.STOPPED,
+        description="Trains every run of the folder jobs/ that follows appends and has something new. Off until turned on.",
+    )
+    def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
+        return _requests(context.instance, context.log, once_per_snapshot=False)
+
+    return continual_training_schedule
+
+
+def build_new_snapshot_sensor(train_job: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script.
+
+    Dagster launches nothing for a run key that it has seen.
+    """
+
+    @dg.sensor(
+        job=train_job,
+        minimum_interval_seconds=30,
+        default_status=dg.DefaultSensorStatus.STOPPED,
+        description="Trains a run of the folder jobs/ once a table that it follows has a new snapshot. Off until turned on.",
+    )
+    def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
+        return _requests(context.instance, context.log, once_per_snapshot=True)
+
+    return new_snapshot_sensor
+
+
+def _requests(
+    instance: dg.DagsterInstance, log: logging.Logger, *, once_per_snapshot: bool
+) -> list[dg.RunRequest] | dg.SkipReason:
+    looks = list(_looks(instance, log))
+    requests = [_request(look.spec, look.due, once_per_snapshot) for look in looks if look.spec and look.due]
+    if requests:
+        return requests
+    folder = home_folder() / FOLDER
+    return dg.SkipReason("; ".join(look.said for look in looks) or f"there is no job spec in {str(folder)!r}")
+
+
+def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]:
+    folder = home_folder() / FOLDER
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.suffix not in _SUFFIXES:
+            continue
+        try:
+            yield _look(instance, path, log)
+        except DlacError as err:  # one wrong file does not keep the other runs from training
+            log.error(f"{path.name}: {err}")
+            yield _Look(spec=None, due=None, said=f"{path.name}: {err}")
+
+
+def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Look:
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
+    from dlac_pipeline.operations.pending_work import due
+
+    spec = read_spec(path).resolved(home_folder())
+    if not any(source.follow == "appends" for source in spec.sources):
+        return _Look(spec=None, due=None, said=f"{spec.run} follows no table")
+    trained = instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}, statuses=_UNDER_WAY), limit=1)
+    if trained:
+        return _Look(spec=None, due=None, said=f"{spec.run} is trained by Dagster run {trained[0].run_id}")
+    lakehouse = connect(spec.lakehouse)
+    found = due(lakehouse, spec)
+    held = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
+    if held or not found.needed:
+        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}{held}")
+    return _Look(spec=spec, due=found, said=f"{spec.run}: {found.why}")
+
+
+def _held_back(
+    instance: dg.DagsterInstance, lakehouse: Lakehouse, spec: JobSpec, found: Due, log: logging.Logger
+) -> str:
+    """Return why nothing is requested although new rows exist, as the rest of a sentence. Empty: it is requested."""
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+
+    done = dg.RunsFilter(tags={DUE_TAG: due_key(spec, found)}, statuses=[dg.DagsterRunStatus.SUCCESS])
+    if instance.get_runs(done, limit=1):
+        return ", which is less than a batch"
+    rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
+    trainer = living_trainer(instance, rows, settings_or_defaults(log).recovery)
+    if trainer:
+        return f", but {trainer} trains it"
+    given_up = _given_up(instance, spec, found, log)
+    return f", but {given_up}; {_GOES_ON}" if given_up else ""
+
+
+def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logging.Logger) -> str:
+    """Return the Dagster run that needs a person before the work is tried again, and the reason. Empty: none does.
+
+    The newest one shows how it ended, and may be a recovery, or launched by hand. The newest that was requested here shows
+    its purpose. The head does not count, because runs that end like that may have committed something before.
+    """
+    newest = None
+    for run in _newest_first(instance, spec.run):
+        if newest is None:
+            if not trains(run) or run_tag(run, STEPPED_ASIDE_TAG):
+                continue
+            newest, why = run, _needs_a_person(instance, run, log)
+            if not why:
+                return ""
+        asked_for = run_tag(run, DUE_TAG).rpartition("@")[0]
+        if asked_for:
+            return f"Dagster run {newest.run_id} {why}" if asked_for == _asked_for(spec, found) else ""
+    return ""
+
+
+def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> str:
+    """Return why no other Dagster run may follow an ended one. Empty: one may."""
+    if ended.status == dg.DagsterRunStatus.CANCELED:
+        return "" if run_tag(ended, PREEMPTED_TAG) else "was cancelled by a person"
+    if ended.status != dg.DagsterRunStatus.FAILURE:
+        return ""
+    no_recovery = run_tag(ended, NO_RECOVERY_TAG)
+    if no_recovery == RunBusy.__name__:
+        return ""  # that launch is gone, or it would have been found
+    if no_recovery:
+        return f"ended with {no_recovery}"
+    recovery = recovery_of(instance, ended, noticed_by="continual training", log=log)
+    said = str(recovery.skip_message) if isinstance(recovery, dg.SkipReason) else ""
+    return f"was given up ({said})" if "NoProgress" in said else ""
+
+
+def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.DagsterRun]:
+    """The Dagster runs of a training run."""
+    cursor = None
+    while page := instance.get_runs(dg.RunsFilter(tags={RUN_TAG: run}), cursor=cursor, limit=_PAGE):
+        yield from page
+        cursor = page[-1].run_id
+
+
+def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunRequest:
+    return dg.RunRequest(
+        run_key=_asked_for(spec, found) if once_per_snapshot else None,
+        run_config=run_config_of(spec),
+        tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.why},
+    )
+
+
+def due_key(spec: JobSpec, found: Due) -> str:
+    """Return the work and its start as a key: a Dagster run that ended well with it needs no successor.
+
+    A head that was restored by a rewind differs from the same head at its commit: the training after it does not count.
+    """
+    return f"{_asked_for(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
+
+
+def _asked_for(spec: JobSpec, found: Due) -> str:
+    """Return the snapshots to train, the last rewind, and the spec and script of the training."""
+    from dlac_pipeline.checkpoint.training_config import config_digest  # of the script as well
+
+    digest = blake3((spec.model_dump_json() + config_digest(spec)).encode()).hexdigest(length=16)
+    return f"{spec.run}@{','.join(map(str, found.snapshot_ids))}@{found.rewound}@{digest}"
+
+
+def run_config_of(spec: JobSpec) -> dict[str, Any]:
+    """The configuration of a Dagster run that trains `spec`."""
+    return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}

@@ -1,0 +1,157 @@
+"""Dagster runs whose process is gone: the code server or the whole node died, and Dagster still waits for them.
+
+A sensor looks at their heartbeats. It only marks the run as ended. The sensors in recovery.py decide what follows.
+"""
+
+import importlib
+import json
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import dagster as dg
+import psutil
+
+from dlac_pipeline.dagster.heartbeat import RunHeartbeat, beats_of
+from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import is_of, trains
+
+_WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
+_NO_MARK = ""
+_LOOK_EVERY_S, _COUNTED_S = 5, 30.0
+"""Of the time between two looks no more counts as silence: longer, it was this sensor that was away, or where signs are kept."""
+_LAUNCHED_BY_TAG = ".dagster/grpc_info"
+"""Set by Dagster's default launcher: the address of the code server that starts the run's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The newest sign of life that was seen of a run, and how long it has been the newest while a sensor looked."""
+
+    mark: str
+    silent_s: float
+
+
+@dg.sensor(
+    minimum_interval_seconds=_LOOK_EVERY_S,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Fails Dagster runs that train and whose process is gone: SIGKILLed with its code server, or with its machine.",
+)
+def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+    """Compare each run's heartbeat with what was seen at the ticks before."""
+    settings, now = settings_or_defaults(context.log).recovery, time.time()
+    mine = context.code_location_origin
+    location = None if mine is None else mine.location_name
+    waited_for = context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR))
+    runs = [run for run in waited_for if trains(run) and is_of(run, location)]
+    if runs:
+        _import_what_a_recovery_needs()
+    beats = beats_of(context.instance, [run.run_id for run in runs])
+    looked_at, before = _seen_before(context.cursor)
+    passed_s = min(max(now - looked_at, 0.0), _COUNTED_S)
+    seen, lost = {}, []
+    for run in runs:
+        beat = beats.get(run.run_id)
+        mark = beat.mark if beat else _NO_MARK
+        known = before.get(run.run_id)
+        silent_s = known.silent_s + passed_s if known is not None and known.mark == mark else 0.0
+        seen[run.run_id] = _Seen(mark, silent_s)
+        if beat is None:
+            reason = _lost_before_it_beat(context.instance, run, silent_s, settings)
+        else:
+            reason = _reason_lost(beat, silent_s, settings)
+        if reason and _end(context.instance, run, reason):
+            lost.append(f"run {run.run_id}: {reason}")
+    cursor = json.dumps({"looked_at": now, "seen": {run_id: [one.mark, one.silent_s] for run_id, one in seen.items()}})
+    said = "; ".join(lost) or f"all {len(runs)} runs that train give signs of life"
+    return dg.SensorResult(skip_reason=dg.SkipReason(said), cursor=cursor)
+
+
+def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:
+    """Moment and result of this sensor's last look."""
+    said = json.loads(cursor or "{}")
+    return said.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in said.get("seen", {}).items()}
+
+
+def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings) -> str:
+    """Return why a run that has been silent for so long is lost. Empty: it is not."""
+    if beat.is_here and beat.is_gone and silent_s >= settings.gone_after_s:
+        return f"its process {beat.pid} is gone"
+    if silent_s < settings.lost_after_s:
+        return ""
+    return f"its process {beat.pid} on {beat.machine.split()[0]} has given no sign of life for {silent_s:.0f} s"
+
+
+def _import_what_a_recovery_needs() -> None:
+    """Beside the training: the daemon begins another code server each minute, and `recovery_sensor` is to decide at once."""
+    importlib.import_module("dlac_pipeline.supervise.claim")
+
+
+def _lost_before_it_beat(
+    instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings
+) -> str:
+    """Return why a run without a heartbeat will never have one: its starter here, or its process, is gone. Empty: it may.
+
+    An existing process may take long to import on a busy node, and cannot be distinguished from one that hangs.
+    """
+    if silent_s < settings.gone_after_s:
+        return ""
+    pid, since = _started_here(instance, run)
+    if pid and not _is_there(pid, since):
+        return f"its process {pid} is gone, and gave no sign of life"
+    if not pid and _server_is_gone(run):
+        return "it was not started, and the code server that was to start it is gone"
+    patience_s = max(settings.lost_after_s, settings.start_within_s if pid else 0.0)
+    return f"it has given no sign of life in {silent_s:.0f} s" if silent_s >= patience_s else ""
+
+
+def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int, float]:
+    """Return the process that a code server of this node started for a run, and the moment. 0: none is known."""
+    server = _server_of(run)
+    if not server or not Path(server).exists():
+        return 0, 0.0  # launched by another machine, or by other means
+    for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+        metadata = {} if entry.dagster_event is None else entry.dagster_event.engine_event_data.metadata
+        if "pid" in metadata:
+            return int(str(metadata["pid"].value)), entry.timestamp
+    return 0, 0.0
+
+
+def _server_of(run: dg.DagsterRun) -> str:
+    """Return the socket of the code server for a run, or an empty string."""
+    return str(json.loads(run.tags.get(_LAUNCHED_BY_TAG, "{}")).get("socket") or "")
+
+
+def _server_is_gone(run: dg.DagsterRun) -> bool:
+    """Return True if the socket of the code server is on this node and does not answer."""
+    server = _server_of(run)
+    if not server or not Path(server).exists():
+        return False
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(server)
+        except OSError:
+            return True
+    return False
+
+
+def _is_there(pid: int, since: float) -> bool:
+    """Return True if the process that had this id at that time runs."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return process.create_time() <= since and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _end(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> bool:
+    """Say that a run has ended: as a failure, which is recovered, or as the cancellation that it was asked for."""
+    now = instance.get_run_by_id(run.run_id)
+    if now is None or now.is_finished:
+        return False
+    if now.status == dg.DagsterRunStatus.CANCELING:
+        instance.report_run_canceled(now, message=f"Cancelled; {reason}")
+    else:
+        instance.report_run_failed(now, message=f"Lost: {reason}")
+    return True

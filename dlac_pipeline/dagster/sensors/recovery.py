@@ -1,0 +1,225 @@
+"""Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests the recovery
+job.
+
+A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
+not. The sensor in lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
+"""
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
+from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import MONITORED, TrainingJob, raw_spec_of, spec_of, trains
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.spec.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.ledger.run_rows import Row
+
+_HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
+"""On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
+_OUTAGE_SINCE_TAG = "dlac/outage_since"
+"""On a recovery run: when catalog or store were first away, in seconds since the epoch, if they have been since then."""
+RECOVERS_TAG = "dlac/recovers"
+"""Tag of a recovery run: the Dagster run that it resumes."""
+_PRIORITY_TAG = "dagster/priority"
+_PASSED_ON = (_PRIORITY_TAG, "dagster/max_runtime")
+"""Dagster's own tags that are passed on. Tags of launchers and people are passed on as well."""
+_LONG_S = 600.0
+"""A run that lasted longer has trained: where it could not begin, it would have waited for three minutes."""
+
+
+def build_recovery_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests one recovery per dead Dagster run.
+
+    The recovery replaces the current attempt, unless that one is alive.
+    """
+
+    @dg.run_failure_sensor(
+        monitored_jobs=MONITORED,
+        request_job=recover_job,
+        minimum_interval_seconds=2,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Requests recover_job when a Dagster run that trains has died; leaves failures alone that would come again.",
+    )
+    def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
+        _let_go_of_pools(context.instance, context.dagster_run, context.log)
+        return recovery_of(context.instance, context.dagster_run, noticed_by="recovery_sensor", log=context.log)
+
+    return recovery_sensor
+
+
+def build_preemption_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests a recovery of each cancelled run that has the tag of preemption."""
+
+    @dg.run_status_sensor(
+        run_status=dg.DagsterRunStatus.CANCELED,
+        monitored_jobs=MONITORED,
+        request_job=recover_job,
+        minimum_interval_seconds=2,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Requests recover_job when a run was cancelled because its node goes away; not when a person cancelled it.",
+    )
+    def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
+        cancelled = context.dagster_run
+        _let_go_of_pools(context.instance, cancelled, context.log)
+        if not run_tag(cancelled, PREEMPTED_TAG):
+            return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
+        return recovery_of(context.instance, cancelled, noticed_by="preemption_sensor", log=context.log)
+
+    return preemption_sensor
+
+
+def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:
+    """Free the slots of a run whose process was killed, or its recovery would wait for them for ever."""
+    try:
+        instance.event_log_storage.free_concurrency_slots_for_run(ended.run_id)
+    except Exception:
+        log.exception(
+            f"the pools of run {ended.run_id} could not be let go of: `dagster instance concurrency` shows them"
+        )
+
+
+def recovery_of(
+    instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
+) -> dg.RunRequest | dg.SkipReason:
+    """Return the recovery of a Dagster run that has ended, or why it has none.
+
+    It only reads, so a second call returns the same.
+    """
+    if not trains(dead):
+        return dg.SkipReason(f"run {dead.run_id} did not train: it has no job configuration, or not the model to make")
+    no_recovery = run_tag(dead, NO_RECOVERY_TAG)
+    if no_recovery:
+        return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would end alike")
+    try:
+        spec = spec_of(dead.run_config)
+    except SpecInvalid as err:  # what Dagster cannot launch would be asked for for ever, and nothing else
+        return dg.SkipReason(f"run {dead.run_id} cannot be launched again: {err}")
+    settings = settings_or_defaults(log).recovery
+    past = _Past(instance, dead)
+    launch: dict[str, Any] = {"takeover": False}
+    # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
+    try:
+        trainer, launch = _find_trainer(instance, spec, past, settings)
+    except Exception as err:
+        log.warning(f"it cannot be told who trains, requesting a recovery that fences nobody: {err}", exc_info=True)
+    else:
+        if trainer:
+            return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
+    fruitless = past.fruitless(settings)
+    if fruitless >= spec.launch.attempts_without_progress:
+        return dg.SkipReason(
+            f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
+        )
+    launch |= {"recovers": dead.run_id, "wait_s": settings.wait_for_old_launch_s}
+    launch |= {"noticed_by": noticed_by, "noticed_at": past.now}
+    return dg.RunRequest(
+        run_key=dead.run_id,
+        run_config={
+            "resources": {"job": {"config": {"spec": raw_spec_of(dead.run_config)}}},
+            "ops": {"model_checkpoint": {"config": launch}},
+        },
+        tags={
+            _PRIORITY_TAG: "1",  # before what has not begun
+            **_passed_on(dead),
+            RUN_TAG: spec.run,
+            RECOVERS_TAG: dead.run_id,
+            _HEAD_TAG: past.head,
+            _IN_A_ROW_TAG: str(fruitless + 1),
+            **({} if past.outage_since is None else {_OUTAGE_SINCE_TAG: str(past.outage_since)}),
+        },
+    )
+
+
+class _Past:
+    """Results of recoveries before this one, by the dead run's tags, and of the dead run itself."""
+
+    def __init__(self, instance: dg.DagsterInstance, dead: dg.DagsterRun) -> None:
+        self.now = time.time()
+        self.head = run_tag(dead, _HEAD_TAG) or "unknown"
+        """The run's present head. Until it is known, the head when the dead run was requested."""
+        self._requested_at_head = run_tag(dead, _HEAD_TAG)
+        self._in_a_row = int(run_tag(dead, _IN_A_ROW_TAG) or "0")
+        self._away = bool(run_tag(dead, OUTAGE_TAG))
+        self._since = float(run_tag(dead, _OUTAGE_SINCE_TAG) or self.now)
+        self._lasted_s = _lasted_s(instance, dead)
+        self._progressed: bool | None = None
+
+    def seen(self, head: str) -> None:
+        """The head was looked up. A run that was not requested here counts as one that has committed something."""
+        self.head, self._progressed = head, not self._requested_at_head or self._requested_at_head != head
+
+    @property
+    def outage_since(self) -> float | None:
+        """Return the begin of an outage of catalog or store, if the dead run died of one. It may have trained well before."""
+        if not self._away:
+            return None
+        return self.now if self._trained else self._since
+
+    @property
+    def _trained(self) -> bool:
+        """Return True if it committed something, or if the ledger is unavailable, if it lasted long enough."""
+        return self._lasted_s > _LONG_S if self._progressed is None else self._progressed
+
+    def fruitless(self, settings: RecoverySettings) -> int:
+        """Return the consecutive recoveries that committed nothing.
+
+        Those that an outage ended do not count, unless it lasts too long.
+        """
+        if self._trained:
+            return 0
+        since = self.outage_since
+        waits = since is not None and self.now - since < settings.outage_s
+        return self._in_a_row - (1 if waits and self._in_a_row else 0)
+
+
+def _lasted_s(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> float:
+    record = instance.get_run_record_by_id(dead.run_id)
+    if record is None or record.start_time is None or record.end_time is None:
+        return 0.0
+    return record.end_time - record.start_time
+
+
+def _passed_on(dead: dg.DagsterRun) -> dict[str, str]:
+    """Tags of the dead run that are not about itself: a launcher's settings, a team, a priority."""
+    about_itself = ("dlac/", "dagster/", ".dagster/")
+    return {name: value for name, value in dead.tags.items() if name in _PASSED_ON or not name.startswith(about_itself)}
+
+
+def _find_trainer(
+    instance: dg.DagsterInstance, spec: JobSpec, past: _Past, settings: RecoverySettings
+) -> tuple[str, dict[str, Any]]:
+    """Return the run's trainer (empty: none), and how a recovery takes the run over."""
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
+
+    rows = Ledger(connect(spec.lakehouse)).rows(spec.run, kinds=HEAD_KINDS)
+    trainer = living_trainer(instance, rows, settings)
+    fence = fence_of_rows(
+        rows
+    )  # of the very rows that say who trains: an attempt that is claimed meanwhile is not replaced
+    past.seen(str(fence.head))
+    return trainer, {"takeover": True, "replaces": fence.attempt}
+
+
+def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
+    """Return the living owner of the run: another Dagster run, or a launch from elsewhere. Empty: none."""
+    from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
+    from dlac_pipeline.supervise.claims import launcher_of
+    from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
+
+    if not rows or finished_of_rows(rows):
+        return ""
+    attempt = fence_of_rows(rows).attempt
+    owner = launcher_of(rows, attempt)
+    launched = instance.get_run_by_id(owner) if owner else None
+    if launched is not None:
+        return "" if launched.is_finished else f"Dagster run {owner} (attempt {attempt})"
+    alive = liveness_of(rows, attempt).alive(lost_after_s=settings.lost_after_s)
+    return f"launch {owner or 'by hand'} (attempt {attempt})" if alive else ""

@@ -1,0 +1,80 @@
+"""Ranks of a rehearsal: started in a sandbox, watched, and asked for the losses of the steps that they repeat."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.elastic.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
+from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.plan.legs.choice import check_sources
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.failure import first_cause
+from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+
+_POLL_S = 0.05
+
+
+def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpec:
+    """Return the spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
+    check_sources(spec, leg)
+    names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
+    order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
+    checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
+    launch = spec.launch.model_copy(
+        update={
+            "world_size": successor["world_size"],
+            "nodes": "",  # all ranks are on this node
+            "termination_url": "",
+            "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"},
+        }
+    )
+    return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
+
+
+def replay(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
+    """Run the ranks to the last step and return their records."""
+    launch = folder / "launch"
+    launch.mkdir()
+    (launch / "spec.json").write_text(spec.model_dump_json())
+    write_durably(launch / "resume.json", point.to_json().encode())
+    world_size = spec.launch.world_size
+    hang_detector = HangDetector(spec.launch)
+    with closing(RankStarter()) as starter:
+        ranks = starter.start(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
+        try:
+            while not ranks.all_exited():
+                _check_alive(ranks, spec, hang_detector)
+                time.sleep(_POLL_S)
+            _check_alive(ranks, spec, hang_detector)
+        finally:
+            ranks.end()
+    events = launch / "events.jsonl"
+    written = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    return next((event for event in written if event["event"] == "rehearsed"), {"losses": [], "skipped": []})
+
+
+def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -> None:
+    failures = ranks.failures()
+    silent = hang_detector.find_hang(ranks)
+    if not failures and silent is None:
+        return
+    cause = first_cause(failures) if failures else silent
+    assert cause is not None
+    kind = errors.error_class(cause.kind)
+    if kind is not None:
+        raise kind(cause.message)
+    tail = cause.traceback or ranks.log_end(cause.rank)["log_tail"]
+    raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")

@@ -1,0 +1,149 @@
+"""Rows that a checkpoint was trained on, among those that a rewind leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+from pyiceberg.table import Table
+
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.ledger.branches import Exclusion
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of, restorable_rows
+from dlac_pipeline.operations.branch_checks import tables_of
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.spec.job_spec import JobSpec
+
+
+def first_checkpoint(rows: Sequence[Row]) -> Row | None:
+    """Return the row of the first checkpoint of a run. Its step is 0 if the run was adopted or forked."""
+    return min(checkpoint_rows(rows).values(), key=lambda row: int(row["seq"]), default=None)
+
+
+def seen_before(
+    lakehouse: Lakehouse,
+    run: str,
+    rows: Sequence[Row],
+    target: str | None,
+    wanted: Sequence[Exclusion],
+    of: tuple[Leg, JobSpec | None],
+) -> dict[str, Any]:
+    """Return the report on excluded rows: how many the target has seen, and the newest checkpoint that has seen none.
+
+    `of` is the target's leg, with the run's spec.
+    """
+    if not wanted:
+        return {}
+    if target is None:
+        return {"excluded_rows_seen": 0}
+    try:
+        seen = _seen_rows(lakehouse, run, target, wanted, tables_of(lakehouse, *of))
+    except (DlacError, duckdb.Error) as err:  # the snapshot of an old plan may have expired
+        return {"not_counted": f"{type(err).__name__}: {err}"}
+    count = len({(source, path, row) for source, path, row, _ in seen})
+    if not count:
+        return {"excluded_rows_seen": 0}
+    clean = _newest_before(rows, target, {checkpoint for *_, checkpoint in seen})
+    if clean is not None:
+        clean_step = int(checkpoint_rows(rows)[clean]["step"])
+        return {"excluded_rows_seen": count, "clean_checkpoint": clean, "clean_step": clean_step}
+    first = first_checkpoint(rows)
+    has_beginning = first is not None and int(first["step"]) > 0
+    return {"excluded_rows_seen": count, "clean_step": 0 if has_beginning else None}
+
+
+def _newest_before(rows: Sequence[Row], target: str, seen_by: Collection[str]) -> str | None:
+    """Return the newest restorable checkpoint that is older than all of `seen_by`.
+
+    Return None if no such checkpoint exists, or if one of `seen_by` belongs to another run.
+    """
+    places = {name: place for place, name in enumerate(lineage_of(rows, target))}
+    if not places.keys() >= set(seen_by):
+        return None
+    oldest, kept = max(places[name] for name in seen_by), restorable_rows(rows)
+    return next((name for name, place in places.items() if place > oldest and name in kept), None)
+
+
+_SeenRow = tuple[int, str, int, str]
+"""Source, data file, position in the file, and the checkpoint that was trained on the row."""
+
+
+def _seen_rows(
+    lakehouse: Lakehouse, run: str, target: str, wanted: Sequence[Exclusion], tables: Sequence[Table]
+) -> list[_SeenRow]:
+    """Return the excluded rows that a checkpoint was trained on, also in the runs that its run was forked from."""
+    found: list[_SeenRow] = []
+    for source in sorted({each.source for each in wanted}):
+        table = tables[source]
+        where = [each.where for each in wanted if each.source == source]
+        at: tuple[str, str] | None = (run, target)
+        while at is not None:
+            with open_audit(lakehouse, run=at[0]) as connection:
+                own = source if at[0] == run else None
+                excluded = _excluded_rows(connection, at[1], table, where, own)
+                connection.register("excluded_rows", excluded)
+                seen = rows_of(connection, "FROM rows_seen('excluded_rows', $1)", [at[1]])
+                found += [
+                    (source, each["file_path"], each["row"], each["checkpoint_id"])
+                    for each in seen
+                    if own is None or each["source"] == own
+                ]
+                at = _forked_from(connection, at[1])
+    return found
+
+
+def _excluded_rows(
+    connection: duckdb.DuckDBPyConnection, checkpoint: str, table: Table, where: Sequence[str], source: int | None
+) -> pa.Table:
+    """Return the rows (plan_id, file_path, row) that the expressions match, of a table's plans that led to a checkpoint."""
+    plans = rows_of(
+        connection,
+        "SELECT DISTINCT p.plan_id, p.snapshot_id, p.schema_id FROM consumption AS a JOIN plans AS p USING (plan_id) "
+        "WHERE a.kind = 'advance' AND p.table_uuid = $1 AND ($2 IS NULL OR a.source = $2) "
+        "AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors($3))",
+        [str(table.metadata.table_uuid), source, checkpoint],
+    )
+    parts = [pa.table({"plan_id": pa.array([], pa.string()), "file_path": pa.array([], pa.string()), "row": _NO_ROWS})]
+    for plan in plans:
+        asked = "SELECT DISTINCT file_path FROM units WHERE plan_id = $1"
+        paths = {each["file_path"] for each in rows_of(connection, asked, [plan["plan_id"]])}
+        groups = row_groups_of(
+            table,
+            plan["snapshot_id"],
+            "",
+            schema=table.schemas()[plan["schema_id"]],
+            only=_is_one_of(paths),
+            exclude=where,
+        )
+        for group in groups:
+            positions = group.first_row + group.dead
+            same = {"plan_id": plan["plan_id"], "file_path": group.file_path}
+            parts.append(
+                pa.table({**{name: pa.repeat(value, len(positions)) for name, value in same.items()}, "row": positions})
+            )
+    return pa.concat_tables(parts)
+
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+def _is_one_of(paths: Collection[str]) -> Callable[[LiveFile], bool]:
+    return lambda file: file.path in paths
+
+
+def _forked_from(connection: duckdb.DuckDBPyConnection, checkpoint: str) -> tuple[str, str] | None:
+    """Return the run and the checkpoint that a checkpoint's run was forked from, or None."""
+    found = rows_of(
+        connection,
+        "SELECT forked_run, forked_from FROM checkpoints WHERE forked_from IS NOT NULL "
+        "AND checkpoint_id IN (SELECT checkpoint_id FROM ancestors($1))",
+        [checkpoint],
+    )
+    return (found[0]["forked_run"], found[0]["forked_from"]) if found else None

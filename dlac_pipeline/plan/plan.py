@@ -1,0 +1,108 @@
+"""Plans that are written: a plan's row and work units, and the plans that a process has read, each once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
+from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
+from dlac_pipeline.plan.units import UnitTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A plan and its units."""
+
+    row: PlanRow
+    units: UnitTable
+
+    @property
+    def id(self) -> str:
+        """Content id of the plan."""
+        return self.row.plan_id
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that become tensors."""
+        return tuple(json.loads(self.row.columns))
+
+
+class Plans:
+    """Plans of a lakehouse, for one process. A plan never changes, so each is read once.
+
+    Its table and its pin may change: they are checked whenever the plan is used for reading rows.
+    """
+
+    def __init__(self, lakehouse: Lakehouse) -> None:
+        self.lakehouse = lakehouse
+        self._rows: dict[str, PlanRow] = {}
+        self._plans: dict[str, Plan] = {}
+
+    def add(self, plan: Plan) -> Plan:
+        """Remember a plan that this process has made, and return it."""
+        self._rows[plan.id] = plan.row
+        return self._plans.setdefault(plan.id, plan)
+
+    def find_row(self, plan_id: str) -> PlanRow | None:
+        """Return the row of a plan, or None if no such plan was written."""
+        if plan_id not in self._rows:
+            found = find_plan(self.lakehouse, plan_id)
+            if found is None:
+                return None
+            self._rows[plan_id] = found
+        return self._rows[plan_id]
+
+    def row(self, plan_id: str) -> PlanRow:
+        """Return the row of a plan.
+
+        Raises:
+            SpecInvalid: no such plan was written.
+        """
+        if plan_id not in self._rows:
+            self._rows[plan_id] = get_plan(self.lakehouse, plan_id)
+        return self._rows[plan_id]
+
+    def check(self, plan_id: str, *, table: str | None = None) -> PlanRow:
+        """Return the row of a plan, after checking that its table (perhaps renamed to `table`) and its pin still exist.
+
+        Raises:
+            TableReplaced, PinLost: the table is another one, or the pin is gone.
+            SpecInvalid: no such plan was written.
+        """
+        row = self.row(plan_id)
+        name = table or row.source_table
+        check_pinned(self.lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
+        return row
+
+    def load(self, plan_id: str, *, table: str | None = None) -> Plan:
+        """Return a plan with its units, after the checks of `check`."""
+        row = self.check(plan_id, table=table)
+        if plan_id not in self._plans:
+            self._plans[plan_id] = Plan(row=row, units=unit_table(read_units(self.lakehouse, row)))
+        return self._plans[plan_id]
+
+
+def unit_table(units: pa.Table) -> UnitTable:
+    """Return the rows of `work_units` of one plan, in order of `unit`, as columns."""
+    dictionary = units["file_path"].combine_chunks().dictionary_encode()
+    if isinstance(dictionary, pa.ChunkedArray):
+        dictionary = dictionary.combine_chunks()
+    dead = {}
+    for index in np.flatnonzero(units["live_rows"].to_numpy() < units["rows"].to_numpy()):
+        ranges = units["dead"][int(index)].as_py()
+        spans = [np.arange(span["first"], span["first"] + span["rows"]) for span in ranges]
+        dead[int(index)] = np.concatenate(spans).astype(np.int64)
+    return UnitTable(
+        file_paths=dictionary.dictionary.to_pylist(),
+        file=dictionary.indices.to_numpy().astype(np.int64),
+        row_group=units["row_group"].to_numpy().astype(np.int64),
+        first_row=units["first_row"].to_numpy(),
+        rows=units["rows"].to_numpy(),
+        dead=dead,
+        bytes=units["bytes"].to_numpy(),
+    )

@@ -1,0 +1,105 @@
+"""From a leg to a rank's reader: plans and sources are opened, and checked against the leg."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlac_pipeline.plan.legs.choice import check_alike
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.plan import Plan, Plans
+from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.read.memory import Buffers
+from dlac_pipeline.read.opening.leg_columns import LegColumns
+from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
+from dlac_pipeline.read.opening.open_streams import StreamOpener
+from dlac_pipeline.read.prefetch import Prefetcher
+from dlac_pipeline.read.reader import Exchange, RankReader, ReadStart, alone
+from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
+from dlac_pipeline.spec.job_spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenLeg:
+    """A leg whose plans and tables are open. It makes readers for any rank."""
+
+    leg: Leg
+    spec: JobSpec
+    order: LegOrder
+    units: Mapping[str, UnitTable]
+    """By plan id."""
+    sources: tuple[OpenSource, ...]
+    tokenizer: Tokenizer | None
+
+    def order_apart(self) -> LegOrder:
+        """Return the same order again, for another thread: an order computes its cuts on demand."""
+        return self.leg.order(self.units)
+
+    def start_state(self) -> ReaderState:
+        """The reader state with which the leg begins."""
+        return [list(source.start.cursors) for source in self.leg.sources]
+
+    def reader(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        step: int | None = None,
+        state: ReaderState | None = None,
+        exchange: Exchange = alone,
+        budget_bytes: int | None = None,
+    ) -> RankReader:
+        """Return the reader of one rank, from after `step` (unset: the leg's beginning). A streamed leg needs `state`.
+
+        `budget_bytes` defaults to that of the spec.
+
+        Raises:
+            SpecInvalid: the number of ranks does not divide the batch size.
+        """
+        step = self.leg.start_step if step is None else step
+        if state is None:
+            state = self.start_state() if step == self.leg.start_step else self.order.reader_state(step)
+        read = self.spec.read
+        budget_bytes = read.budget_mb * 2**20 if budget_bytes is None else budget_bytes
+        batches = Buffers()
+        prefetch = Prefetcher(
+            threads=read.threads,
+            budget_bytes=budget_bytes * 15 // 16,  # the rest is for what cannot be counted, as what allocators round up
+            beside_bytes=lambda: batches.nbytes + sum(source.decoder.shared_bytes for source in self.sources),
+        )
+        opener = StreamOpener(
+            leg=self.leg, order=self.order, sources=self.sources, tokenizer=self.tokenizer, prefetch=prefetch
+        )
+        return RankReader(
+            self.order,
+            LegColumns(leg=self.leg, order=self.order, units=self.units, sources=self.sources),
+            opener.open_stream(),
+            prefetch,
+            batches,
+            ReadStart(rank=rank, world_size=world_size, step=step, state=state),
+            exchange=exchange,
+        )
+
+
+def open_leg(plans: Plans, leg: Leg, spec: JobSpec) -> OpenLeg:
+    """Open a leg, with the places that the spec names.
+
+    Raises:
+        TableReplaced, PinLost: a table is not the planned one, or its pin is gone.
+        ResumeMismatch: the transform or the tokenizer is not the bound one.
+        UnsupportedColumn, NoSuchColumn: a column cannot become a tensor.
+    """
+    read: dict[str, Plan] = {}
+    sources = []
+    for source, mine in zip(spec.sources, leg.sources, strict=True):
+        own = {plan_id: plans.load(plan_id, table=source.table) for plan_id in mine.start.plan_ids}
+        read |= own
+        table, snapshots = plans.lakehouse.load(source.table), {plan.row.snapshot_id for plan in own.values()}
+        sources.append(open_source(table, source, mine, snapshots, packed=bool(leg.sequences.length)))
+    check_alike({source.leg.name: source.kinds for source in sources if source.kinds})
+    tokenizer = load_tokenizer(spec.sequences.tokenizer) if leg.sequences.tokenizer else None
+    if tokenizer is not None and tokenizer.digest != leg.sequences.tokenizer:
+        raise changed_since_plan("tokenizer", spec.sequences.tokenizer)
+    units = {plan_id: plan.units for plan_id, plan in read.items()}
+    return OpenLeg(leg=leg, spec=spec, order=leg.order(units), units=units, sources=tuple(sources), tokenizer=tokenizer)

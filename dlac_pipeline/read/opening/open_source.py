@@ -1,0 +1,140 @@
+"""One source of a leg, opened: its decoder and transform, and how its decoded blocks become columns, samples or documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from pyiceberg.table import Table
+
+from dlac_pipeline.lakehouse.errors import ResumeMismatch
+from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
+from dlac_pipeline.plan.legs.leg import LegSequences, LegSource
+from dlac_pipeline.plan.source_order import Stretch
+from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
+from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
+from dlac_pipeline.read.joining import take_rows
+from dlac_pipeline.read.streams import Columns
+from dlac_pipeline.rows.columns import ColumnKind, kinds_of, to_column
+from dlac_pipeline.rows.tokenizing import Tokenizer
+from dlac_pipeline.rows.transform import Reject, Transform, load_transform
+from dlac_pipeline.spec.job_spec import SourceSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenSource:
+    """One source of a leg, ready to be decoded."""
+
+    leg: LegSource
+    decoder: BlockDecoder
+    kinds: Mapping[str, ColumnKind]
+    transform: Transform | None
+
+    @property
+    def _reject(self) -> Reject:
+        return "quarantine" if self.leg.on_reject == "quarantine" else "fail"
+
+    def to_columns(self) -> Callable[[Stretch, pa.Table], Columns]:
+        """Return the preparation of blocks whose rows are samples."""
+
+        def prepare(stretch: Stretch, table: pa.Table) -> Columns:
+            origin, live = _origin(stretch), _live_mask(stretch)
+            return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in self.kinds.items()}
+
+        return prepare
+
+    def to_samples(self) -> Callable[[Stretch, pa.Table], Samples]:
+        """Return the preparation of blocks whose samples a transform makes. It is checked on the first block."""
+        checks = iter([True])
+
+        def prepare(stretch: Stretch, table: pa.Table) -> Samples:
+            live, positions = _live(stretch, table)
+            return samples_of(
+                live,
+                positions,
+                transform=self.transform,
+                reject=self._reject,
+                check=next(checks, False),
+                origin=_origin(stretch),
+            )
+
+        return prepare
+
+    def to_documents(
+        self, sequences: LegSequences, tokenizer: Tokenizer | None
+    ) -> Callable[[Stretch, pa.Table], Documents]:
+        """Return the preparation of blocks whose rows are documents. The transform is checked on the first block."""
+        checks = iter([True])
+
+        def prepare(stretch: Stretch, table: pa.Table) -> Documents:
+            live, positions = _live(stretch, table)
+            known = self.transform is not None or sequences.column in table.column_names
+            column = sequences.column if known else table.column_names[0]
+            return documents_of(
+                live,
+                positions,
+                column=column,
+                transform=self.transform,
+                tokenizer=tokenizer,
+                end_id=sequences.end_id,
+                begin_id=sequences.begin_id,
+                reject=self._reject,
+                check=next(checks, False),
+            )
+
+        return prepare
+
+
+def open_source(
+    table: Table, spec: SourceSpec, mine: LegSource, snapshot_ids: Collection[int], *, packed: bool
+) -> OpenSource:
+    """Open one source of a leg, with the places that the spec names.
+
+    Raises:
+        TableReplaced: the table is not the planned one.
+        ResumeMismatch: the transform is not the bound one.
+        UnsupportedColumn, NoSuchColumn: a column cannot become a tensor.
+    """
+    check_same_table(spec.table, planned_uuid=mine.table_uuid, uuid=str(table.metadata.table_uuid))
+    schema = table.schemas()[mine.schema_id]
+    transform = load_transform(spec.transform) if spec.transform else None
+    if (transform.digest if transform else "") != mine.transform:
+        raise changed_since_plan("transform", spec.transform)
+    kinds = {} if packed or transform else kinds_of(schema, mine.columns, mine.ragged, mine.nullable)
+    return OpenSource(leg=mine, decoder=open_decoder(table, mine, snapshot_ids), kinds=kinds, transform=transform)
+
+
+def changed_since_plan(what: str, name: str) -> ResumeMismatch:
+    """Return the error for code or data that differs from the one with which the leg was planned."""
+    return ResumeMismatch(
+        f"expected the {what} with which the leg was planned, found another one at {name!r}: restore it, or start a run "
+        "under another name"
+    )
+
+
+def _live(stretch: Stretch, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:
+    """The rows of a stretch in reading order, and their positions in the block."""
+    block = stretch.block
+    return take_rows(table, block.rows_of(stretch.start, stretch.stop)), block.positions_of(stretch.start, stretch.stop)
+
+
+def _live_mask(stretch: Stretch) -> np.typing.NDArray[np.bool_] | None:
+    """Return the live rows of a range's slices as a mask, or None where all are live."""
+    block = stretch.block
+    if block.live_rows == block.rows:
+        return None
+    mask = np.zeros(block.rows, dtype=np.bool_)
+    mask[block.rows_of(0, block.live_rows)] = True
+    first = 0 if stretch.portion is None else int(block.base[stretch.portion[0]])
+    mask = mask[first : first + int(stretch.slices.rows.sum())]
+    return None if mask.all() else mask
+
+
+def _origin(stretch: Stretch) -> str:
+    """The data files of a block, for messages."""
+    units = stretch.cut.units
+    paths = [units.file_paths[file] for file in dict.fromkeys(units.file[stretch.block.slices.unit].tolist())]
+    more = f" and {len(paths) - 3} more files" if len(paths) > 3 else ""
+    return ", ".join(repr(path) for path in paths[:3]) + more

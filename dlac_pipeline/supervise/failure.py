@@ -1,0 +1,209 @@
+"""Failures: why an attempt ended without finishing, the rank that caused it, and the work that was lost.
+
+In: exits and heartbeats of ranks. Out: a `Failure`, for the restart policy and for the record of the recovery.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.elastic.ranks.script_errors import Origin
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.supervise.claims import idle, launch_folder_of, left_in_order
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
+from dlac_pipeline.supervise.ranks.all_ranks import LOST, AllRanks
+from dlac_pipeline.supervise.ranks.local_ranks import Exit
+
+STUCK = "Stuck"
+"""Kind of the failure of a rank that was asked to exit and is still running."""
+SILENT_KINDS = (HANG, LOST)
+"""Kinds of the failures of ranks that stopped to send heartbeats, alone or with their node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An attempt that ended without finishing. Moments are in seconds since the epoch."""
+
+    cause: str
+    noticed_by: str
+    failed_at: float
+    """Moment of the last heartbeat before the failure."""
+    noticed_at: float
+    launched_at: float
+    """Start of the launch that recovers. Without a sensor it is the moment of the notice."""
+    stopped_at: float
+    """Moment at which no process of the attempt was left."""
+    last_step: int
+    """Last optimizer step that the attempt finished."""
+    began: float = 0.0
+    """Moment at which the attempt began to train, or 0."""
+    rows: int = 0
+    """Rows of the attempt's finished steps."""
+    in_hand: int = 0
+    """Step of the batch that the failed rank had, or 0."""
+    doing: str = ""
+    """Phase of the failed rank."""
+    kind: str = ""
+    message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """Further facts of the error, for programs."""
+    rank: int = -1
+    """The rank that failed, or -1 if it is unknown."""
+    trained: bool = False
+    """True if the failed rank had finished a step in this attempt."""
+    where: str = ""
+    """The innermost line of the user's code in the traceback of the rank's exception."""
+    place: str = ""
+    """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
+    origin: Origin = ""
+    traceback: str = ""
+    log: str = ""
+    """File of the failed rank's output, on its own node."""
+
+    @property
+    def script_raised(self) -> bool:
+        """True if the script is to blame: it raised the exception, or passed values that DLAC could not compute with."""
+        return bool(self.place) and (self.origin == "script" or (self.origin == "dlac" and self.in_hand > 0))
+
+    @property
+    def blames_script(self) -> bool:
+        """True if a rank failed with an exception or an exit status, and did not only stop to send heartbeats."""
+        return self.kind not in ("", *SILENT_KINDS)
+
+    @property
+    def summary(self) -> str:
+        """The cause in one line, with its step and place."""
+        if not self.where:
+            return self.cause
+        step = f"in step {self.in_hand}" if self.in_hand else f"while {self.doing} after step {self.last_step}"
+        return f"{self.cause.partition(chr(10))[0]}, {step}, at {self.where}"
+
+    def describe(self) -> str:
+        """Return the summary, the user's frames of the traceback and the log file, a line each."""
+        log = f"log of rank {self.rank}: {self.log}" if self.log else ""
+        return "\n".join(part for part in (self.summary, self.traceback, log) if part)
+
+
+def planned_end(cause: str, *, step: int, undone: Sequence[RankHeartbeat] = ()) -> Failure:
+    """Return the failure that stands for the planned end of an attempt, so that other nodes can train the next one.
+
+    `undone` is the work of its ranks if the attempt had no time for a last checkpoint. Otherwise nothing is lost.
+    """
+    now = time.time()
+    return Failure(
+        cause=cause,
+        noticed_by="supervisor",
+        failed_at=now,
+        noticed_at=now,
+        launched_at=now,
+        stopped_at=now,
+        last_step=step,
+        began=min((found.spent.began for found in undone), default=0.0),
+        rows=sum(found.spent.rows for found in undone),
+    )
+
+
+def failure_of_attempt(
+    rows: list[Row], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
+) -> Failure | None:
+    """Return the failure of an attempt whose supervisor is gone, from the launch folder that its claim names.
+
+    Return None for an attempt that only adopted, rewound or forked, and for one that exited in order and is started again by
+    an operator.
+    """
+    if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
+        return None
+    folder = launch_folder_of(rows, attempt)
+    found = read_heartbeats(Path(folder)) if folder else []
+    appended = [row["committed_at"].timestamp() for row in rows if row["attempt"] == attempt and "committed_at" in row]
+    heartbeats_at = [*(progress.at for progress in found), *appended]
+    return Failure(
+        cause=f"attempt {attempt} ended without finishing",
+        noticed_by=noticed_by,
+        failed_at=min(noticed_at, max(heartbeats_at, default=noticed_at)),
+        noticed_at=noticed_at,
+        launched_at=launched_at,
+        stopped_at=stopped_at,
+        last_step=max((progress.step for progress in found), default=0),
+        began=min((progress.spent.began for progress in found), default=0.0),
+        rows=sum(progress.spent.rows for progress in found),
+    )
+
+
+def end_failed_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> Failure:
+    """Kill all ranks of this node and return the failure of the attempt. One rank has caused it.
+
+    `step` is the last step that all ranks are known to have finished. The attempt resumed after `resumed_step`.
+    """
+    noticed_at = time.time()
+    heartbeats = ranks.heartbeats()
+    known = [found for found in heartbeats if found is not None]
+    mine = heartbeats[cause.rank]
+    ranks.own.end()
+    raised = cause.code >= 0  # a rank that a signal killed may have recorded an exception that its script caught
+    return Failure(
+        cause=str(cause),
+        kind=cause.kind,
+        message=cause.message,
+        detail=cause.detail,
+        noticed_by="supervisor",
+        failed_at=ranks.own.started_at if mine is None else mine.at,
+        noticed_at=noticed_at,
+        launched_at=noticed_at,
+        stopped_at=time.time(),
+        last_step=max((found.step for found in known), default=step),
+        began=min((found.spent.began for found in known), default=0.0),
+        rows=sum(found.spent.rows for found in known),
+        in_hand=0 if mine is None else max(0, mine.spent.in_hand),
+        doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
+        rank=cause.rank,
+        trained=mine is not None and mine.step > resumed_step,
+        where=cause.where if raised else "",
+        place=cause.place if raised else "",
+        origin=cause.origin if raised else "",
+        traceback=cause.traceback if raised else "",
+        log=ranks.log_end(cause.rank).get("log", ""),
+    )
+
+
+def first_cause(failures: list[Exit]) -> Exit:
+    """Return the failure that explains the others.
+
+    When one rank dies, the others fail with errors of their broken connections, and may exit before it. In order:
+
+    - A lost node, because all its ranks fail with it.
+    - The first error of DLAC or exception of the script. A signal precedes an exception of the script, except SIGABRT, with
+      which NCCL ends ranks whose peer has died.
+    - A signal.
+    - The first of the others. Ranks whose connection to another rank broke come last.
+    """
+    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.origin == "peer", failure.at))
+    if failures[0].kind == LOST:
+        return failures[0]
+    killed = [failure for failure in failures if failure.code < 0]
+    hard = any(failure.code != -signal.SIGABRT for failure in killed)
+    for failure in failures:
+        if errors.error_class(failure.kind) is not None:
+            return failure
+        if failure.origin == "script" and failure.code >= 0 and not hard:
+            return failure
+    return (killed or failures)[0]
+
+
+def stuck_rank(ranks: AllRanks, drained_s: float) -> Exit:
+    """Return the failure of the rank with the fewest steps. All ranks were asked to exit `drained_s` seconds ago."""
+    steps = {rank: -1 if each is None else each.step for rank, each in enumerate(ranks.heartbeats())}
+    return Exit(
+        rank=min(steps, key=steps.__getitem__),
+        code=1,
+        kind=STUCK,
+        message=f"still running {drained_s:.0f} s after it was asked to leave",
+    )

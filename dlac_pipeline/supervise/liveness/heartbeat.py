@@ -1,0 +1,146 @@
+"""Heartbeat of a rank: a small record in its launch folder, rewritten in place at every step in microseconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from operator import attrgetter
+from pathlib import Path
+
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file, ranks_with_progress
+
+_FIRST = struct.Struct("<qqdqd")
+"""Fields that every version writes. Later fields follow them."""
+_RECORD = struct.Struct(_FIRST.format + "qqqqqqqqd")
+
+
+class Phase(IntEnum):
+    """Phase of a rank."""
+
+    STARTING = 0
+    LOADING = 1
+    TRAINING = 2
+    CHECKPOINT = 3
+    DONE = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """Work of one rank since its attempt began. Times are its own, without the waits in collectives."""
+
+    in_hand: int = -1
+    """Step whose batch the rank has and has not finished. 0: it asks for a batch. -1: neither, or unknown."""
+    rows: int = 0
+    """Rows that it worked on in finished steps."""
+    reading_us: int = 0
+    computing_us: int = 0
+    """Time from a batch to its `mean`, the forward part of a step."""
+    checkpoint_us: int = 0
+    """Time to write the rank's part of checkpoints."""
+    checkpoint_bytes: int = 0
+    loading_us: int = 0
+    convert_us: int = 0
+    """Time until a checkpoint was converted to this number of ranks."""
+    began: float = 0.0
+    """Start of training in seconds since the epoch, or 0."""
+
+
+_NOTHING = Spent()
+_SPENT = tuple(Spent.__dataclass_fields__)
+_SPENT_VALUES = attrgetter(*_SPENT)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHeartbeat:
+    """The last heartbeat of one rank. `at` is in seconds since the epoch."""
+
+    step: int
+    phase: Phase
+    at: float
+    loss_step: int
+    """Step whose loss is `loss`, or 0 before the first."""
+    loss: float
+    spent: Spent = _NOTHING
+
+    @property
+    def doing(self) -> str:
+        """The rank's phase as one word."""
+        if self.phase != Phase.TRAINING or self.spent.in_hand < 0:
+            return self.phase.name.lower()
+        return "computing" if self.spent.in_hand else "reading"
+
+
+class HeartbeatFile:
+    """Writer of a rank's record. Without a launch folder it writes nothing."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._descriptor = None
+        if folder is not None:
+            self._descriptor = os.open(progress_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def write(
+        self, step: int, phase: Phase, *, loss_step: int = 0, loss: float = 0.0, spent: Spent | None = None
+    ) -> None:
+        """Replace the record."""
+        if self._descriptor is not None:
+            values = _SPENT_VALUES(spent or _NOTHING)
+            os.pwrite(self._descriptor, _RECORD.pack(step, phase, time.time(), loss_step, loss, *values), 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
+    """Yield the ranges that the ranks' batch of `step` moves: source, key group, pass, block, first position, end position.
+
+    A rank that died while it wrote has recorded nothing.
+    """
+    for path in sorted(folder.glob(in_hand_file(folder, 0).name.replace("00000", "*"))):
+        with suppress(ValueError):
+            recorded, moved = json.loads(path.read_text(errors="replace").partition("\n")[0])
+            yield from moved if recorded == step else []
+
+
+def read_record(folder: Path, rank: int) -> bytes:
+    """Return the rank's last record as it was written. Empty if it wrote none."""
+    try:
+        return progress_file(folder, rank).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def write_record(folder: Path, rank: int, raw: bytes, *, later_s: float) -> None:
+    """Write the record that a rank of another node reported. `later_s` converts its time to the clock of this node."""
+    step, phase, at, *rest = _RECORD.unpack(raw)
+    record = _RECORD.pack(step, phase, at + later_s, *rest)
+    descriptor = os.open(progress_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+    try:  # in place, which needs no room on a full disk
+        os.pwrite(descriptor, record, 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_heartbeat(folder: Path, rank: int) -> RankHeartbeat | None:
+    """Return the rank's last record, or None if it wrote none."""
+    raw = read_record(folder, rank)
+    if len(raw) < _FIRST.size:
+        return None
+    if len(raw) < _RECORD.size:  # a record of an older version
+        step, phase, at, loss_step, loss = _FIRST.unpack(raw[: _FIRST.size])
+        return RankHeartbeat(step, Phase(phase), at, loss_step, loss)
+    step, phase, at, loss_step, loss, *spent = _RECORD.unpack(raw[: _RECORD.size])
+    return RankHeartbeat(step, Phase(phase), at, loss_step, loss, Spent(**dict(zip(_SPENT, spent, strict=True))))
+
+
+def read_heartbeats(folder: Path) -> list[RankHeartbeat]:
+    """Return the last record of each rank that wrote one, in rank order. The number of ranks need not be known."""
+    return [found for rank in ranks_with_progress(folder) if (found := read_heartbeat(folder, rank)) is not None]

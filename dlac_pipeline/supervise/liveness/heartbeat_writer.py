@@ -1,0 +1,121 @@
+"""Writer of a rank's heartbeat: its phase, the start of the phase, and its own time in each phase.
+
+A heartbeat is one small write. A step has three. Times exclude waits for other ranks in a collective, where these can be
+measured: in reading, loading, and computing up to the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.exchange import Waits
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, Spent
+
+
+class HeartbeatWriter:
+    """Writer of the heartbeat of one rank in its launch folder, if any. `waits` counts the waits of reading for other ranks."""
+
+    def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
+        self._writer = HeartbeatFile(folder, rank)
+        self._waits = waits
+        self._step, self._loss_step, self._loss = 0, 0, 0.0
+        self._phase = Phase.STARTING
+        self._began = self._since = self._forward_s = 0.0
+        self._in_hand, self._rows_in_hand, self._rows = -1, 0, 0
+        self._reading_s = self._computing_s = self._loading_s = self._convert_s = self._checkpoint_s = 0.0
+        self._checkpoint_bytes = 0
+        self._descriptor: int | None = None
+        if folder is not None:
+            self._descriptor = os.open(in_hand_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+        self._write()
+
+    def doing(self, phase: Phase, step: int) -> None:
+        """Note that the rank is in a phase, after `step`."""
+        self._phase, self._step = phase, step
+        if phase == Phase.TRAINING and not self._began:
+            self._began = time.time()
+        self._write()
+
+    def loaded(self, *, convert_s: float, load_s: float) -> None:
+        """Note that the state is loaded: seconds until it was converted, and seconds of its own loading."""
+        self._convert_s += convert_s
+        self._loading_s += load_s
+
+    def reading(self) -> None:
+        """Note that the rank requests a batch."""
+        self._in_hand = 0
+        self._since, self._waits.seconds = time.monotonic(), 0.0
+        self._write()
+
+    def handed(self, batch: Batch, *, counted: bool) -> Batch:
+        """Note that the rank has a batch until its step is done. `counted`: its samples are rows."""
+        now = time.monotonic()
+        self._reading_s += max(0.0, now - self._since - self._waits.seconds)
+        self._since, self._forward_s = now, 0.0
+        self._in_hand = batch.step
+        moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
+        self._rows_in_hand = int(batch.valid.sum()) if counted else moved
+        self._record_moved(batch)
+        self._write()
+        return replace(batch, on_mean=self._forward_done)
+
+    def record_loss(self, loss_step: int, loss: float) -> None:
+        """Note the global loss of a step. The next heartbeat contains it."""
+        self._loss_step, self._loss = loss_step, loss
+
+    def step_done(self, step: int) -> None:
+        """Note that this rank has finished the step."""
+        self._computing_s += self._forward_s or time.monotonic() - self._since
+        self._rows += self._rows_in_hand
+        self._in_hand, self._rows_in_hand, self._step = -1, 0, step
+        self._write()
+
+    def checkpoints(self, *, own_s: float, own_bytes: int) -> None:
+        """Note the total time of this rank's part of all checkpoints."""
+        self._checkpoint_s, self._checkpoint_bytes = own_s, own_bytes
+
+    def close(self) -> None:
+        """Close the files."""
+        self._writer.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _forward_done(self) -> None:
+        self._forward_s = self._forward_s or time.monotonic() - self._since
+
+    def _record_moved(self, batch: Batch) -> None:
+        """Write the ranges of a batch, unless its step determines them: source, key group, pass, block, first, end of each."""
+        if batch.moved and self._descriptor is not None:
+            moved = [
+                [source, group, each.pass_index, each.block, each.position_start, each.position_end]
+                for source, group, each in batch.moved
+            ]
+            os.pwrite(self._descriptor, json.dumps([batch.step, moved]).encode() + b"\n", 0)
+
+    def now(self, phase: Phase) -> RankHeartbeat:
+        """Return the heartbeat of this rank now, in a phase."""
+        return RankHeartbeat(self._step, phase, time.time(), self._loss_step, self._loss, self._spent())
+
+    def _write(self) -> None:
+        spent = self._spent()
+        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=spent)
+
+    def _spent(self) -> Spent:
+        return Spent(
+            in_hand=self._in_hand,
+            rows=self._rows,
+            reading_us=int(self._reading_s * 1e6),
+            computing_us=int(self._computing_s * 1e6),
+            checkpoint_us=int(self._checkpoint_s * 1e6),
+            checkpoint_bytes=self._checkpoint_bytes,
+            loading_us=int(self._loading_s * 1e6),
+            convert_us=int(self._convert_s * 1e6),
+            began=self._began,
+        )

@@ -1,0 +1,168 @@
+"""The ranks of one attempt on this node: heartbeats, exits, logs, and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file
+from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
+from dlac_pipeline.elastic.ranks.script_errors import Origin
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.supervise.ranks.rank_logs import LogBound
+
+_TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+_KILLED_WITHIN_S = 60.0
+"""Seconds for a killed rank to disappear: the kernel first frees its memory and that of its accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """The end of one rank."""
+
+    rank: int
+    code: int
+    """Exit status, or the negative number of the signal that killed the rank."""
+    kind: str = ""
+    """Class of the error that the rank recorded, or empty."""
+    message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """Further facts of the error, for programs."""
+    at: float = math.inf
+    """Moment at which the rank recorded its reason, in seconds since the epoch."""
+    where: str = ""
+    """The innermost line of the user's code in the traceback of the rank's exception."""
+    place: str = ""
+    """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
+    origin: Origin = ""
+    traceback: str = ""
+    """The frames of the user's code."""
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {signal_name(-self.code)}"
+        status = self.detail.get("status", self.code)
+        reason = f" of {self.kind}: {self.message}" if self.kind else f" with exit status {status}"
+        return f"rank {self.rank} died{reason}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name. Most real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class RankGroup:
+    """The ranks of one attempt on this node. Each has a process group of its own, and none outlives its supervisor."""
+
+    def __init__(self, folder: Path, processes: RankProcesses, *, log_mb: int) -> None:
+        """Watch the ranks and their logs. `log_mb` is the largest size of a rank's log (MiB), 0 for no bound."""
+        self.folder = folder
+        self.ranks = processes.ranks
+        self.started_at = time.time()
+        self._processes = processes
+        self._logs = LogBound({rank: log_file(folder, rank) for rank in self.ranks}, log_mb * 2**20)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order, 0 for a rank that could not be started. Waits until all have started."""
+        return self._processes.pids
+
+    @property
+    def is_started(self) -> bool:
+        """True if the process ids are known."""
+        return self._processes.is_started
+
+    def heartbeats(self) -> list[RankHeartbeat | None]:
+        """Return the last heartbeat of each rank, in rank order."""
+        return [read_heartbeat(self.folder, rank) for rank in self.ranks]
+
+    def failures(self) -> list[Exit]:
+        """Return the ranks that failed. To die without a reason after all work, while Python shuts down, is no failure.
+
+        If a rank failed, also return the running ranks that have recorded a reason, because it may be the cause.
+        """
+        ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
+        return ended and [*ended, *self._failing()]
+
+    def suppressed_errors(self) -> list[Exit]:
+        """Return the ranks that ended well although they recorded a failure, because the script suppressed the exception."""
+        return [exit_ for exit_ in self._exits() if exit_.code == 0 and exit_.kind]
+
+    def all_exited(self) -> bool:
+        """Return True if no rank is running."""
+        return all(self._processes.exit_code(rank) is not None for rank in self.ranks)
+
+    @property
+    def has_notice(self) -> bool:
+        """True if a rank received a termination notice, from any source."""
+        return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
+
+    def log_end(self, rank: int) -> dict[str, str]:
+        """Return the path of a rank's log, and its last lines."""
+        path = log_file(self.folder, rank)
+        raw = b""
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # the rank may never have started
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            raw = stream.read(_TAIL_BYTES)
+        tail = "\n".join(raw.decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        return {"log": str(path), "log_tail": mask_secrets(tail)}
+
+    def request_stop(self) -> None:
+        """Send SIGTERM: each rank takes a checkpoint at the next step boundary and exits."""
+        self._processes.signal(signal.SIGTERM)
+
+    def request_checkpoint(self) -> bool:
+        """Ask all ranks of the attempt to exit after a checkpoint, without a deadline. Return True if that was written."""
+        try:
+            room_file(self.folder).touch()
+        except OSError:  # the disk may be full for a moment
+            return False
+        return True
+
+    def end(self) -> None:
+        """Kill every rank's process group with SIGKILL, and wait until all are gone.
+
+        Raises:
+            TrainingFailed: a rank is not gone, because the kernel still waits for a device or a file system on its behalf.
+        """
+        self._processes.signal(signal.SIGKILL)
+        left = self._processes.wait_until_gone(_KILLED_WITHIN_S)
+        self._logs.close()
+        if left:
+            raise TrainingFailed(
+                f"expected killed ranks to be gone within {_KILLED_WITHIN_S:.0f} s, found process {left!r} (by rank): look for "
+                "a device or a network file system that does not answer, and recover the run on another node"
+            )
+
+    def _exits(self) -> list[Exit]:
+        codes = {rank: self._processes.exit_code(rank) for rank in self.ranks}
+        return [Exit(rank=rank, code=code, **self._reason(rank)) for rank, code in codes.items() if code is not None]
+
+    def _failing(self) -> list[Exit]:
+        running = [rank for rank in self.ranks if self._processes.exit_code(rank) is None]
+        return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
+
+    def _reason(self, rank: int) -> Reason:
+        """Return the reason that the rank recorded, or the reason why it never started. Empty if none is complete."""
+        try:
+            reason: Reason = json.loads(reason_file(self.folder, rank).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return self._processes.reason(rank)
+        return reason
+
+    def _was_done(self, rank: int) -> bool:
+        heartbeat = read_heartbeat(self.folder, rank)
+        return heartbeat is not None and heartbeat.phase == Phase.DONE

@@ -1,0 +1,86 @@
+"""Facts that all attempts of one supervisor share, and the requests to stop or to leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import tenacity
+
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.ranks.rank_events import Event
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.retry_policy import retry_within_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Supervision:
+    """Facts that all attempts of one supervisor share."""
+
+    request: Request
+    lakehouse: Lakehouse
+    plans: Plans
+    """Plans that this process has read."""
+    starter: RankStarter
+    on_event: Callable[[Event], None]
+    """Listener for events."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when the run was asked to stop, or this node to leave it."""
+    leaving: threading.Event = field(default_factory=threading.Event)
+    """Set when only this node was asked to leave."""
+    launched_at: float = field(default_factory=time.time)
+    """Start of this supervisor, in seconds since the epoch."""
+
+    @property
+    def spec(self) -> JobSpec:
+        """Job spec of the run."""
+        return self.request.spec
+
+    @property
+    def ledger(self) -> Ledger:
+        """Ledger of the lakehouse."""
+        return Ledger(self.lakehouse)
+
+    @property
+    def noticed_at(self) -> float:
+        """Moment at which the failure was noticed that the first attempt recovers from, in seconds since the epoch."""
+        noticed_at = self.request.noticed_at
+        return self.launched_at if noticed_at is None else min(noticed_at, self.launched_at)
+
+    def leave(self) -> None:
+        """Ask this node to leave the run to the other nodes."""
+        self.leaving.set()
+        self.stop.set()
+
+    def publish(self, event: Event) -> None:
+        """Publish an event of the run."""
+        self.on_event({"run": self.spec.run, **event})
+
+    def retrying(self, *outages: type[DlacError], replaces: int | None) -> tenacity.Retrying:
+        """Return retries of a call, by default while the catalog is unavailable. A recovery retries until it is stopped."""
+        within_s = retry_within_s(replaces=replaces, noticed_by=self.request.noticed_by)
+        return retrying(within_s, of=outages or CatalogUnreachable, stop=self.stop)
+
+
+def connect_run(request: Request, stop: threading.Event) -> tuple[Lakehouse, str]:
+    """Return the lakehouse of a run and the identity of its ledger, once its checkpoint store can be written to.
+
+    A recovery retries until it is stopped.
+
+    Raises:
+        CatalogUnreachable, StoreUnavailable: one of them does not answer, or was unavailable for too long.
+    """
+    within_s = retry_within_s(replaces=request.replaces, noticed_by=request.noticed_by)
+    retry = retrying(within_s, of=(CatalogUnreachable, StoreUnavailable), stop=stop)
+    retry(tiers_of(request.spec).check_writable)
+    lakehouse = retry(connect, request.spec.lakehouse)
+    return lakehouse, retry(lambda: Ledger(lakehouse).table_uuid)

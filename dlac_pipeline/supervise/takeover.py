@@ -1,0 +1,151 @@
+"""Right of this node to lead the run's next attempt: the lock of the run, and the attempt that it replaces.
+
+The lock and the look for other launches are a courtesy that refuses a second launch early. Safety depends on the fence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.lakehouse.errors import (
+    CatalogUnreachable,
+    DlacError,
+    LakehouseError,
+    SteppedAside,
+    StoreUnavailable,
+)
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.plan.plan import Plan
+from dlac_pipeline.supervise.claim import check_current, check_unfinished
+from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
+from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.supervision import Supervision
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Takeover:
+    """Right of this node to lead the run's next attempt. A context manager that releases the lock."""
+
+    def __init__(self, supervision: Supervision) -> None:
+        self.replaces = supervision.request.replaces
+        """The attempt that the next one replaces, or None for the current attempt at the claim."""
+        self.plans: tuple[Plan, ...] = ()
+        """Plan of each source that the request names, once `lead` has returned."""
+        self.holds_lock = False
+        self._supervision = supervision
+        self._request = supervision.request
+        self._spec = supervision.spec
+        self._lakehouse = supervision.lakehouse
+        self._lock = ExitStack()
+        self._has_followed = False
+
+    def __enter__(self) -> Takeover:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+    def follow(self) -> None:
+        """Release the lock, because another node leads the next attempt."""
+        self._lock.close()
+        self.holds_lock, self._has_followed = False, True
+
+    def lead(self) -> bool:
+        """Refuse or replace another launch of the run. Return True if other nodes have led since this node led last.
+
+        This node keeps the lock until another node leads. Where nodes share the local folder, a leader that was cut off may
+        still hold the lock. Followers do not wait for it.
+
+        Raises:
+            RunBusy: another launch is alive, and a takeover was not requested.
+            RunFinished: the run is finished.
+            SteppedAside: another launch owns the run.
+        """
+        has_followed = self._has_followed
+        if not self.holds_lock or self._spec.launch.max_nodes > 1:
+            self._choose_target()
+            if not self.holds_lock:
+                self._acquire_lock()
+        self._has_followed = False
+        return has_followed
+
+    def replace_late_claim(self) -> bool:
+        """Replace a claim that the orchestrator's dead run made late. Return False if there is none."""
+        before = self.replaces or 0
+        late = self._to_replace(before)
+        if late == before:
+            return False
+        self.replaces = late
+        return True
+
+    def others_resumed(self, round_: Round, err: DlacError) -> bool:
+        """Return True if nodes of this rendezvous resumed the run while this leader was cut off. It joins them again."""
+        rendezvous = self._spec.launch.rendezvous
+        if isinstance(err, CatalogUnreachable):
+            return round_.cut_off
+        if not rendezvous or not isinstance(err, SteppedAside):
+            return False
+        ledger = self._supervision.ledger
+        attempt = self._retry(ledger.state, self._spec.run).fence.attempt
+        return rendezvous == rendezvous_of(self._retry(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
+
+    def check_unfinished(self) -> None:
+        """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
+        with suppress(LakehouseError):
+            check_unfinished(self._supervision.ledger.state(self._spec.run))
+
+    def finish_of_run(self) -> tuple[int, int]:
+        """Return the attempt and the step at which the run was finished."""
+        finish = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=("finish",))[-1]
+        return finish["attempt"], finish["step"]
+
+    def _acquire_lock(self) -> None:
+        request, spec = self._request, self._spec
+        if self.replaces is None and not self._has_followed:
+            rows = partial(self._retry, self._supervision.ledger.rows, spec.run, kinds=HEAD_KINDS)
+            refuse_if_alive_elsewhere(
+                rows, spec, launched_by=request.launched_by, wait_s=request.wait_s, stop=self._supervision.stop
+            )
+        lock = run_lock(
+            spec.checkpoint.local,
+            spec.run,
+            wait_s=request.wait_s,
+            takeover=request.takeover or self._has_followed,
+            may_replace=self._choose_target,
+            stop=self._supervision.stop,
+        )
+        self._lock.enter_context(lock)
+        self.holds_lock = True
+
+    def _choose_target(self) -> None:
+        """Fix the attempt to replace before any wait. So a second launch steps aside, and fences none off."""
+        state = self._retry(self._supervision.ledger.state, self._spec.run)
+        check_unfinished(state)
+        if not self.plans:
+            load = self._supervision.plans.load
+            self.plans = tuple(self._retry(load, plan_id) for plan_id in self._request.plan_ids)
+        target = state.fence.attempt if self._request.takeover and self.replaces is None else self.replaces
+        if target is not None:
+            target = self._to_replace(target, rendezvous=self._spec.launch.rendezvous)
+        self._retry(check_current, self._lakehouse, self._spec.run, target)
+        self.replaces = target
+
+    def _to_replace(self, wanted: int, *, rendezvous: str = "") -> int:
+        """Return `wanted`, or the current attempt if this launch may replace it."""
+        recovers = self._request.recovers
+        if not rendezvous and not recovers:
+            return wanted
+        claims = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=("claim",))
+        return to_replace(claims, wanted, rendezvous=rendezvous, recovers=recovers)
+
+    def _retry(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Call a function that needs the catalog or the store, and retry it during an outage."""
+        retrying = self._supervision.retrying(CatalogUnreachable, StoreUnavailable, replaces=self.replaces)
+        return retrying(call, *args, **kwargs)

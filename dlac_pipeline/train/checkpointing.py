@@ -1,0 +1,142 @@
+"""Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
+from dlac_pipeline.checkpoint.manager import Committed
+from dlac_pipeline.checkpoint.rng import seed_rng
+from dlac_pipeline.checkpoint.step_sync import StepSync
+from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
+from dlac_pipeline.train.communicator import Communicator
+from dlac_pipeline.train.open_attempt import OpenAttempt
+
+
+def prepare_process(spec: JobSpec) -> None:
+    """Seed the random generators equally on all ranks, so that models are initialized equally, before anything is loaded."""
+    seed_rng(spec.order.seed, 0, 0)
+    skip_shared_memory_op()
+
+
+class Checkpointing:
+    """One rank's engine, its finished steps, and the checkpoints after them. Its methods are collective."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        attempt: OpenAttempt,
+        communicator: Communicator,
+        policy: CheckpointPolicy,
+        heartbeat: HeartbeatWriter,
+        events: EventWriter,
+    ) -> None:
+        self.engine: Engine | None = None
+        """The script's engine, once it is restored."""
+        self._spec = spec
+        self._attempt = attempt
+        self._communicator = communicator
+        self._tracker, self._manager = attempt.tracker, attempt.manager
+        self._step_syncs = communicator.step_syncs
+        # A row may have killed the attempt before, and a device reports that some steps late. This attempt finds the step.
+        self._step_syncs.waits_for_losses = attempt.point.replaces > 0
+        self._policy = policy
+        self._heartbeat = heartbeat
+        self._events = events
+        self._finiteness = FinitenessCheck(
+            spec.run,
+            "warn" if REHEARSAL_VARIABLE in os.environ else spec.launch.on_nonfinite_loss,
+            warn=lambda message: self._events.write({"event": "warning", "message": message}),
+        )
+
+    def restore(self, engine: object, parts: Mapping[str, Any]) -> None:
+        """Take the script's engine, and load the checkpoint of the resume point into it."""
+        self.engine = adapt(engine, self._spec.checkpoint.engine, **parts)
+        tree, restores = self._communicator.tree, self._communicator.is_first_of_node
+        convert_s, load_s = load_checkpoint(self.engine, self._attempt.point, self._spec, tree, restores=restores)
+        self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
+
+    def record_step(self, batch: Batch, loss: torch.Tensor | float, *, applied: bool | None) -> None:
+        """Record that the optimizer step of a batch is done, and receive the messages of all ranks that have arrived."""
+        if applied is None:
+            applied = self._restored_engine().step_applied()
+        self._tracker.step_done(batch, applied=applied)
+        report = self._policy.step_done(batch.step, in_background=self._manager.under_way)
+        sync = self._step_syncs.step_done(batch.step, loss=loss, report=report)
+        if sync is not None:
+            self._on_sync(sync)
+        self._heartbeat.step_done(batch.step)
+
+    def take_if_due(self) -> None:
+        """Take a checkpoint if the policy has a reason. A rehearsal takes none."""
+        self._report(self._manager.done())
+        reason = None if self._attempt.rehearses else self._policy.reason()
+        if reason is not None:
+            synchronous = self._spec.checkpoint.mode == "synchronous"
+            self.take(reason, wait=self._policy.leaving is not None or synchronous)
+
+    def take(self, reason: str, *, wait: bool) -> None:
+        """Take a checkpoint after the last finished step. With `wait` it is committed when this method returns."""
+        self.receive_all()
+        if self._policy.leaving is not None:  # perhaps requested by a message that was still in flight
+            last_reason = self._policy.reason()
+            if last_reason is None:
+                return
+            reason, wait = last_reason, True
+        engine, step = self._restored_engine(), self._attempt.step
+        with failing_together(
+            self._communicator.tree, doing="checking the weights"
+        ):  # rank 0 records that the run is given up
+            self._finiteness.check_weights(engine, step)
+        self._heartbeat.doing(Phase.CHECKPOINT, step)
+        note = {**self._policy.note(reason), "total_steps": self._attempt.order.total_steps}
+        if wait:
+            self.settle()
+            self._report(self._manager.save(engine, self._tracker, note))
+        else:
+            self._report(self._manager.begin(engine, self._tracker, note))
+        self._policy.taken()
+        self._step_syncs.waits_for_losses = False
+        self._heartbeat.doing(Phase.TRAINING, step)
+
+    def receive_all(self) -> None:
+        """Wait for the messages about every finished step."""
+        for sync in self._step_syncs.flush():
+            self._on_sync(sync)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint in progress, if one exists.
+
+        Raises:
+            CheckpointError, LedgerError: the checkpoint failed. The one before is untouched.
+        """
+        self._report(self._manager.settle())
+
+    def _restored_engine(self) -> Engine:
+        assert self.engine is not None, "a script restores its engine before the first batch"
+        return self.engine
+
+    def _on_sync(self, sync: StepSync) -> None:
+        self._tracker.losses += sync.losses
+        self._heartbeat.record_loss(sync.step, sync.losses[-1])
+        self._policy.on_sync(sync)
+        self._finiteness.check_losses(sync, skipped=self._tracker.skipped)
+
+    def _report(self, committed: Committed | None) -> None:
+        if committed is not None:
+            self._events.write(committed.event())
+            self._policy.committed(committed)
+            self._heartbeat.checkpoints(own_s=self._manager.own_s, own_bytes=self._manager.own_bytes)

@@ -1,0 +1,60 @@
+"""Communicator of a rank: its place among the ranks, their process group, and the messages that DLAC sends over it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.step_sync import StepSyncs
+from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
+from dlac_pipeline.read.exchange import Waits, summing_over
+from dlac_pipeline.read.reader import Exchange
+
+_GROUP_TIMEOUT_S = 86_400.0
+"""Seconds that ranks wait for each other: one may convert or fetch a large checkpoint. The supervisor ends hung ranks."""
+_BACKGROUND_TAG = 1
+"""The tag of messages between the threads that write a checkpoint in the background."""
+
+
+class Communicator:
+    """All ranks of an attempt, as one rank reaches them. Making it joins the process group, and is collective."""
+
+    def __init__(self, rank: int, waits: Waits, *, hang_timeout_s: float) -> None:
+        """`waits` counts the waits of reading for other ranks."""
+        self.rank = rank
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.is_first_of_node = int(os.environ.get("LOCAL_RANK", rank)) == 0
+        self._waits = waits
+        self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
+        self._group = self._join()
+        self.tree = RankTree(self.rank, self.world_size, self._group)
+        self.background_tree = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
+        self.step_syncs = StepSyncs(self.world_size, self._group)
+
+    def exchange(self, *, counted: bool) -> Exchange:
+        """Return the exchange of the lengths of batches. Collective, unless they are `counted` beforehand.
+
+        It has a group of its own: a script may read ahead in a thread, and collectives of a group need one order.
+        """
+        apart = None if self._group is None or counted else self._new_group()
+        return summing_over(apart, self._waits)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _join(self) -> dist.ProcessGroup | None:
+        if self.world_size == 1:
+            serve_group_store()  # DeepSpeed makes a group of one rank
+            return None
+        join()
+        return self._new_group()
+
+    def _new_group(self) -> dist.ProcessGroup:
+        """Make a group of all ranks for messages between CPUs. Collective."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        return group

@@ -1,0 +1,129 @@
+"""From a resume point to an open attempt of one rank: the reader of its leg, the tracker, and the checkpoint manager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlac_pipeline.checkpoint.commit.coordinator import AttemptLeg
+from dlac_pipeline.checkpoint.manager import CheckpointManager
+from dlac_pipeline.checkpoint.open_manager import open_manager
+from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
+from dlac_pipeline.lakehouse.errors import CursorMismatch
+from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
+from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.track.tracker import ReaderStateTracker
+from dlac_pipeline.train.communicator import Communicator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenAttempt:
+    """One rank's part of an attempt, ready to train."""
+
+    name: Attempt
+    point: ResumePoint
+    leg: Leg
+    order: LegOrder
+    reader: RankReader
+    tracker: ReaderStateTracker
+    manager: CheckpointManager
+
+    @property
+    def step(self) -> int:
+        """The last finished optimizer step."""
+        return self.tracker.step
+
+    @property
+    def rehearses(self) -> bool:
+        """True for a rehearsal, which commits nothing."""
+        return self.point.rehearses_until > 0
+
+    @property
+    def ends_run(self) -> bool:
+        """True if the run is over at the end of the leg. A run that follows appends ends at `order.steps` only."""
+        return not self.leg.following or (self.leg.steps is not None and self.step >= self.leg.steps)
+
+    @property
+    def has_unrecorded_leg(self) -> bool:
+        """True if no checkpoint names the leg, because it had no batch. Its exclusions would be unknown."""
+        point = self.point
+        unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
+        return unrecorded and (self.ends_run or point.leaves_out_more)
+
+
+def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: Communicator) -> OpenAttempt:
+    """Open this rank's part of the attempt that begins at a resume point. Collective.
+
+    Raises:
+        CursorMismatch: a restored cursor differs from the order.
+        DlacError: from `open_leg`.
+    """
+    attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
+    opened = open_leg(plans, Leg.from_json(point.leg), spec)
+    state = opened.start_state() if point.leg_is_new else point.cursors
+    if not point.leg_is_new:
+        check_restored(opened.order, point.step, state)
+    reader = opened.reader(
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+        step=point.step,
+        state=state,
+        exchange=communicator.exchange(counted=opened.order.counted),
+    )
+    cursors = [[source[group] for source in state] for group in reader.groups]
+    tracker = ReaderStateTracker(
+        committed_step=point.step, groups=reader.groups, cursors=np.array(cursors, dtype=np.int64)
+    )
+    manager = open_manager(
+        spec,
+        _attempt_leg(attempt, point, opened),
+        lakehouse=plans.lakehouse,
+        tiers=tiers_of(spec),
+        tree=communicator.tree,
+        background_tree=communicator.background_tree,
+        evicts=communicator.is_first_of_node,
+    )
+    return OpenAttempt(
+        name=attempt,
+        point=point,
+        leg=opened.leg,
+        order=opened.order,
+        reader=reader,
+        tracker=tracker,
+        manager=manager,
+    )
+
+
+def _attempt_leg(attempt: Attempt, point: ResumePoint, opened: OpenLeg) -> AttemptLeg:
+    return AttemptLeg(
+        attempt=attempt,
+        leg=opened.leg,
+        is_new=point.leg_is_new,
+        order=opened.order_apart(),
+        parent=point.checkpoint_id,
+        parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+    )
+
+
+def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
+    """Check restored cursors against the order. For streamed sources only the checkpoint's digest proves them.
+
+    Raises:
+        CursorMismatch: a cursor differs.
+    """
+    if not order.counted:
+        return
+    for source, (expected, cursors) in enumerate(zip(order.reader_state(step), found, strict=True)):
+        for group, (cursor, restored) in enumerate(zip(expected, cursors, strict=True)):
+            if cursor != restored:
+                raise CursorMismatch(
+                    f"expected the cursor of key group {group} in source {source} at {cursor} after step {step}, the "
+                    f"checkpoint holds {restored}: the plan or the order changed since it was taken"
+                )

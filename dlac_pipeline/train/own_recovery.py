@@ -1,0 +1,92 @@
+"""Recoveries without a supervisor: rank 0 records how the recovery from a failure went."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import psutil
+
+from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.failure import failure_of_attempt, planned_end
+from dlac_pipeline.supervise.incident import Incident, RecoveryOutcome, write_given_up
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.train.startup import LAUNCHED_VARIABLE
+
+_log = logging.getLogger(__name__)
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""A variable of torchrun: how many times it has started the ranks again."""
+
+
+class OwnRecoveries:
+    """Recoveries that rank 0 records without a supervisor. Other ranks, and ranks under a supervisor, record none."""
+
+    def __init__(self, lakehouse: Lakehouse, spec: JobSpec, events: EventWriter) -> None:
+        self._lakehouse = lakehouse
+        self._spec = spec
+        self._events = events
+        self._incident: Incident | None = None
+        """The recovery in progress."""
+
+    def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
+        """Begin to record the recovery of this attempt if one before it failed. An error of the record is only logged."""
+        try:
+            self._incident = _own_incident(self._lakehouse, self._spec, point, claimed_at=claimed_at)
+        except DlacError as err:
+            _log.warning("the recovery cannot be recorded: %s", err)
+
+    def observe(self, heartbeat: HeartbeatWriter, phase: Phase) -> None:
+        """Record the recovery once the first step of the attempt is done."""
+        if self._incident is not None and self._incident.observe([heartbeat.now(phase)]):
+            self._record(self._incident, "resumed")
+
+    def fail(self) -> None:
+        """Record that the recovery failed before the first step. Without a recovery in progress nothing is recorded."""
+        if self._incident is not None:
+            self._record(self._incident, "failed again")
+
+    def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
+        """Record that no attempt follows this one. An error of the record is ignored."""
+        with suppress(DlacError):
+            failure = planned_end(f"{type(err).__name__}: {err}", step=step)
+            write_given_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
+
+    def _record(self, incident: Incident, outcome: RecoveryOutcome) -> None:
+        """Write the recovery to the ledger. An error is only logged. The script's random generator is left unchanged."""
+        self._incident = None
+        state = random.getstate()
+        try:
+            self._events.write(incident.report(self._lakehouse, outcome))
+        except DlacError as err:
+            _log.warning("the recovery could not be recorded: %s", err)
+        finally:
+            random.setstate(state)
+
+
+def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, claimed_at: float) -> Incident | None:
+    """Return the incident from which rank 0 recovers without a supervisor, or None if no attempt had failed.
+
+    torchrun detects a dead rank. Otherwise an operator starts the ranks again. `claimed_at` is the moment at which rank 0
+    began to claim the run.
+    """
+    if not point.replaces or LAUNCHED_VARIABLE not in os.environ:
+        return None
+    failure = failure_of_attempt(
+        Ledger(lakehouse).rows(spec.run, kinds=("claim", "checkpoint")),
+        point.replaces,
+        noticed_by="torchrun" if os.environ.get(_RESTARTS, "0") != "0" else OPERATOR,
+        noticed_at=psutil.Process().create_time(),
+        launched_at=claimed_at,
+        stopped_at=claimed_at,
+    )
+    return None if failure is None else Incident(spec, point, failure)

@@ -1,0 +1,30 @@
+"""Nightly maintenance of the lakehouse, and alerts. Each schedule and sensor is off until the operator turns it on."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
+
+ledger_maintenance_schedule = dg.ScheduleDefinition(
+    name="ledger_maintenance_schedule",
+    job=upkeep_job,
+    cron_schedule="17 3 * * *",
+    description="Nightly upkeep of the lakehouse. Off until somebody turns it on.",
+)
+verify_schedule = dg.ScheduleDefinition(
+    name="verify_schedule",
+    job=verify_job,
+    cron_schedule="41 4 * * *",
+    description="Nightly verification of the newest checkpoints. Off until somebody turns it on.",
+)
+rehearse_schedule = dg.ScheduleDefinition(
+    name="rehearse_schedule",
+    job=rehearse_job,
+    cron_schedule="23 5 * * *",
+    description="A daily rehearsal of every run that trained since the last one. Off until somebody turns it on.",
+)
+alerts = dlac_alerts()

@@ -1,0 +1,84 @@
+"""Reads of a plan: one per process, from the choice of the leg to the first batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.plan.legs.choice import plan_sources
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.read.opening.open_leg import open_leg
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
+from dlac_pipeline.supervise.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+@pytest.fixture
+def spec(arena: Arena) -> JobSpec:
+    """A job over a small table."""
+    arena.table(appends=(400,))
+    return arena.spec("r", world_size=1, passes=1, every_steps=2)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often this process reads the row of a plan, and how often a plan's work units."""
+    found: Counter[str] = Counter()
+    read_own = Lakehouse.read_own
+
+    def counted(self: Lakehouse, name: str, *args: Any, **rest: Any) -> Any:
+        found[name] += not rest.get("limit")
+        return read_own(self, name, *args, **rest)
+
+    monkeypatch.setattr(Lakehouse, "read_own", counted)
+    return found
+
+
+def _open_and_read(plans: Plans, point: ResumePoint, spec: JobSpec) -> None:
+    with closing(open_leg(plans, Leg.from_json(point.leg), spec).reader(rank=0, world_size=1)) as reader:
+        next(iter(reader))
+
+
+def test_resume_reads_plan_once(arena: Arena, spec: JobSpec, reads: Counter[str]) -> None:
+    """A rank without a supervisor claims the run, and opens the leg with the plan that the claim has read."""
+    arena.train(spec, until=8)
+    reads.clear()
+    plans = Plans(arena.lakehouse)
+    point = claim_and_verify(plans, spec, ClaimRequest())
+    assert point.step > 0
+    _open_and_read(plans, point, spec)
+    assert (reads["plans"], reads["work_units"]) == (1, 1)
+
+
+def test_recovery_reads_plan_once(arena: Arena, spec: JobSpec, reads: Counter[str]) -> None:
+    """A recovered attempt keeps the plan that the attempt before it had claimed."""
+    first = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    reads.clear()
+    plans = Plans(arena.lakehouse)
+    point = claim_and_verify(plans, spec, ClaimRequest(replaces=first.attempt))
+    _open_and_read(plans, point, spec)
+    assert (reads["plans"], reads["work_units"]) == (1, 1)
+
+
+def test_new_plan_is_not_read_again(arena: Arena, spec: JobSpec, reads: Counter[str]) -> None:
+    """The process that plans the sources of a new run keeps the plan. Three lookups make sure that it is written once."""
+    plans = Plans(arena.lakehouse)
+    _open_and_read(plans, claim_and_verify(plans, spec, ClaimRequest()), spec)
+    assert (reads["plans"], reads["work_units"]) == (3, 0)
+
+
+def test_supervisor_reads_plan_once(arena: Arena, spec: JobSpec, reads: Counter[str]) -> None:
+    """The supervisor reads the requested plan for the claim, and for its warnings. Its ranks are other processes."""
+    (plan,) = plan_sources(arena.lakehouse, spec)
+    reads.clear()
+    assert Supervisor(Request(spec=spec, plan_ids=(plan.id,))).run().ending == "finished"
+    assert (reads["plans"], reads["work_units"]) == (1, 1)

@@ -1,0 +1,142 @@
+"""Private names of other libraries, and the versions and extras that `pyproject.toml` declares."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dlac_pipeline
+
+_ROOT = Path(__file__).parents[2]
+_OURS = ("catalog", "dlac_pipeline", "assets", "jobs")
+_PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+_PRIVATE = re.compile(r"_[^_]")
+PRIVATE_NAMES = {
+    "dagster": {
+        "_instance",
+        "dagster._core.remote_origin.RemoteJobOrigin",
+        "dagster._core.remote_origin.RemoteRepositoryOrigin",
+        "dagster._core.workspace.load.location_origins_from_yaml_paths",
+    },
+    "deepspeed": {"_get_all_ckpt_names"},
+    "pyiceberg": {
+        "_buffer_size",
+        "_convert_orm_to_iceberg",
+        "_update_and_stage_table",
+        "_updates",
+        "pyiceberg.io.pyarrow._dataframe_to_data_files",
+        "pyiceberg.manifest._inherit_from_manifest",
+    },
+    "python": {"_HANDLER", "_exit", "_forkserver", "_run_exitfuncs", "_shutdown"},
+    "torch": {
+        "_pc",
+        "_pcontext",
+        "_set_local_rank_env",
+        "_start_workers",
+        "_worker_group",
+        "torch._weights_only_unpickler",
+        "torch.distributed._shard._utils.narrow_tensor_by_index",
+        "torch.distributed.checkpoint._traverse.set_element",
+        "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner",
+        "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    },
+}
+"""Distribution -> its private names that the product imports, reads or overrides."""
+
+
+def _trees() -> Iterator[ast.Module]:
+    listed = subprocess.run(["git", "ls-files", *_OURS], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
+    yield from (ast.parse((_ROOT / name).read_text()) for name in listed.splitlines() if name.endswith(".py"))
+
+
+def _defined_names(tree: ast.AST) -> set[str]:
+    """The names that the statements of a module or class define."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return found
+
+
+def _imported_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] not in {*_OURS, *sys.stdlib_module_names}
+
+
+def _product_classes() -> Iterator[type]:
+    for module in pkgutil.walk_packages(dlac_pipeline.__path__, "dlac_pipeline."):
+        if not module.name.endswith("__main__"):
+            found = vars(importlib.import_module(module.name)).values()
+            yield from (each for each in found if isinstance(each, type) and each.__module__ == module.name)
+
+
+def _attributes(tree: ast.AST) -> set[str]:
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _PRIVATE.match(node.attr)}
+
+
+def _inherited_names(trees: list[ast.Module]) -> Iterator[str]:
+    """Yield the private names of foreign base classes that a class of the product overrides or reads."""
+    used = {node.name: _attributes(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for owner in _product_classes():
+        bases = [base for base in owner.__mro__ if _is_foreign(base.__module__)]
+        theirs = {name for base in bases for name in vars(base) if _PRIVATE.match(name)}
+        yield from theirs & (vars(owner).keys() | used.get(owner.__name__, set())) - {"_abc_impl"}
+
+
+def _private_names() -> set[str]:
+    """The private names of others: those imported, those inherited, and attributes that the product never defines."""
+    trees = list(_trees())
+    ours = {name for tree in trees for name in _defined_names(tree)}
+    imported = {name for tree in trees for name in _imported_names(tree) if _is_foreign(name)}
+    read = {name for tree in trees for name in _attributes(tree) - ours}
+    return read | {name for name in imported if any(map(_PRIVATE.match, name.split(".")))} | {*_inherited_names(trees)}
+
+
+def test_private_names_are_listed() -> None:
+    """A new private name of another library is a risk at each of its releases, and is listed here."""
+    assert _private_names() == set().union(*PRIVATE_NAMES.values())
+
+
+@pytest.mark.parametrize("distribution", sorted(PRIVATE_NAMES.keys() - {"python"}))
+def test_private_names_bound_versions(distribution: str) -> None:
+    """A dependency whose private names the product uses has a least version, and a first one that it does not support."""
+    declared = [
+        *_PROJECT["dependencies"],
+        *(each for extra in _PROJECT["optional-dependencies"].values() for each in extra),
+    ]
+    wanted = [each for each in declared if re.match(rf"{distribution}\b(?!-)", each)]
+    assert wanted
+    assert all(re.search(r">=\d.*,<\d", each) for each in wanted), wanted
+
+
+def test_messages_name_existing_extras() -> None:
+    """The name `dlac` belongs to another project: what the product says to install is an extra of `dlac-pipeline`."""
+    listed = subprocess.run(
+        ["git", "grep", "-hEo", "pip install [^ `]*dlac[^ `)]*", "--", "dlac_pipeline", "docs", "README.md"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    named = {re.sub(r"pip install ['\\\"]*", "", line).rstrip("'\\\"") for line in listed.stdout.splitlines()}
+    assert named <= {f"{_PROJECT['name']}[{extra}]" for extra in _PROJECT["optional-dependencies"]}
+    assert f"{_PROJECT['name']}[dagster]" in named
