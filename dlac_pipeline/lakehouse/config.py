@@ -75,7 +75,7 @@ class LakehouseConfig(BaseModel):
     @model_validator(mode="after")
     def _is_absolute(self) -> Self:
         """Spell folders in one way, absolute: each process of a run may have another working directory."""
-        if self.kind != "sql":
+        if self.kind != "sql" or self.is_named:
             return self  # the server knows what its warehouse is
         uri, warehouse = self.uri, self.warehouse
         if warehouse:
