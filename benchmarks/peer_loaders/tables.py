@@ -30,7 +30,7 @@ class Lake:
     def catalog(self) -> dict[str, str]:
         """Properties with which any pyiceberg opens the catalog."""
         config = self.lakehouse.config
-        return {"name": config.name, "type": "sql", "uri": config.uri, "warehouse": config.warehouse}
+        return {"name": config.catalog_name, "type": "sql", "uri": config.uri, "warehouse": config.warehouse}
 
     def table(self, name: str) -> Table:
         """Return the current table."""

@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
+from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.lakehouse.errors import NoSuchTable
@@ -37,28 +38,35 @@ def file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, r
     by_file: dict[str, list[dict[str, Any]]] = {}
     for unit in units:
         by_file.setdefault(unit["file_path"], []).append(unit)
-    io, expired = lakehouse.own("consumption").io, _expired_plans(connection, lakehouse)
+    tables, expired = _source_files(connection, lakehouse)
+    own = lakehouse.own("consumption").io
+
+    def answer(path: str) -> str | None:
+        return _problem(tables.get(by_file[path][0]["plan_id"], own), path, by_file[path], expired)
+
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
-        answers = pool.map(lambda path: _problem(io, path, by_file[path], expired), by_file)
+        answers = pool.map(answer, by_file)
         problems = [problem for problem in answers if problem is not None]
     if len(problems) > _NAMED:
         return [*problems[:_NAMED], f"{len(problems) - _NAMED} more data files are missing or differ from their plan"]
     return problems
 
 
-def _expired_plans(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> set[str]:
-    """Return the plans of snapshots that their tables have expired. A table counts by its uuid, under any name."""
+def _source_files(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> tuple[dict[str, FileIO], set[str]]:
+    """Return plan -> access to the files of its table, in that table's catalog, and the plans of expired snapshots.
+
+    A table counts by its uuid, under any name.
+    """
     plans = rows_of(connection, "SELECT plan_id, source_table, table_uuid, snapshot_id FROM plans", [])
-    retained: dict[str, set[int]] = {}
+    tables: dict[str, Table] = {}
     for name in {plan["source_table"] for plan in plans}:
         with suppress(NoSuchTable):
-            metadata = lakehouse.load(name).metadata
-            retained[str(metadata.table_uuid)] = {snapshot.snapshot_id for snapshot in metadata.snapshots}
-    return {
-        plan["plan_id"]
-        for plan in plans
-        if plan["table_uuid"] in retained and plan["snapshot_id"] not in retained[plan["table_uuid"]]
-    }
+            table = lakehouse.load(name)
+            tables[str(table.metadata.table_uuid)] = table
+    retained = {uuid: {kept.snapshot_id for kept in table.metadata.snapshots} for uuid, table in tables.items()}
+    known = [plan for plan in plans if plan["table_uuid"] in tables]
+    expired = {plan["plan_id"] for plan in known if plan["snapshot_id"] not in retained[plan["table_uuid"]]}
+    return {plan["plan_id"]: tables[plan["table_uuid"]].io for plan in known}, expired
 
 
 def _problem(io: FileIO, path: str, units: list[dict[str, Any]], expired: set[str]) -> str | None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 
+from dlac_pipeline.lakehouse.durable_io import temporary_beside
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
 
@@ -120,6 +121,44 @@ def open_audit(
     Raises:
         CatalogUnreachable: the catalog does not answer.
     """
+    connection = duckdb.connect()
+    for name, rows in _own_tables(lakehouse, run, until_seq).items():
+        connection.register(name, rows)
+    kept = _KEPT if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN)
+    for name in (*QUESTIONS, *_AUDIT):
+        connection.execute(sql_script(name))
+        if name in kept:
+            connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
+    return connection
+
+
+def write_database(lakehouse: Lakehouse, path: Path) -> None:
+    """Write the lakehouse's tables, with the views and macros over them, to a DuckDB file that is read without DLAC.
+
+    Raises:
+        SpecInvalid: the file exists, or cannot be made.
+    """
+    if path.exists():
+        raise SpecInvalid(
+            f"expected the name of a new file, found the file {str(path)!r}: remove it, or name another one"
+        )
+    tables = _own_tables(lakehouse, None, None)
+    try:
+        with temporary_beside(path) as temporary:
+            with duckdb.connect(str(temporary)) as connection:
+                for name, rows in tables.items():
+                    connection.register(f"arrow_{name}", rows)
+                    connection.execute(f"CREATE TABLE {name} AS FROM arrow_{name}")
+                    connection.unregister(f"arrow_{name}")
+                for name in (*QUESTIONS, *_AUDIT):
+                    connection.execute(sql_script(name))
+            temporary.rename(path)
+    except (duckdb.IOException, OSError) as err:
+        raise SpecInvalid(f"expected to write the DuckDB file {str(path)!r}, found {err}: name another place") from err
+
+
+def _own_tables(lakehouse: Lakehouse, run: str | None, until_seq: int | None) -> dict[str, pa.Table]:
+    """Return DLAC's tables, with a run only the rows that it needs."""
     everything = AlwaysTrue()
     # The consumption is read first, because the rows that it names are older.
     mine = everything if run is None else _until(run, until_seq)
@@ -132,22 +171,13 @@ def open_audit(
         "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
     )
     recoveries = lakehouse.read_own("recoveries", mine)
-    tables = {
+    return {
         "consumption": consumption,
         "slices": slices,
         "plans": plans,
         "work_units": units,
         "recoveries": recoveries,
     }
-    connection = duckdb.connect()
-    for name, rows in tables.items():
-        connection.register(name, rows)
-    kept = _KEPT if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN)
-    for name in (*QUESTIONS, *_AUDIT):
-        connection.execute(sql_script(name))
-        if name in kept:
-            connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
-    return connection
 
 
 def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.named_catalogs import configured
 from dlac_pipeline.spec.job_spec import JobSpec
 
 MANIFEST = "manifest.json"
@@ -87,7 +88,9 @@ class Tiers:
 def tiers_of(spec: JobSpec) -> Tiers:
     """Return the places of the checkpoints of a resolved spec."""
     settings = spec.checkpoint
-    files = StoreFiles({**spec.lakehouse.properties, **settings.store_properties}, deadline_s=settings.store_deadline_s)
+    files = StoreFiles(
+        {**configured(spec.lakehouse).properties, **settings.store_properties}, deadline_s=settings.store_deadline_s
+    )
     one_place = is_local(settings.store) and path_at(settings.store).resolve() == Path(settings.local).resolve()
     return Tiers(
         run=spec.run, local=Path(settings.local), store=None if one_place else _address(settings.store), files=files

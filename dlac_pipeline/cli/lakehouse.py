@@ -81,10 +81,14 @@ def audit(
         'dlac sql "FROM checkpoints"',
         "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
         "dlac sql @catalog/queries/problems.sql",
+        "dlac sql --database ledger.duckdb",
     ),
 )
 def sql(
-    query: Annotated[str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE.')],
+    query: Annotated[
+        str,
+        typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE; optional with --database.'),
+    ] = "",
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
@@ -92,6 +96,10 @@ def sql(
         bool,
         typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions."),
     ] = False,
+    database: Annotated[
+        Path | None,
+        typer.Option(help="Write the tables, views and macros to this new DuckDB file, which is read without DLAC."),
+    ] = None,
 ) -> None:
     """Query the tables, the views of the audit, and its macros consumed(file, row, checkpoint) and touched(...).
 
@@ -99,10 +107,14 @@ def sql(
     """
     import duckdb
 
-    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
+    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit, write_database
 
     query = _read_query(query)
     lakehouse = lakehouse_of(spec, home)
+    if database is not None:
+        write_database(lakehouse, database)
+        if not query:
+            return
     with open_audit(lakehouse) as connection:
         try:
             if not connection.extract_statements(query):

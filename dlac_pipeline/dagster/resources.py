@@ -61,10 +61,10 @@ class JobResource(dg.ConfigurableResource[Any]):
 class LakehouseResource(dg.ConfigurableResource[Any]):
     """The embedded lakehouse of $DLAC_HOME, or the one that is named, as in a job spec."""
 
-    type: str = "sql"
+    type: str = ""
     uri: str = ""
     warehouse: str = ""
-    name: str = "dlac"
+    name: str | None = None
     namespace: str = "dlac"
     properties: dict[str, str] = Field(default_factory=dict)
 

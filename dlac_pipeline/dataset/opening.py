@@ -142,7 +142,7 @@ def _spec_of(
         job = spec if isinstance(spec, JobSpec) else read_spec(Path(spec))
     if lakehouse is None:
         return job
-    config = lakehouse.config if isinstance(lakehouse, Lakehouse) else lakehouse
+    config = lakehouse.named if isinstance(lakehouse, Lakehouse) else lakehouse
     return job.model_copy(update={"lakehouse": config})
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
 
 SCHEMES = ("s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "wasb", "wasbs", "hdfs", "viewfs", "oss")
 """Schemes of object stores and of distributed file systems that a warehouse and a checkpoint store may have."""
@@ -28,6 +29,8 @@ _LIBPQ_TIMEOUTS = {
     "keepalives_count": "2",
 }
 """Timeouts that detect a silent network within half a minute. The kernel's own takes a quarter of an hour."""
+CUSTOM_CATALOG = "py-catalog-impl"
+"""PyIceberg's property that names the class of a catalog."""
 KEEP_SNAPSHOTS = 20
 """Snapshots that are kept of each of DLAC's own tables, by default."""
 MOST_SNAPSHOTS = 1_000_000
@@ -38,17 +41,23 @@ class LakehouseConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    type: Literal["sql", "rest"] = Field(
-        default="sql", description="Kind of Iceberg catalog: sql (SQLite, PostgreSQL) or rest."
+    type: Literal["", "sql", "rest", "hive", "glue", "dynamodb", "bigquery"] = Field(
+        default="", description="Kind of Iceberg catalog, as PyIceberg names it; empty: the one that the address shows."
     )
     uri: str = Field(
         default="",
-        description="Address of the catalog. Empty: an SQLite file in the home folder ($DLAC_HOME, or .dlac).",
+        description="Address of the catalog. Empty: the catalog that `name` or `type` means, or else an SQLite file in the home "
+        "folder ($DLAC_HOME, or .dlac).",
     )
     warehouse: str = Field(
-        default="", description="Folder or bucket of the tables. Empty: a folder in the home folder."
+        default="",
+        description="Folder or bucket of the tables. Empty: that of the catalog, or a folder in the home folder.",
     )
-    name: str = Field(default="dlac", description="Name of the catalog, as pyiceberg and SQL engines see it.")
+    name: str | None = Field(
+        default=None,
+        description="Without a uri: the catalog of this name in .pyiceberg.yaml or PYICEBERG_CATALOG__NAME__*. With a uri: the "
+        "catalog's name for SQL engines, dlac if unset.",
+    )
     namespace: str = Field(default="dlac", description="Namespace of DLAC's own tables (plans, consumption, ...).")
     properties: dict[str, str] = Field(
         default_factory=dict, description="Further pyiceberg properties, such as s3.endpoint or credentials."
@@ -56,15 +65,15 @@ class LakehouseConfig(BaseModel):
 
     @field_validator("name", "namespace")
     @classmethod
-    def _is_filled(cls, name: str) -> str:
-        if _CONTROL.search(name) or not all(part.strip() for part in name.split(".")):
+    def _is_filled(cls, name: str | None) -> str | None:
+        if name is not None and (_CONTROL.search(name) or not all(part.strip() for part in name.split("."))):
             raise ValueError(f"expected a name such as 'dlac', found {name!r}: leave the setting out, or fill it in")
         return name
 
     @model_validator(mode="after")
     def _is_absolute(self) -> Self:
         """Spell folders in one way, absolute: each process of a run may have another working directory."""
-        if self.type == "rest":
+        if self.kind != "sql" or self.is_named:
             return self  # the server knows its warehouse
         uri, warehouse = self.uri, self.warehouse
         if warehouse:
@@ -81,10 +90,14 @@ class LakehouseConfig(BaseModel):
     def at_home(self, home: str | Path) -> LakehouseConfig:
         """Return this configuration with its empty settings filled in by the embedded lakehouse in `home`.
 
+        A catalog that `name` or `type` means is no embedded one, and stays as it is.
+
         Raises:
             SpecInvalid: `home` is no folder.
         """
         folder = checked_home(Path(home))
+        if self.is_named or self.kind != "sql":
+            return self
         return self.model_copy(
             update={
                 "uri": self.uri or sqlite_uri(str(folder / "catalog.db")),
@@ -93,18 +106,40 @@ class LakehouseConfig(BaseModel):
         )
 
     @property
+    def kind(self) -> str:
+        """The kind of the catalog: its type, "custom" for a py-catalog-impl, or else the one that the address shows."""
+        if CUSTOM_CATALOG in self.properties:
+            return "custom"
+        return self.type or {"http": "rest", "https": "rest", "thrift": "hive"}.get(self.uri.partition(":")[0], "sql")
+
+    @property
+    def catalog_name(self) -> str:
+        """The catalog's name, as PyIceberg and SQL engines know it."""
+        return self.name or "dlac"
+
+    @property
+    def is_named(self) -> bool:
+        """True if PyIceberg's configuration has the catalog, under `name`."""
+        return self.name is not None and not self.uri
+
+    @property
     def address(self) -> str:
         """The catalog's address for messages, which go to logs and to Dagster."""
-        return mask_secrets(self.uri)
+        return mask_secrets(self.uri) or f"{self.catalog_name} ({self.kind})"
 
     def catalog_properties(self) -> dict[str, str]:
         """The properties that pyiceberg is given."""
-        uri = _with_timeouts(self.uri)
         # The tables of a REST catalog may be local files, whatever its warehouse is called.
         azure = any(name.startswith("adls.") for name in self.properties)
-        durable = not azure if self.type == "rest" else self.warehouse.startswith("file:")
+        durable = not azure if self.kind == "rest" else self.warehouse.startswith("file:")
         io = {"py-io-impl": "dlac_pipeline.lakehouse.durable_io.DurableFileIO"} if durable else {}
-        return {"uri": uri, "warehouse": self.warehouse, **io, **self.properties}
+        places = {"uri": _with_timeouts(self.uri), "warehouse": self.warehouse}
+        places = places if self.kind in ("sql", "rest") else {name: value for name, value in places.items() if value}
+        return {**places, **io, **self.properties}
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """The settings as they may be shown, without passwords and keys."""
+        yield from ((name, mask_setting(name, getattr(self, name))) for name in type(self).model_fields)
 
 
 def checked_address(address: str, *, known: tuple[str, ...] | None = SCHEMES) -> str:

@@ -43,6 +43,25 @@ _REFUSED_AT_FIRST = (
 )
 """Answers to an address that never worked, and to a right one during a failover or without its mount."""
 _NO_DATABASE = ('database "', 'role "')
+_WANTED = {
+    "sql": "an address such as postgresql+psycopg2://user@host:5432/database or sqlite:////folder/catalog.db",
+    "rest": "an address such as https://host:8181",
+    "hive": "an address such as thrift://host:9083",
+}
+_CLIENTS = ("botocore.", "thrift.", "google.api_core.", "google.auth.")
+"""Packages of the clients of Glue, Hive and BigQuery, which are installed only where they are used."""
+_CLIENT_REFUSED = (
+    *(
+        "AccessDenied",
+        "UnrecognizedClient",
+        "InvalidSignature",
+        "ExpiredToken",
+        "InvalidClientTokenId",
+        "InvalidEndpoint",
+    ),
+    *("NoCredentials", "NoRegion", "ProfileNotFound", "PermissionDenied", "Unauthenticated", "DefaultCredentials"),
+)
+"""Names of the errors of such clients for wrong or missing credentials."""
 
 
 def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
@@ -54,15 +73,14 @@ def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
     Raises:
         CatalogMisconfigured: no catalog can have it.
     """
-    wanted = {
-        "sql": "an address such as postgresql+psycopg2://user@host:5432/database or sqlite:////folder/catalog.db",
-        "rest": "an address such as https://host:8181",
-    }[config.type]
+    wanted = _WANTED.get(config.kind)
+    if wanted is None:
+        return  # such a service has its address from its own client
     try:
-        if config.type == "rest":
-            parts = urlsplit(config.uri)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-                raise ValueError("no http(s)://host with a port from 1 to 65535")
+        if config.kind != "sql":
+            parts, schemes = urlsplit(config.uri), ("http", "https") if config.kind == "rest" else ("thrift",)
+            if parts.scheme not in schemes or not parts.hostname or parts.port == 0:
+                raise ValueError(f"no {' or '.join(schemes)}://host with a port from 1 to 65535")
             return
         url = make_url(config.uri)
         if url.port is not None and not 0 < url.port < 65536:
@@ -97,6 +115,16 @@ def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
         damaged = any(each in str(err) for each in _DAMAGED)
         return damaged if answered else not is_locked(err)
     return isinstance(err, ValueError)
+
+
+def is_client_error(err: Exception) -> bool:
+    """Return whether an error comes from the client of a cloud's or a Hive catalog."""
+    return any(f"{each.__module__}.".startswith(_CLIENTS) for each in type(err).__mro__)
+
+
+def is_refused_client(err: Exception) -> bool:
+    """Return whether such a client has wrong credentials, or none."""
+    return is_client_error(err) and any(each in f"{type(err).__name__} {err}" for each in _CLIENT_REFUSED)
 
 
 def is_unknown_host(err: Exception) -> bool:

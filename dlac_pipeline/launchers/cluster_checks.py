@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.named_catalogs import configured
 from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder
 
@@ -30,9 +31,10 @@ def check_cluster(spec: JobSpec) -> None:
     Raises:
         SpecInvalid: a setting, or the lakehouse, is not for it.
     """
-    if spec.lakehouse.uri.startswith("sqlite"):
+    lakehouse = configured(spec.lakehouse)
+    if lakehouse.uri.startswith("sqlite"):
         raise SpecInvalid(
-            f"expected lakehouse.uri that the nodes of the job reach, found {spec.lakehouse.uri!r}, which serves one host: "
+            f"expected lakehouse.uri that the nodes of the job reach, found {lakehouse.address!r}, which serves one host: "
             "name a PostgreSQL or a REST catalog"
         )
     if spec.launch.on == "slurm":

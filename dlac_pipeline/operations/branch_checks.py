@@ -32,7 +32,7 @@ def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobS
     """
     for index, (mine, table) in enumerate(zip(leg.sources, tables_of(plans.lakehouse, leg, spec), strict=True)):
         for plan_id in mine.start.plan_ids:
-            plans.check(plan_id, table=".".join(table.name()))
+            plans.check(plan_id, table=(leg if spec is None else spec).sources[index].table)
         if mine.follow == "appends":
             _check_history(table, mine, "read" if spec is None else spec.sources[index].on_overwrite)
         where = [each.where for each in wanted if each.source == index]

@@ -37,7 +37,8 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     Raises:
         NoSuchTable, NoSuchSnapshot: a source cannot be read.
     """
-    present = tuple(snapshot_of(lakehouse.load(source.table), None).snapshot_id for source in spec.sources)
+    found = (snapshot_of(lakehouse.load(source.table), None, ref=source.ref) for source in spec.sources)
+    present = tuple(snapshot.snapshot_id for snapshot in found)
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head
     back = {row.kind: row.seq for row in rows if isinstance(row, RewindRow | QuarantinedCheckpointRow)}

@@ -55,7 +55,7 @@ def make_plan(
         EmptyPlan: no row is live.
     """
     table = lakehouse.load(source.table)
-    snapshot = snapshot_of(table, source.snapshot_id)
+    snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
     groups = row_groups_of(

@@ -30,12 +30,21 @@ class SourceSpec(Section):
     """Source of rows."""
 
     table: str = Field(description="The Iceberg table to train from, as namespace.table.")
+    catalog: str = Field(
+        default="",
+        description="Catalog of the table, by its name in PyIceberg's configuration. Empty: the lakehouse's own. The table is "
+        'then named "catalog:namespace.table".',
+    )
     name: str = Field(default="", description="Name of the source in audits and messages. Empty: the table's.")
     snapshot_id: int | None = Field(
         default=None,
         description="Snapshot to pin. Unset: the current snapshot when the plan is made.",
         ge=-(2**63),
         lt=2**63,
+    )
+    ref: str = Field(
+        default="",
+        description="Branch or tag of the table whose snapshot is pinned when the plan is made. Empty: main.",
     )
     columns: list[str] = Field(description="Columns that become tensors, in this order.")
     row_filter: str | None = Field(
@@ -98,6 +107,25 @@ class SourceSpec(Section):
         if not name.strip() or not all(part.strip() for part in namespace.split(".")):
             raise ValueError(f"expected namespace.table, found {table!r}")
         return table
+
+    @model_validator(mode="after")
+    def _is_one_place(self) -> SourceSpec:
+        """Qualify the table with its catalog, and check that one snapshot is named."""
+        named, separator, table = self.table.rpartition(":")
+        if self.catalog and separator and named != self.catalog:
+            raise ValueError(
+                f"expected one catalog, found {self.catalog!r} beside the table {self.table!r}: remove one"
+            )
+        if self.ref and self.snapshot_id is not None:
+            raise ValueError(f"expected ref or snapshot_id, found {self.ref!r} and {self.snapshot_id}: leave one out")
+        if self.ref and self.follow == "appends":
+            raise ValueError(
+                f"expected a source that follows appends without a ref, found {self.ref!r}: only main can be followed; set "
+                'follow = "pinned", or leave ref out'
+            )
+        if self.catalog:
+            object.__setattr__(self, "table", f"{self.catalog}:{table}")  # the model is frozen for everybody else
+        return self
 
     @field_validator("row_filter")
     @classmethod

@@ -190,7 +190,7 @@ def _as_it_began(spec: JobSpec, rows: Sequence[LedgerRow]) -> JobSpec:
     if first is None or len(first.sources) != len(spec.sources):
         return spec
     sources = [
-        source.model_copy(update={"snapshot_id": mine.snapshot_id})
+        source.model_copy(update={"snapshot_id": mine.snapshot_id, "ref": ""})
         if source.snapshot_id is None and source.follow != "appends" and source.table == mine.table
         else source
         for source, mine in zip(spec.sources, first.sources, strict=True)

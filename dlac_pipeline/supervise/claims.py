@@ -87,7 +87,7 @@ def _with_places_of(lakehouse: Lakehouse, spec: JobSpec) -> JobSpec:
     places = {"store": here(store) if store.startswith("/") else relocation.uri_here(store)}
     checkpoint = spec.checkpoint.model_copy(update={**places, "local": here(spec.checkpoint.local)})
     launch = spec.launch.model_copy(update={"script": here(spec.launch.script)})
-    return spec.model_copy(update={"lakehouse": lakehouse.config, "checkpoint": checkpoint, "launch": launch})
+    return spec.model_copy(update={"lakehouse": lakehouse.named, "checkpoint": checkpoint, "launch": launch})
 
 
 def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:

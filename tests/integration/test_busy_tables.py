@@ -109,7 +109,7 @@ def test_expiry_that_races_with_a_pin(lakehouse: Lakehouse, monkeypatch: pytest.
     snapshot = append(lakehouse)
     append(lakehouse)
     config = lakehouse.config
-    plain = SqlCatalog(config.name, **config.catalog_properties())  # an engine without the guard
+    plain = SqlCatalog(config.catalog_name, **config.catalog_properties())  # an engine without the guard
     expiry = plain.load_table("src.t").maintenance.expire_snapshots().by_id(snapshot)
     commit = GuardedSqlCatalog.commit_table
 

@@ -181,7 +181,7 @@ def test_a_recovery_in_doubt_is_written_once(
 def test_without_the_guard_a_replay_destroys_the_table(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the guard is for: plain pyiceberg deletes the landed snapshot's manifests. If this fails, the guard may go."""
     config = arena.lakehouse.config
-    plain = Lakehouse(config, SqlCatalog(config.name, **config.catalog_properties()))
+    plain = Lakehouse(config, SqlCatalog(config.catalog_name, **config.catalog_properties()))
     once(monkeypatch, replayed)
     with pytest.raises(CommitFailedException):
         claim(Ledger(plain), RUN, nonce="n1", replaces=0, detail={})

@@ -332,7 +332,7 @@ def test_a_read_only_database(lakehouse: Lakehouse, tmp_path: Path) -> None:
     snapshot = append(lakehouse)
     uri = f"sqlite:///file:{tmp_path / 'home'}/catalog.db?mode=ro&uri=true"
     config = LakehouseConfig(uri=uri, warehouse=lakehouse.config.warehouse)
-    catalog = GuardedSqlCatalog(config.name, **config.catalog_properties())
+    catalog = GuardedSqlCatalog(config.catalog_name, **config.catalog_properties())
     reader = Lakehouse(config, catalog)
     with pytest.raises(SpecInvalid, match=r'set pin = "none"'):
         hold(reader, "src.t", snapshot, "tag")

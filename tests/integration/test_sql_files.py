@@ -231,6 +231,19 @@ def test_sql_reads_data_files(home: Path, table: str, prefix: str, capsys: pytes
     assert json.loads(capsys.readouterr().out)[0]["n"] == 20
 
 
+def test_database_opens_without_dlac(home: Path, tmp_path: Path) -> None:
+    """Tables, views and macros are in the file; a file that exists is not replaced."""
+    made = tmp_path / "out.duckdb"
+    ask(home, "", "--database", str(made))
+    with duckdb.connect(str(made), read_only=True) as connection:
+        assert connection.sql("SELECT source_table FROM plans ORDER BY 1").fetchall() == [("src.apart",), ("src.t",)]
+        assert connection.sql("SELECT * FROM problems").fetchall() == []
+        assert connection.sql("SELECT * FROM checkpoints").fetchall() == []
+    with pytest.raises(SpecInvalid, match=r"out\.duckdb"):
+        ask(home, "", "--database", str(made))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.duckdb"]
+
+
 def test_sql_reads_globs_of_warehouse(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As in the example of the page on SQL."""
     ask(home, f"SELECT count(*) AS n FROM read_parquet('{home}/warehouse/src/t/data/*.parquet')", "--json")

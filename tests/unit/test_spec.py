@@ -56,7 +56,10 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
         ),
         (with_values("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
         (with_values("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
-        (with_values("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
+        (with_values("lakehouse", type="in-memory"), r"lakehouse\.type: .*'in-memory'"),
+        (with_values("source", ref="b", snapshot_id=1), r"source: expected ref or snapshot_id, found 'b' and 1"),
+        (with_values("source", ref="b", follow="appends"), r"source: expected a source that follows .*'b'"),
+        (with_values("source", table="a:s.t", catalog="b"), r"source: expected one catalog, found 'b'"),
         ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
     ],
 )

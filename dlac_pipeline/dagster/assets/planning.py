@@ -65,7 +65,7 @@ def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.Mat
         pins = []
         for index, source in enumerate(spec.sources):
             wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
-            snapshot = snapshot_of(lakehouse.load(source.table), wanted)
+            snapshot = snapshot_of(lakehouse.load(source.table), wanted, ref=source.ref)
             tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
             pins.append((source.table, snapshot.snapshot_id, tag or "(no tag)"))
     for table, snapshot_id, tag in pins:

@@ -29,7 +29,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
-from dlac_pipeline.lakehouse.config import LakehouseConfig, sqlite_file
+from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.errors import (
     CatalogHostUnknown,
@@ -57,7 +57,14 @@ from dlac_pipeline.lakehouse.iceberg.safe_commit import MetadataMissing, guarded
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 from dlac_pipeline.lakehouse.masking import mask_secrets
-from dlac_pipeline.lakehouse.outages import check_address, is_misconfigured, is_unknown_host
+from dlac_pipeline.lakehouse.named_catalogs import configured, source_catalog
+from dlac_pipeline.lakehouse.outages import (
+    check_address,
+    is_client_error,
+    is_misconfigured,
+    is_refused_client,
+    is_unknown_host,
+)
 from dlac_pipeline.lakehouse.retrying import may_pass, rereading, retrying
 
 _T = TypeVar("_T")
@@ -72,27 +79,58 @@ _TABLE_PROPERTIES = {
 _LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
 """Pauses after looks that find an own table older than before."""
 _TABLES_ABSENT = re.compile(r"no such table|does not exist|UndefinedTable")
+_OPENING = (SQLAlchemyError, requests.RequestException, RESTError, ValueError)
 _REFUSALS = (BadRequestError, UnauthorizedError, ForbiddenError, OAuthError)
 
 
 class Lakehouse:
     """An open catalog and DLAC's tables in it. `relocation` has the folders of a moved lakehouse."""
 
-    def __init__(self, config: LakehouseConfig, catalog: Catalog, relocation: Relocation | None = None) -> None:
+    def __init__(
+        self,
+        config: LakehouseConfig,
+        catalog: Catalog,
+        relocation: Relocation | None = None,
+        *,
+        named: LakehouseConfig | None = None,
+    ) -> None:
         self.config = config
+        """All settings, with those of PyIceberg's configuration: for this process only."""
+        self.named = named or config
+        """The settings as the job spec has them, which may be written."""
         self.catalog = catalog
+        self._others: dict[str, Lakehouse] = {}
+        """Further catalogs of source tables, by name."""
         self._seen: dict[str, tuple[str, int]] = {}
         """Uuid and last sequence number of each own table, as read last."""
         self.relocation = relocation or Relocation()
 
+    def catalog_of(self, identifier: str) -> tuple[Lakehouse, str]:
+        """Return the catalog of a table, opened, and the table's name in it.
+
+        A name such as "lake:docs.pages" is that of table docs.pages in the catalog that PyIceberg's configuration names lake.
+
+        Raises:
+            CatalogMisconfigured: no catalog of that name is configured.
+        """
+        name, separator, table = identifier.partition(":")
+        if not separator:
+            return self, identifier
+        if name not in self._others:
+            self._others[name] = _open_other(name)
+        return self._others[name], table
+
     def load(self, identifier: str) -> Table:
-        """The table named `identifier` (namespace.table) as it is now.
+        """The table named `identifier` (namespace.table, or catalog:namespace.table) as it is now.
 
         Raises:
             NoSuchTable: there is none.
             CatalogUnreachable: the catalog does not answer.
             LakehouseError: the table's metadata is not in the warehouse.
         """
+        home, identifier = self.catalog_of(identifier)
+        if home is not self:
+            return home.load(identifier)
         if not all(part.strip() for part in identifier.split(".")) or "." not in identifier:
             raise NoSuchTable(
                 f"expected a table as namespace.table, found {identifier!r}: write its namespace before it"
@@ -301,9 +339,11 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
 
     Raises:
         CatalogUnreachable: the catalog does not answer.
-        CatalogMisconfigured: its address or its credentials are wrong.
+        CatalogMisconfigured: its address or its credentials are wrong, or no catalog has its name.
         NoSuchLakehouse: none exists, and `create` is false.
     """
+    named, config = config, configured(config)
+    _check_commits(config)
     check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)
     if not create and recorded is not None and recorded.ledger_metadata is None:
@@ -313,11 +353,27 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
     relocation = Relocation() if recorded is None else find_relocation(config, recorded)
     with reachable(config.uri):
         with opening(config.uri, answered=answered):
-            lakehouse = Lakehouse(config, _open(config, relocation, create=create), relocation)
+            lakehouse = Lakehouse(config, _open(config, relocation, create=create), relocation, named=named)
             if not create and not lakehouse.has_ledger():
                 raise _no_lakehouse(config)
         lakehouse.create_own_tables()
     return lakehouse
+
+
+def _open_other(name: str) -> Lakehouse:
+    """Open a catalog that has source tables only: nothing is made in it."""
+    config = source_catalog(name)
+    check_address(config)
+    with reachable(config.uri), opening(config.uri):
+        return Lakehouse(config, _open(config, Relocation(), create=False))
+
+
+def _check_commits(config: LakehouseConfig) -> None:
+    if config.kind in ("dynamodb", "bigquery"):
+        raise CatalogMisconfigured(
+            f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
+            'read: name another catalog for the lakehouse, and this one with source.catalog and pin = "none"'
+        )
 
 
 def _no_lakehouse(config: LakehouseConfig) -> NoSuchLakehouse:
@@ -367,11 +423,12 @@ def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> C
     if raw_path(config.warehouse) is not None:  # a table made now is recorded as those that were made before the move
         path = relocation.to_recorded(raw_path(config.warehouse) or "")
         properties["warehouse"] = f"file://{path}"
-    if not create:
+    if not create and config.kind == "sql":
         properties.setdefault("init_catalog_tables", "false")
+    kind, name = properties.pop(CUSTOM_CATALOG, config.kind), config.catalog_name
     for delay_s in (0.1, 0.5):
         try:
-            return guarded_catalog(config.type)(config.name, **properties)
+            return guarded_catalog(kind)(name, **properties)
         except ModuleNotFoundError as err:
             raise SpecInvalid(
                 f"the catalog at {config.address!r} needs the Python module {err.name!r}: install it"
@@ -380,7 +437,7 @@ def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> C
             if is_locked(err) or is_misconfigured(err):
                 raise
             time.sleep(delay_s)
-    return guarded_catalog(config.type)(config.name, **properties)
+    return guarded_catalog(kind)(name, **properties)
 
 
 def equals(column: str, value: str) -> BooleanExpression:
@@ -409,11 +466,12 @@ def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
 
     Later the same failures are an outage: a catalog that has answered has the right address.
     """
-    shown = mask_secrets(uri)
+    shown = mask_secrets(uri) or "the service's own address"
     try:
         yield
-    except (SQLAlchemyError, requests.RequestException, RESTError, ValueError) as err:
-        if not isinstance(err, _REFUSALS) and not is_misconfigured(err, answered=answered):
+    except Exception as err:
+        known = is_misconfigured(err, answered=answered) if isinstance(err, _OPENING) else is_refused_client(err)
+        if not isinstance(err, _REFUSALS) and not known:
             raise
         raise CatalogMisconfigured(
             f"expected a catalog at {shown!r} that takes this address and these credentials, found {_describe_error(err, uri)}; "
@@ -427,7 +485,7 @@ def reachable(uri: str) -> Iterator[None]:
 
     A failure that does not pass becomes a `LakehouseError`. A missing file is left to the caller: others may have removed it.
     """
-    shown = mask_secrets(uri)
+    shown = mask_secrets(uri) or "the service's own address"
     try:
         yield
     except _REFUSALS as err:
@@ -456,9 +514,17 @@ def reachable(uri: str) -> Iterator[None]:
             f"expected the warehouse of the catalog at {shown!r} to be read and written, found {type(err).__name__}: {err}; "
             "free, mount or reach it"
         ) from err
+    except Exception as err:
+        if not is_client_error(err):
+            raise
+        kind = LakehouseError if is_refused_client(err) else CatalogUnreachable
+        raise kind(
+            f"expected the catalog at {shown!r} to answer, found {mask_secrets(_describe_error(err, uri))}; check its address, "
+            "the credentials and what they allow, then try again"
+        ) from err
 
 
 def _describe_error(err: Exception, uri: str) -> str:
     """Return the class of an error and the first line of its message, without the catalog's password."""
     lines = str(err).splitlines() or [""]
-    return f"{type(err).__name__}: {lines[0].replace(uri, mask_secrets(uri))}"
+    return f"{type(err).__name__}: {lines[0].replace(uri, mask_secrets(uri)) if uri else lines[0]}"

@@ -172,7 +172,7 @@ def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force
             return False
         if not force:
             _check_free(lakehouse, table, identifier, snapshot_id)
-        with reachable(lakehouse.config.uri), as_commit_conflict():
+        with reachable(lakehouse.catalog_of(identifier)[0].config.uri), as_commit_conflict():
             table.manage_snapshots().remove_tag(tag).commit()
         return True
 

@@ -100,7 +100,7 @@ def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not {"iceberg_tables", "iceberg_namespace_properties"} <= names:
             return Recorded()
-        key = (config.name, config.namespace)
+        key = (config.catalog_name, config.namespace)
         table = connection.execute(
             "SELECT metadata_location FROM iceberg_tables "
             "WHERE catalog_name = ? AND table_namespace = ? AND table_name = 'consumption'",

@@ -18,10 +18,12 @@ from __future__ import annotations
 import sqlite3
 import struct
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyiceberg.avro.reader import DoubleReader
+from pyiceberg.catalog import Catalog, MetastoreCatalog
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyiceberg.avro.decoder import BinaryDecoder
-    from pyiceberg.catalog import Catalog
     from pyiceberg.catalog.sql import IcebergTables
     from pyiceberg.table import StagedTable, Table
     from pyiceberg.table.metadata import TableMetadata
@@ -79,7 +80,47 @@ def _read_double(_: DoubleReader, decoder: BinaryDecoder) -> float:
 decode_doubles_exactly()
 
 
-class GuardedSqlCatalog(SqlCatalog):
+class CommitGuard(Catalog):
+    """The guard of a catalog's commits, mixed into the class of any catalog."""
+
+    def commit_table(
+        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        """Commit, or raise `CommitConflict` when the commit surely did not land."""
+        try:
+            return super().commit_table(table, requirements, updates)  # type: ignore[safe-super]  # of the class it is in
+        except CommitFailedException as err:
+            return _landed_or_conflict(self, table, updates, err)
+
+
+class MetastoreGuard(CommitGuard, MetastoreCatalog):
+    """The guard of a catalog whose clients write the metadata files: SQL, Glue, Hive."""
+
+    def commit_table(
+        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        """Commit, or raise `CommitConflict` when the commit surely did not land."""
+        try:
+            return super().commit_table(table, requirements, updates)
+        # others have committed so often that the metadata file was replaced and removed
+        except FileNotFoundError as err:
+            name = ".".join(table.name())
+            raise CommitConflict(f"a commit to {name!r} was overtaken, and did not land: {err}") from err
+
+    def _update_and_stage_table(
+        self,
+        current_table: Table | None,
+        table_identifier: Identifier,
+        requirements: tuple[TableRequirement, ...],
+        updates: tuple[TableUpdate, ...],
+    ) -> StagedTable:
+        """Check the expired snapshots on the same metadata that the commit replaces."""
+        if current_table is not None:
+            _check_expiry(current_table.metadata, updates)
+        return super()._update_and_stage_table(current_table, table_identifier, requirements, updates)
+
+
+class GuardedSqlCatalog(MetastoreGuard, SqlCatalog):
     """A SQL catalog (SQLite, PostgreSQL) with the guard. A client locks, or waits for, the row of a table for a limited time."""
 
     def __init__(self, name: str, **properties: str) -> None:
@@ -96,33 +137,6 @@ class GuardedSqlCatalog(SqlCatalog):
             event.listen(self.engine, "connect", _sync_commits)
             self.engine.dispose()  # the connection that made the catalog's tables
 
-    def commit_table(
-        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
-    ) -> CommitTableResponse:
-        """Commit, or raise `CommitConflict` when the commit surely did not land."""
-        try:
-            response: CommitTableResponse = super().commit_table(table, requirements, updates)
-        except CommitFailedException as err:
-            return _landed_or_conflict(self, table, updates, err)
-        # others have committed so often that the metadata file was replaced and removed
-        except FileNotFoundError as err:
-            raise CommitConflict(
-                f"a commit to {'.'.join(table.name())!r} was overtaken, and did not land: {err}"
-            ) from err
-        return response
-
-    def _update_and_stage_table(
-        self,
-        current_table: Table | None,
-        table_identifier: Identifier,
-        requirements: tuple[TableRequirement, ...],
-        updates: tuple[TableUpdate, ...],
-    ) -> StagedTable:
-        """Check the expired snapshots on the same metadata that the commit replaces."""
-        if current_table is not None:
-            _check_expiry(current_table.metadata, updates)
-        return super()._update_and_stage_table(current_table, table_identifier, requirements, updates)
-
     def _convert_orm_to_iceberg(self, orm_table: IcebergTables) -> Table:
         """Read a table's metadata, and name a missing file."""
         try:
@@ -131,37 +145,46 @@ class GuardedSqlCatalog(SqlCatalog):
             raise MetadataMissing(err, str(orm_table.metadata_location)) from err
 
 
+class _TimelyRequests(CommitGuard):
+    """The guard of an Iceberg REST catalog. A request that is not answered in time fails."""
+
+    def _create_session(self) -> Session:
+        session: Session = super()._create_session()  # type: ignore[misc]  # of pyiceberg's RestCatalog
+        session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
+        return session
+
+
+def guarded_catalog(name: str) -> type[Catalog]:
+    """Return the guarded class of a kind of catalog, such as "rest", or of a catalog's class, such as "package.Catalog".
+
+    Raises:
+        ModuleNotFoundError: a module that it needs is not installed.
+        ValueError: it is no class of a catalog.
+    """
+    module, _, attribute = _CLASSES.get(name, name).rpartition(".")
+    found = getattr(import_module(module), attribute, None) if module else None
+    if not isinstance(found, type) or not issubclass(found, Catalog):
+        raise ValueError(f"expected the class of a catalog such as package.module.Catalog, found {name!r}")
+    return _guarded(found)
+
+
 @cache
-def _guarded_rest_catalog() -> type[Catalog]:
-    """Return the guarded REST catalog: importing pyiceberg's takes a tenth of the start of a command."""
-    from pyiceberg.catalog.rest import RestCatalog
-
-    class GuardedRestCatalog(RestCatalog):
-        """A guarded Iceberg REST catalog. A request that is not answered in time fails."""
-
-        def _create_session(self) -> Session:
-            session = super()._create_session()
-            session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
-            return session
-
-        def commit_table(
-            self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
-        ) -> CommitTableResponse:
-            """Commit, or raise `CommitConflict` when the commit surely did not land."""
-            try:
-                response: CommitTableResponse = super().commit_table(table, requirements, updates)
-            except CommitFailedException as err:
-                return _landed_or_conflict(self, table, updates, err)
-            return response
-
-    return GuardedRestCatalog
+def _guarded(base: type[Catalog]) -> type[Catalog]:
+    guards = {SqlCatalog: GuardedSqlCatalog, MetastoreCatalog: MetastoreGuard}
+    guard = next((guard for kind, guard in guards.items() if issubclass(base, kind)), CommitGuard)
+    if any(each.__module__ == "pyiceberg.catalog.rest" for each in base.__mro__):  # imported only where it is used
+        guard = _TimelyRequests
+    return type(f"Guarded{base.__name__}", (guard, base), {"__doc__": f"{base.__name__} with guarded commits."})
 
 
-def guarded_catalog(kind: str) -> type[Catalog]:
-    """Return the guarded class of a kind of catalog: "sql" or "rest"."""
-    return GuardedSqlCatalog if kind == "sql" else _guarded_rest_catalog()
-
-
+_CLASSES = {
+    "sql": "pyiceberg.catalog.sql.SqlCatalog",
+    "rest": "pyiceberg.catalog.rest.RestCatalog",
+    "hive": "pyiceberg.catalog.hive.HiveCatalog",
+    "glue": "pyiceberg.catalog.glue.GlueCatalog",
+    "dynamodb": "pyiceberg.catalog.dynamodb.DynamoDbCatalog",
+    "bigquery": "pyiceberg.catalog.bigquery_metastore.BigQueryMetastoreCatalog",
+}
 _REST_TIMEOUT_S = (10.0, 60.0)
 """To connect, and between two pieces of an answer."""
 _POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}

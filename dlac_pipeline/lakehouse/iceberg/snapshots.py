@@ -20,13 +20,20 @@ def pin_tag(snapshot_id: int) -> str:
     return f"dlac-pin-{snapshot_id}"
 
 
-def snapshot_of(table: Table, snapshot_id: int | None) -> Snapshot:
-    """The named snapshot, or the current one.
+def snapshot_of(table: Table, snapshot_id: int | None, *, ref: str = "") -> Snapshot:
+    """The named snapshot, or that of a branch or a tag, or the current one.
 
     Raises:
-        NoSuchSnapshot: the table has no such snapshot, or none at all.
+        NoSuchSnapshot: the table has no such snapshot or ref, or no snapshot at all.
         UnsupportedSnapshot: its id is no signed 64-bit number, and so cannot be recorded.
     """
+    if snapshot_id is None and ref:
+        if ref not in table.refs():
+            raise NoSuchSnapshot(
+                f"expected a branch or a tag {ref!r} in table {table_name(table)!r}, found only {sorted(table.refs())!r}: name "
+                "one of these as ref"
+            )
+        snapshot_id = table.refs()[ref].snapshot_id
     found = table.current_snapshot() if snapshot_id is None else table.snapshot_by_id(snapshot_id)
     if found is None:
         known = sorted(snapshot.snapshot_id for snapshot in table.snapshots())
@@ -74,7 +81,7 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
         if is_pinned(table, identifier, snapshot_id):
             return tag
         snapshot_of(table, snapshot_id)
-        with reachable(lakehouse.config.uri), as_commit_conflict():
+        with reachable(lakehouse.catalog_of(identifier)[0].config.uri), as_commit_conflict():
             table.manage_snapshots().create_tag(snapshot_id, tag).commit()
         if not is_pinned(lakehouse.load(identifier), identifier, snapshot_id):
             raise CommitConflict("it was there, and was gone at the next look, as an expiry takes it away")

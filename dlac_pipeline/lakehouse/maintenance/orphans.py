@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyarrow.fs import FileInfo
+from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import LakehouseError
@@ -75,7 +76,7 @@ def _move_main(lakehouse: Lakehouse, name: str) -> None:
 
 def _deletable(lakehouse: Lakehouse, folder: TableFolder) -> dict[str, FileInfo]:
     """Return path -> file of what exists now, without a REST catalog's own metadata files: only its server knows them."""
-    own_metadata = lakehouse.config.type == "sql"
+    own_metadata = isinstance(lakehouse.catalog, MetastoreCatalog)
     return {path: info for path, info in folder.files().items() if own_metadata or not path.endswith(METADATA)}
 
 

@@ -68,7 +68,7 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
     known: dict[str, dict[str, ColumnKind]] = {}
     for source in spec.sources:
         table = lakehouse.load(source.table)
-        schema = check_source(table, source, snapshot_of(table, source.snapshot_id))
+        schema = check_source(table, source, snapshot_of(table, source.snapshot_id, ref=source.ref))
         if source.transform:
             continue
         if spec.sequences.length:
