@@ -1,4 +1,4 @@
-"""Promises about a catalog, on SQLite, PostgreSQL and SeaweedFS's Iceberg REST catalog with its S3 store."""
+"""Promises about a catalog, on SQLite, PostgreSQL, SeaweedFS's Iceberg REST catalog with its S3 store, and moto's Glue."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from tests.conftest import source_rows
+from tests.object_store import object_store
 from tests.postgres_server import needs_postgres, postgres
 from tests.seaweedfs import needs_seaweedfs, seaweedfs
 
@@ -31,6 +32,7 @@ CATALOGS = [
     "sqlite",
     pytest.param("postgres", marks=needs_postgres),
     pytest.param("seaweedfs", marks=needs_seaweedfs),
+    "glue",
 ]
 
 
@@ -41,6 +43,8 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
         if request.param == "seaweedfs":
             yield stack.enter_context(seaweedfs(folder)).lakehouse("dlac")
+        elif request.param == "glue":
+            yield stack.enter_context(object_store(folder)).glue()
         else:
             uri = stack.enter_context(postgres()) if request.param == "postgres" else ""
             yield LakehouseConfig(uri=uri).at_home(folder / "home")
@@ -87,6 +91,8 @@ def unanswered(commit: Any, request: Any) -> CommitTableResponse:
 
 def test_one_racing_claim_wins(lakehouse: Lakehouse) -> None:
     """The others step aside, and claims of other runs at the same time all land."""
+    if lakehouse.config.kind == "glue":
+        pytest.skip("moto ignores the VersionId by which AWS Glue refuses the second of two commits")
 
     def claims(number: int) -> bool:
         ledger = Ledger(connect(lakehouse.config))
