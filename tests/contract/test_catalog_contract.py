@@ -6,13 +6,14 @@ import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
-import requests
 from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse
+from requests import ConnectionError as ConnectionAborted
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CommitConflict, Fenced, SteppedAside
@@ -86,7 +87,7 @@ def replayed(commit: Any, request: Any) -> CommitTableResponse:
 def unanswered(commit: Any, request: Any) -> CommitTableResponse:
     """The commit lands, and the connection breaks before the answer."""
     commit(*request)
-    raise requests.ConnectionError("the connection was closed")
+    raise ConnectionAborted("the connection was closed")
 
 
 def test_one_racing_claim_wins(lakehouse: Lakehouse) -> None:
@@ -129,12 +130,11 @@ def test_lost_answer_is_resolved(lakehouse: Lakehouse, monkeypatch: pytest.Monke
     owner = committing_class(lakehouse)
     real, calls = owner.commit_table, 0
 
-    def commit_table(self: Catalog, *request: Any) -> CommitTableResponse:
+    def commit_table(self: Catalog, *request: Any) -> Any:
         nonlocal calls
         calls += 1
-        commit = lambda *again: real(self, *again)  # noqa: E731 - the real commit, with its catalog
-        answer: CommitTableResponse = fault(commit, request) if calls == 1 else commit(*request)
-        return answer
+        commit = partial(real, self)
+        return fault(commit, request) if calls == 1 else commit(*request)
 
     monkeypatch.setattr(owner, "commit_table", commit_table)
     assert checkpoint(Ledger(lakehouse)).fence.head == "a"
@@ -145,13 +145,18 @@ def test_lost_answer_is_resolved(lakehouse: Lakehouse, monkeypatch: pytest.Monke
 def test_replay_is_refused_by_server(lakehouse: Lakehouse) -> None:
     """The server itself refuses a request that it has answered before, on which the guard relies."""
     claim(Ledger(lakehouse), "r", nonce="n1", replaces=0, detail={})
-    owner, requested = committing_class(lakehouse), []
+    owner, requests = committing_class(lakehouse), []
+    real = owner.commit_table
+
+    def commit_table(self: Catalog, *request: Any) -> Any:
+        requests.append(request)
+        return real(self, *request)
+
     with pytest.MonkeyPatch.context() as patch:
-        real = owner.commit_table
-        patch.setattr(owner, "commit_table", lambda self, *request: requested.append(request) or real(self, *request))
+        patch.setattr(owner, "commit_table", commit_table)
         claim(Ledger(lakehouse), "other", nonce="n1", replaces=0, detail={})
     with pytest.raises(CommitFailedException):
-        owner.commit_table(lakehouse.catalog, *requested[-1])
+        owner.commit_table(lakehouse.catalog, *requests[-1])
 
 
 def test_stale_attempt_is_fenced(lakehouse: Lakehouse) -> None:

@@ -40,8 +40,9 @@ def served(server: SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_run_resumes_on_rest_catalog(served: Arena, server: SeaweedFS) -> None:
     """Each step runs on the servers alone: plan, pin, training, resume without local files, audit and upkeep."""
     served.table()
-    places = {"store": "s3://store/checkpoints", "store_properties": server.properties}
-    spec = served.spec("rested", world_size=1, passes=1, **places)
+    spec = served.spec(
+        "rested", world_size=1, passes=1, store="s3://store/checkpoints", store_properties=server.properties
+    )
     before = served.train(spec, until=25)
     shutil.rmtree(spec.checkpoint.local)
     after = served.train(spec)
