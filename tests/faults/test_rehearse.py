@@ -179,4 +179,4 @@ def test_rehearsal_job_covers_every_run(arena: Arena, tmp_path: Path) -> None:
     assert (differing.description or "").startswith("drifts: steps")
     assert "2 of 2 losses differ" in (differing.description or "")
     rows = [record.data for record in differing.metadata["rehearsals"].value.records]  # type: ignore[union-attr]  # a table
-    assert {row.run: row["identical"] for row in rows} == {"steady": True, "drifts": False, "nobody": ""}
+    assert {row["run"]: row["identical"] for row in rows} == {"steady": True, "drifts": False, "nobody": ""}
