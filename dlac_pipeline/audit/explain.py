@@ -4,8 +4,6 @@ The script names the data files of the tables' current snapshots. So it answers 
 while those files are kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import duckdb

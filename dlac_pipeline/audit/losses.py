@@ -1,7 +1,5 @@
 """The losses of a run: those of every optimizer step on its surviving lineage, from the checkpoint rows of the ledger."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Over torch.distributed's point-to-point messages on a CPU (gloo) group of DLAC's
 Trees of several threads share a group: each one's messages have a tag.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgpack

@@ -1,7 +1,5 @@
 """Failures of one rank, shared with all ranks, so that none waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The checkpoints of a run as an operator sees them, and whether their files are what was committed."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

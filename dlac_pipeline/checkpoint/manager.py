@@ -6,8 +6,6 @@ Synchronous: training waits for all of it. Asynchronous: training waits while th
 thread, over a tree of its own, one checkpoint at a time. Rows consumed after the copied step belong to the next checkpoint.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Format version 1. Promise: later versions read it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence

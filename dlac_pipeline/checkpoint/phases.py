@@ -1,7 +1,5 @@
 """Durations of phases."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ in the local folder makes a restart on the same node faster. Nothing is ever ove
 The run's folder is made before an attempt and never later. If it is missing then, its mount is gone.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager

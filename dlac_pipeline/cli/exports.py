@@ -1,7 +1,5 @@
 """Checkpoints from and for other programs: adopt, export, identify."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Runs: the state of one, and the list of all."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The job spec as Dagster configuration: the launchpad shows one field per setting of dlac_pipeline/spec/job_spec.py."""
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 

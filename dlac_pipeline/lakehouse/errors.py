@@ -54,8 +54,6 @@ DlacError
     └── Preempted             the ranks exited at their deadline without a checkpoint
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from dlac_pipeline.lakehouse.masking import mask_secrets

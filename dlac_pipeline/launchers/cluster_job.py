@@ -4,8 +4,6 @@ The nodes recover without help (`launchers/node_process.py`). Their events come 
 lost. The ledger records whether the run is finished: a scheduler's "completed" only means that no process is left.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checks of the sources of a new branch: their plans, their history of appends, and the rows that exclusions leave."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pyiceberg.table import Table

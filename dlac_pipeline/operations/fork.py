@@ -4,8 +4,6 @@ Its first checkpoint, at step 0, has the parent's files. A `fork` row names the 
 beginning, as the job spec of the new run states.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor

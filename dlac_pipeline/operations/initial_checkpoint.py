@@ -1,7 +1,5 @@
 """Beginning of a run from an existing state: its claim, and its first checkpoint, at step 0."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ The ledger is read only when it has new rows. The launch folder is on the node w
 committed facts are known.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from contextlib import suppress

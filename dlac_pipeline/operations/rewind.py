@@ -4,8 +4,6 @@ All checks precede the one append that opens the branch. They find whatever woul
 checkpoint, a missing snapshot, a lost history of appends, or a predicate that does not fit the table.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from dataclasses import replace

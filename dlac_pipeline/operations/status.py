@@ -1,7 +1,5 @@
 """State of a run, from its ledger rows and the processes of this node, and the command to type next."""
 
-from __future__ import annotations
-
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence

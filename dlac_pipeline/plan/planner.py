@@ -1,7 +1,5 @@
 """From a source to a plan: pin the snapshot, list its row groups, write them down as work units under a content id."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Callable, Mapping

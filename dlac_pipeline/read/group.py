@@ -1,7 +1,5 @@
 """One key group's part of each batch: its slots are shared out among the sources by the schedule, and filled from streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

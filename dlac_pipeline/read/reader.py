@@ -7,8 +7,6 @@
 Resume requires an unchanged leg. The number of ranks may change.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Request to a launcher: a job, and how it takes the run over. It travels as JSON."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress

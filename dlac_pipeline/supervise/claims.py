@@ -1,7 +1,5 @@
 """Facts from the claims of a run: the launcher, place and spec of each attempt, and the attempt that a launch may replace."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The leader names the checkpoint to resume from. Each node reads the manifest and
 reads itself what another node cannot read, finds damaged, or has not read in time.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 In: exits and heartbeats of ranks. Out: a `Failure`, for the restart policy and for the record of the recovery.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The checkpoint of the resume point, on every node of an attempt. Its claimer has verified it on one of them."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

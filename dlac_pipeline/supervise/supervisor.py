@@ -3,8 +3,6 @@
 In: a job spec. Out: events for listeners, a row in `recoveries` per recovery, and the end of the run.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Every rank receives a message at the same step. Rank 0 keeps the clock and repor
 nodes want to join. Any rank reports its termination notice.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

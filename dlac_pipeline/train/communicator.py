@@ -1,7 +1,5 @@
 """Communicator of a rank: its place among the ranks, their process group, and the messages that DLAC sends over it."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Preemption of a run: the decision if an emergency checkpoint fits in the time left, and the lost work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

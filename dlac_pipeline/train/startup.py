@@ -3,8 +3,6 @@
 Without a supervisor rank 0 claims the run and notifies the other ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The coordinator's part of a checkpoint: from all ranks' votes to the manifest and the ledger's commit, or why there is none."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

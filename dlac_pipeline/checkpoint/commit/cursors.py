@@ -1,7 +1,5 @@
 """The reader state of a checkpoint, from what the ranks voted: nothing is committed where they, or the order, disagree."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dlac_pipeline.checkpoint.commit.ledger_rows import Vote

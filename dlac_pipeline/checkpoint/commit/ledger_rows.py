@@ -1,7 +1,5 @@
 """The ledger rows of a checkpoint: the checkpoint's own, the leg when it is new, and an advance for every block it moved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

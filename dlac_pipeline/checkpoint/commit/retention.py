@@ -5,8 +5,6 @@ is never selected again (`removal`). An interrupted removal continues after the 
 includes what replaced attempts had staged and never committed, which no row can ever name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """DeepSpeed engines, through their own save path."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """PyTorch state that ranks share out among them (FSDP2, DTensor) or repeat (DDP)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

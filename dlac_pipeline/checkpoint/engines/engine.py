@@ -1,7 +1,5 @@
 """The interface of a training engine to the Checkpoint Manager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ only. Its own files name their parts in a pickle, which can run code. Here every
 index in plain values records their places.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path

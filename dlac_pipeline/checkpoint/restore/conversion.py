@@ -10,8 +10,6 @@ record of its files that is written last. It is made under a unique name, and re
 No ledger row names it: it can always be made again, and is removed with its checkpoint.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

@@ -1,7 +1,5 @@
 """From a committed checkpoint to a verified local folder: the local copy, repaired from the store."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

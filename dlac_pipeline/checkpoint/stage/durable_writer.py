@@ -4,8 +4,6 @@ Threads make files durable while the next ones are written. A copy in front of t
 only if its digests match.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

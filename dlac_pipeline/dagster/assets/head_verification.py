@@ -1,7 +1,5 @@
 """Verification of a run's newest checkpoint. The result goes into the ledger and onto a page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from secrets import token_hex
 from typing import Any

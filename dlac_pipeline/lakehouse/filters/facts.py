@@ -1,7 +1,5 @@
 """Facts about a column's values in a file or a row group, and what partition values prove of their source columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isnan

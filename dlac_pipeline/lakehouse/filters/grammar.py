@@ -5,8 +5,6 @@ sqlglot reads the text, in a dialect with the words and signs of filters alone: 
 
 # ruff: noqa: RUF012  sqlglot configures a dialect by class attributes
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from decimal import Decimal, DecimalException

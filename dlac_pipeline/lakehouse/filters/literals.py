@@ -4,8 +4,6 @@ A value is comparable as Python compares it: integers for numbers without a frac
 (in the unit of their type), floats, text, bytes (also of a uuid), and booleans.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from contextlib import suppress

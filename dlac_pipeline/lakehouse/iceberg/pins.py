@@ -4,8 +4,6 @@ A pin is a tag `dlac-pin-<snapshot id>`. The ledger shows which runs need it: th
 names its snapshot. Tables count by their uuid: a renamed table is the same.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ pyiceberg copies a table's whole metadata, deeply, some twenty times in the cour
 between: with twenty snapshots in it, that was half of what the append took of the processor.
 """
 
-from __future__ import annotations
-
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import TableUpdate

@@ -3,8 +3,6 @@
 Source: design.md sections 6.4 and 7.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace

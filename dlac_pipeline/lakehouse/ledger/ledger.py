@@ -5,8 +5,6 @@ built on the same table object on which the fence was read. pyiceberg asserts th
 can have changed the fence in between. After any doubt the loop reads again and decides from the rows.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import defaultdict

@@ -12,8 +12,6 @@ evidence of a committed checkpoint that the ledger lacks:
 A place is read first, and the rows to compare with afterwards, so that concurrent commits raise no alarm.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

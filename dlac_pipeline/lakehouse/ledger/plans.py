@@ -4,8 +4,6 @@ Units are written first under a write id. The plan row is last, and only if no p
 follow the plan row to its write id, so a crash or a race leaves no half or double plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime

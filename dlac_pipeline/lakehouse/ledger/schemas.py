@@ -3,8 +3,6 @@
 Promise: a table or manifest of an older format version stays readable. Columns are only added, as optional ones.
 """
 
-from __future__ import annotations
-
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform

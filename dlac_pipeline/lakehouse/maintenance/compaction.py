@@ -6,8 +6,6 @@ committers the merge loses, reads again and takes fewer files. A commit that los
 other conflict. Only data files change: no row, no `seq`, no property.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

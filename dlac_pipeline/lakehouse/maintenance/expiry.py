@@ -5,8 +5,6 @@ expires, in its own transaction, the snapshots past the newest `KEEP_SNAPSHOTS`.
 be half done. Snapshots of a branch or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/orphans.py.
 """
 
-from __future__ import annotations
-
 from pyiceberg.table import Transaction
 from pyiceberg.table.update.snapshot import ExpireSnapshots
 

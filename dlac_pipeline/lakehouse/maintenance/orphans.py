@@ -5,8 +5,6 @@ delete what was listed and is still not named. The writer of a listed file had r
 has not landed, the catalog refuses it, and the writer repeats it with new files, as every writer of these tables does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ What was dealt stays dealt: open cuts are never cut again. Rows that are exclude
 as never dealt, so that later passes level the key groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Columns of a leg's batches: their kinds as far as they are known before reading, and those of some rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """From a leg to a rank's reader: plans and sources are opened, and checked against the leg."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Streams of a rank's key groups: for each source the way from a key group and a cursor to its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

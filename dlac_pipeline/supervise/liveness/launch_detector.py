@@ -5,8 +5,6 @@ job is never refused, because its scheduler may start it again. A launch by an o
 run of the same orchestrator. Only the orchestrator can know if that run is alive.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import socket

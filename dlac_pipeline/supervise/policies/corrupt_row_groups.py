@@ -1,7 +1,5 @@
 """The cause of an attempt's failure when a row group did not decode: damage, or an unavailable store."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable

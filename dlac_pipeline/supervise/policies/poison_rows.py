@@ -4,8 +4,6 @@ A row that kills each process that reads it ends every attempt in the same step.
 counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal

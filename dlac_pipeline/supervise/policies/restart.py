@@ -3,8 +3,6 @@
 In: attempts and their failures. Out: row groups and rows to leave out, or the error that ends the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 

@@ -3,8 +3,6 @@
 In: a job spec, a round, a starter. Out: the ranks, as their supervisor watches them.
 """
 
-from __future__ import annotations
-
 import shutil
 from contextlib import suppress
 from pathlib import Path
