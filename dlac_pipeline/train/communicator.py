@@ -6,8 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.step_sync import StepSyncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.read.exchange import Waits, summing_over

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed

@@ -24,9 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.engines.engine import Convert, Engine
-from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
 from dlac_pipeline.checkpoint.store import storing

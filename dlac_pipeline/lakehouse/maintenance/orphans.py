@@ -15,9 +15,9 @@ from pyiceberg.table import Table
 from dlac_pipeline.lakehouse.errors import LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
-from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse
 from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
+from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 
