@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
@@ -22,6 +21,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     RetireRow,
     VerifyRow,
 )
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

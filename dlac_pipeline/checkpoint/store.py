@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.spec.job_spec import JobSpec
 
 MANIFEST = "manifest.json"

@@ -11,7 +11,6 @@ from functools import partial
 from heapq import heapreplace
 from typing import Any
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import (
     Done,
     FileEntry,
@@ -27,6 +26,7 @@ from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.elastic.sealed_store import Message
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 PROVE, PROVED = "prove", "proved"
 """Messages: the leader names the checkpoint. The other nodes report how much of their part they have read, and the result."""

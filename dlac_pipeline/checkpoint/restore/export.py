@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from dlac_pipeline.checkpoint.files import file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
@@ -22,6 +21,7 @@ from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_expor
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
+from dlac_pipeline.lakehouse.store_files import file_digest, sync_file
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines.weights import Weights

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import StoreFiles, below
 from dlac_pipeline.checkpoint.manifest import (
     Done,
     FileEntry,
@@ -22,6 +21,7 @@ from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_name_of, fold
 from dlac_pipeline.lakehouse.durable_io import temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below
 
 Verify = Callable[[CheckpointRow, Manifest, StoreFiles, Done], None]
 

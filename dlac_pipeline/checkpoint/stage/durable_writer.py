@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.files import sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.durable_io import fsync_directory
+from dlac_pipeline.lakehouse.store_files import sync_file
 
 
 class Phases(dict[str, float]):

@@ -20,9 +20,9 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.spec.spec_problems import Section
 
 if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.files import StoreFiles
     from dlac_pipeline.checkpoint.listing import Verification
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 
 class VerifyConfig(Section, dg.Config):
