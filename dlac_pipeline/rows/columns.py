@@ -165,17 +165,6 @@ def check_names(schema: Schema, names: Sequence[str]) -> None:
             raise NoSuchColumn(f"expected column {name!r} in the table, found only {fields!r}")
 
 
-def check_columns(
-    schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()
-) -> None:
-    """Check that every named column exists and can become a tensor, as declared.
-
-    Raises:
-        NoSuchColumn, UnsupportedColumn: it does not, or cannot.
-    """
-    kinds_of(schema, names, ragged, nullable)
-
-
 def _kind_of(name: str, column_type: IcebergType, ragged: bool, nullable: bool) -> ColumnKind:
     if isinstance(column_type, _BYTES):
         return ColumnKind(name=name, items=np.dtype(np.uint8), ragged=True, nullable=nullable)

@@ -30,8 +30,8 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     PlannedSnapshot,
 )
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
-from dlac_pipeline.plan.legs.follow import LegRequest, Unreadable, leaving_out, next_leg
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
+from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec

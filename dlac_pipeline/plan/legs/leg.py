@@ -21,15 +21,21 @@ LEG_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantinedUnit:
-    """A row group, or rows of it, left out from a leg on: it does not decode, or they kill the ranks. `rows` of it were live."""
+class Unreadable:
+    """A row group to leave out, because it is missing or does not decode, or rows of it that kill the ranks."""
 
     path: str
     row_group: int
-    rows: int
     reason: str
     positions: tuple[int, ...] = ()
     """Positions of the rows in the data file. Empty: the whole row group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantinedUnit(Unreadable):
+    """A row group, or rows of it, left out from a leg on. `rows` of it were live."""
+
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.plan.legs.follow import Unreadable
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import SourceOrder

@@ -25,8 +25,7 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.retrying import retrying
-from dlac_pipeline.plan.legs.follow import Unreadable
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
