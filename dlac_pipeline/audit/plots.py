@@ -1,7 +1,5 @@
 """Pictures of a run, as PNG files in memory: its losses, which row groups it has consumed, what its checkpoints cost."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -111,7 +109,7 @@ def _coverage_of(rows: list[dict[str, Any]], files: list[str]) -> Any:
     return np.ma.masked_invalid(part)
 
 
-def _mark_recoveries(axes: Axes, curve: LossCurve) -> None:
+def _mark_recoveries(axes: "Axes", curve: LossCurve) -> None:
     for number, recovery in enumerate(each for each in curve.recoveries if each["outcome"] == "resumed"):
         label = "recovery" if number == 0 else None
         axes.axvline(recovery["resumed_step"], color=_MARK, linestyle="--", linewidth=1.2, label=label)
@@ -126,7 +124,7 @@ def _mark_recoveries(axes: Axes, curve: LossCurve) -> None:
         )
 
 
-def _figure(width_inches: float, height_inches: float) -> Figure:
+def _figure(width_inches: float, height_inches: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as err:
@@ -136,7 +134,7 @@ def _figure(width_inches: float, height_inches: float) -> Figure:
     return Figure(figsize=(width_inches, height_inches), dpi=130, layout="constrained")
 
 
-def _png(figure: Figure) -> bytes:
+def _png(figure: "Figure") -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png")  # by Agg: no display, no global state, safe in threads
     return out.getvalue()

@@ -1,7 +1,5 @@
 """Branches: going back, beginning a run from another one, letting go of what was left."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence
@@ -92,7 +90,7 @@ def rewind(
     _show_seen(run, done, exclude or (), source)
 
 
-def _show_branch(run: str, done: Rewound) -> None:
+def _show_branch(run: str, done: "Rewound") -> None:
     """Print where the new branch begins, and which one was left."""
     where = "begins again" if done.checkpoint_id is None else f"resumes after checkpoint {done.checkpoint_id}"
     OUT.print(
@@ -103,7 +101,7 @@ def _show_branch(run: str, done: Rewound) -> None:
     )
 
 
-def _show_seen(run: str, done: Rewound, exclude: Sequence[str], source: str | None) -> None:
+def _show_seen(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:
     """Say how many excluded rows the checkpoint has been trained on, and how to go back to where it was none."""
     if done.not_counted:
         OUT.print(
@@ -210,7 +208,7 @@ def retire(
         OUT.print(f"run {run} has no abandoned checkpoint without a tag", markup=False)
 
 
-def _known_spec(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
+def _known_spec(lakehouse: "Lakehouse", run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
     """Return the run's spec, or None for one that was launched from another node."""
     with suppress(NoSuchJobSpec):
         return spec_of_run(run, spec, home, lakehouse=lakehouse)

@@ -1,7 +1,5 @@
 """Checkpoints of a run: list, tag, verify."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -57,7 +55,7 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
     show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
 
 
-def _row_of(listed: ListedCheckpoint) -> tuple[str, ...]:
+def _row_of(listed: "ListedCheckpoint") -> tuple[str, ...]:
     return (
         f"{listed.step:,}",
         listed.state,

@@ -3,8 +3,6 @@
 Any other run: the facts of each look.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +36,7 @@ class Interrupted(BaseException):
 
 
 def watch_run(
-    open_lakehouse: Callable[[], Lakehouse],
+    open_lakehouse: "Callable[[], Lakehouse]",
     run: str,
     console: Console,
     *,
@@ -68,7 +66,7 @@ def watch_run(
                 time.sleep(every_s)
 
 
-def _looks(open_lakehouse: Callable[[], Lakehouse], run: str) -> Iterator[dict[str, Any]]:
+def _looks(open_lakehouse: "Callable[[], Lakehouse]", run: str) -> Iterator[dict[str, Any]]:
     """Yield the result of each look. Until the run exists, the missing part."""
     from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, NoSuchRun
     from dlac_pipeline.operations.live_status import LiveStatus
@@ -177,7 +175,7 @@ class TrainingDisplay:
         self.attempt = 0
         """The last attempt that an event named, or 0."""
 
-    def __enter__(self) -> TrainingDisplay:
+    def __enter__(self) -> "TrainingDisplay":
         self._progress.start()
         return self
 
@@ -252,7 +250,7 @@ _RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} r
 _ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
 
 
-def describe_outcome(run: str, outcome: Outcome, *, attempt: int) -> str:
+def describe_outcome(run: str, outcome: "Outcome", *, attempt: int) -> str:
     """Return the end of a run for people. `attempt` is the last one that was launched, or 0."""
     ending = _ENDINGS.get(outcome.ending, outcome.ending)
     if not attempt:

@@ -1,7 +1,5 @@
 """Failures of a run and their consequences, and whether it could be resumed: incidents, rehearsals."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from dataclasses import asdict
@@ -107,11 +105,11 @@ def incidents(
         show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), OUT.width)])
 
 
-def _facts_of(recovery: Recovery) -> dict[str, object]:
+def _facts_of(recovery: "Recovery") -> dict[str, object]:
     return {**asdict(recovery), "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
 
 
-def describe_incident(recovery: Recovery) -> dict[str, str | None]:
+def describe_incident(recovery: "Recovery") -> dict[str, str | None]:
     """Write an incident down for people: a label and a text each, without the phases that took no time."""
     down, took = recovery.down_s, format_duration(recovery.recovered_s)
     lost = None if recovery.work_lost_s is None else f"{format_duration(recovery.work_lost_s)} of training"
@@ -131,7 +129,7 @@ def describe_incident(recovery: Recovery) -> dict[str, str | None]:
     }
 
 
-def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
+def _row_of_step(step: "RehearsedStep") -> tuple[str, ...]:
     """A rehearsed step as cells: two losses to the last digit, and whether they are the same."""
     verdict = "no loss recorded" if not step.compared else "identical" if step.identical else "differs"
     skipped = ", skipped" if step.recorded_skipped or step.replayed_skipped else ""
@@ -139,7 +137,7 @@ def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
     return str(step.step), recorded, "" if step.replayed is None else repr(step.replayed), verdict + skipped
 
 
-def _phases(recovery: Recovery) -> str:
+def _phases(recovery: "Recovery") -> str:
     """Return the phases that took time, in order. Older rows do not have all of them."""
     from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 

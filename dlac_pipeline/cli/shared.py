@@ -1,7 +1,5 @@
 """Shared parts of subcommands: their options, the place of the lakehouse, and the display of facts."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -104,7 +102,7 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
     return read_spec(spec).resolved(home or home_folder())
 
 
-def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
+def lakehouse_of(spec: Path | None, home: Path | None) -> "Lakehouse":
     """The lakehouse to look at, which must exist: looking creates none."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
@@ -121,7 +119,7 @@ def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None
     )
 
 
-def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: Lakehouse | None = None) -> JobSpec:
+def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: "Lakehouse | None" = None) -> JobSpec:
     """The run's spec: as given, or as it was launched last, for which the lakehouse is looked into, open already or not.
 
     Raises:

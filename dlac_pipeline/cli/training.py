@@ -1,7 +1,5 @@
 """Training: plan a job, train it, serve a rendezvous, recover a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -55,7 +53,7 @@ def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
         show_facts(_facts_of_plan(each.row), as_json=as_json)
 
 
-def _facts_of_plan(row: PlanRow) -> dict[str, object]:
+def _facts_of_plan(row: "PlanRow") -> dict[str, object]:
     return {
         "plan_id": row.plan_id,
         "table": row.source_table,

@@ -1,7 +1,5 @@
 """One rank's batches as an `IterableDataset` with a position."""
 
-from __future__ import annotations
-
 import json
 import os
 from bisect import bisect_left
@@ -184,7 +182,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         device: Device | None = None,
         pin_memory: bool | None = None,
         **options: Any,
-    ) -> DlacLoader:
+    ) -> "DlacLoader":
         """Return a `DataLoader` over this dataset through which `state_dict()` knows what the consumer received.
 
         `inputs` turns a batch into the model's inputs, in the workers if they exist. The loader then yields that. `device` is

@@ -4,8 +4,6 @@ Addresses are `file://` ones and what pyarrow's file systems serve (s3, gs, abfs
 (`s3.endpoint`, ...). What fails in passing is tried again, at growing random intervals, until a deadline.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -60,7 +58,7 @@ class StoreFiles:
         self._remote = PyArrowFileIO(dict(properties or {}))
         self._deadline_s = deadline_s
 
-    def hurried(self) -> StoreFiles:
+    def hurried(self) -> "StoreFiles":
         """Return the same store for optional work, with retries for a few seconds only."""
         return StoreFiles(self._remote.properties, deadline_s=min(5.0, self._deadline_s))
 
@@ -115,7 +113,7 @@ class StoreFiles:
         """Remove a folder with all in it, if it exists."""
         self._tried(lambda files, path: files.remove(path), address, "remove from")
 
-    def _tried(self, call: Callable[[_Local | _Remote, str], Result], address: str, doing: str) -> Result:
+    def _tried(self, call: "Callable[[_Local | _Remote, str], Result]", address: str, doing: str) -> Result:
         tries = 0
 
         def attempt() -> Result:
@@ -142,7 +140,7 @@ class StoreFiles:
         except OSError as err:
             raise _unavailable(address, doing, err, "") from err
 
-    def _at(self, address: str) -> tuple[_Local | _Remote, str]:
+    def _at(self, address: str) -> "tuple[_Local | _Remote, str]":
         if is_local(address):
             return _LOCAL, str(path_at(address))
         scheme, netloc, path = PyArrowFileIO.parse_location(address)

@@ -11,8 +11,6 @@ The schema and the source's declarations determine the tensors of a column, neve
     declared nullable          also: name.valid [rows], bool; a null reads as zeros, or as empty
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,14 +104,14 @@ class Column:
         used = self.values if offsets is None else self.values[int(offsets[0]) : int(offsets[-1])]
         return sum(array.nbytes for array in (used, offsets, self.valid) if array is not None)
 
-    def part(self, first: int, rows: int) -> Column:
+    def part(self, first: int, rows: int) -> "Column":
         """The rows first .. first+rows-1, as a view."""
         valid = None if self.valid is None else self.valid[first : first + rows]
         if self.offsets is None:
             return Column(self.values[first : first + rows], None, valid)
         return Column(self.values, self.offsets[first : first + rows + 1], valid)
 
-    def copy(self) -> Column:
+    def copy(self) -> "Column":
         """Return the same rows in arrays of their own, so that the viewed memory may be freed."""
         valid = None if self.valid is None else self.valid.copy()
         if self.offsets is None:

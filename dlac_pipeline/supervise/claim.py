@@ -3,8 +3,6 @@
 Every failure has the same four steps: claim, resolve, load, resume. A recovery that is killed anywhere can be started again.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket
@@ -81,7 +79,7 @@ class ResumePoint:
         return json.dumps(asdict(self), default=str)
 
     @classmethod
-    def from_json(cls, text: str) -> ResumePoint:
+    def from_json(cls, text: str) -> "ResumePoint":
         """Return the resume point that `to_json` wrote."""
         return cls(**json.loads(text))
 

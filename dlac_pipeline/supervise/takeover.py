@@ -3,8 +3,6 @@
 The lock and the look for other launches are a courtesy that refuses a second launch early. Safety depends on the fence alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -46,7 +44,7 @@ class Takeover:
         self._lock = ExitStack()
         self._has_followed = False
 
-    def __enter__(self) -> Takeover:
+    def __enter__(self) -> "Takeover":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -12,8 +12,6 @@ Under `dlac train` the launch folder names the run and the rank. Under torchrun 
 spec: `training_run("job.toml")`. Rank 0 then claims the run itself.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -48,7 +46,7 @@ from dlac_pipeline.train.startup import (
 
 
 @contextmanager
-def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> Iterator[TrainingRun]:
+def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "Iterator[TrainingRun]":
     """Yield the training run of this rank. The run joins the process group, gets its attempt, and cleans up at the end.
 
     A script may leave the context before the run is over, between two steps, at the same step on all ranks. The attempt then

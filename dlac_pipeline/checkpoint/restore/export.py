@@ -1,7 +1,5 @@
 """Export of a checkpoint as a file of weights, and its identification: the file's digest names the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import dataclass, replace
@@ -80,7 +78,7 @@ def _hold_of(path: Path) -> str:
     return f"export:{socket.gethostname()}:{path.resolve()}"
 
 
-def _write_weights(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, part: str) -> Exported:
+def _write_weights(ledger: Ledger, manifest: Manifest, weights: "Weights", path: Path, part: str) -> Exported:
     about = {
         "format": "pt",
         "dlac.run": manifest.run,
@@ -112,7 +110,7 @@ def _write_weights(ledger: Ledger, manifest: Manifest, weights: Weights, path: P
     )
 
 
-def _save(weights: Weights, path: Path, about: dict[str, str]) -> None:
+def _save(weights: "Weights", path: Path, about: dict[str, str]) -> None:
     """Write the file.
 
     Raises:

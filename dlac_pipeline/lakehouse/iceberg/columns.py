@@ -6,8 +6,6 @@ is its identity partition value, else its initial default, else null. The result
 `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,7 +160,7 @@ class FileColumns:
         *,
         name_mapping: NameMapping | None = None,
         partition_values: Mapping[int, Any] = {},
-    ) -> FileColumns:
+    ) -> "FileColumns":
         """The way from a file with `file_schema` to the columns `names` of `schema`.
 
         `partition_values` are the file's identity partition values by source field id.
