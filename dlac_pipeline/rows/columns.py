@@ -19,26 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyiceberg import types as ice
 from pyiceberg.schema import Schema
-from pyiceberg.types import (
-    BinaryType,
-    BooleanType,
-    DateType,
-    DoubleType,
-    FixedType,
-    FloatType,
-    IcebergType,
-    IntegerType,
-    ListType,
-    LongType,
-    StringType,
-    TimestampNanoType,
-    TimestampType,
-    TimestamptzNanoType,
-    TimestamptzType,
-    TimeType,
-    UUIDType,
-)
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
@@ -46,16 +28,16 @@ from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 _ITEMS: dict[type, type[np.generic]] = {
-    BooleanType: np.bool_,
-    IntegerType: np.int32,
-    LongType: np.int64,
-    FloatType: np.float32,
-    DoubleType: np.float64,
-    **dict.fromkeys((DateType, TimeType, TimestampType, TimestamptzType), np.int64),
-    **dict.fromkeys((TimestampNanoType, TimestamptzNanoType), np.int64),
+    ice.BooleanType: np.bool_,
+    ice.IntegerType: np.int32,
+    ice.LongType: np.int64,
+    ice.FloatType: np.float32,
+    ice.DoubleType: np.float64,
+    **dict.fromkeys((ice.DateType, ice.TimeType, ice.TimestampType, ice.TimestamptzType), np.int64),
+    **dict.fromkeys((ice.TimestampNanoType, ice.TimestamptzNanoType), np.int64),
 }
-_BYTES = (StringType, BinaryType)
-_FIXED_BYTES = (FixedType, UUIDType)
+_BYTES = (ice.StringType, ice.BinaryType)
+_FIXED_BYTES = (ice.FixedType, ice.UUIDType)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,18 +145,18 @@ def check_names(schema: Schema, names: Sequence[str]) -> None:
             raise NoSuchColumn(f"expected column {name!r} in the table, found only {fields!r}")
 
 
-def _kind_of(name: str, column_type: IcebergType, ragged: bool, nullable: bool) -> ColumnKind:
+def _kind_of(name: str, column_type: ice.IcebergType, ragged: bool, nullable: bool) -> ColumnKind:
     if isinstance(column_type, _BYTES):
         return ColumnKind(name=name, items=np.dtype(np.uint8), ragged=True, nullable=nullable)
-    listed = isinstance(column_type, ListType)
+    listed = isinstance(column_type, ice.ListType)
     if ragged and not listed:
         raise UnsupportedColumn(
             f"expected a list column among the ragged ones, found {name!r} of type {column_type}: do not declare it ragged"
         )
     if isinstance(column_type, _FIXED_BYTES):
-        width = 16 if isinstance(column_type, UUIDType) else len(column_type)
+        width = 16 if isinstance(column_type, ice.UUIDType) else len(column_type)
         return ColumnKind(name=name, items=np.dtype(np.uint8), width=width, nullable=nullable)
-    items = _ITEMS.get(type(column_type.element_type if isinstance(column_type, ListType) else column_type))
+    items = _ITEMS.get(type(column_type.element_type if isinstance(column_type, ice.ListType) else column_type))
     if items is None:
         raise UnsupportedColumn(
             f"expected column {name!r} to be a number, boolean, date, time, timestamp, fixed[n], uuid, string, binary, or a "

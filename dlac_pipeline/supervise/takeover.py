@@ -9,13 +9,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.lakehouse.errors import (
-    CatalogUnreachable,
-    DlacError,
-    LakehouseError,
-    SteppedAside,
-    StoreUnavailable,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, FinishRow
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
@@ -83,12 +77,12 @@ class Takeover:
         self.replaces = late
         return True
 
-    def others_resumed(self, round_: Round, err: DlacError) -> bool:
+    def others_resumed(self, round_: Round, err: errors.DlacError) -> bool:
         """Return True if nodes of this rendezvous resumed the run while this leader was cut off. It joins them again."""
         rendezvous = self._spec.launch.rendezvous
-        if isinstance(err, CatalogUnreachable):
+        if isinstance(err, errors.CatalogUnreachable):
             return round_.cut_off
-        if not rendezvous or not isinstance(err, SteppedAside):
+        if not rendezvous or not isinstance(err, errors.SteppedAside):
             return False
         ledger = self._supervision.ledger
         attempt = self._retry(ledger.state, self._spec.run).fence.attempt
@@ -96,7 +90,7 @@ class Takeover:
 
     def check_unfinished(self) -> None:
         """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
-        with suppress(LakehouseError):
+        with suppress(errors.LakehouseError):
             check_unfinished(self._supervision.ledger.state(self._spec.run))
 
     def finish_of_run(self) -> tuple[int, int]:
@@ -145,5 +139,7 @@ class Takeover:
 
     def _retry(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Call a function that needs the catalog or the store, and retry it during an outage."""
-        retrying = self._supervision.retrying(CatalogUnreachable, StoreUnavailable, replaces=self.replaces)
+        retrying = self._supervision.retrying(
+            errors.CatalogUnreachable, errors.StoreUnavailable, replaces=self.replaces
+        )
         return retrying(call, *args, **kwargs)
