@@ -1,17 +1,23 @@
 """Errors of DLAC, one class per failure. `exit_code` is the exit status of a process that ends with it.
 
 DlacError
-├── BadInput: SpecInvalid, ResumeMismatch, CatalogMisconfigured, NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn,
-│       NoSuchRun, NoSuchCheckpoint, NoSuchJobSpec, UnsupportedColumn, UnsupportedSnapshot, UnsupportedDeletes, TableReplaced,
-│       EmptyPlan, ScriptInvalid, TransformFailed, LogsMissing, NothingToRehearse, TokenizerUnreadable, FormatTooNew
-├── LakehouseError: MetadataLost, PinLost, AppendHistoryLost, DataFileUnreadable
-│   └── CatalogUnreachable: CatalogHostUnknown
-├── LedgerError: Fenced, RunBusy, RunFinished, SteppedAside, HeadMoved, LedgerOlderThanStore, RowsBetween, CommitConflict,
-│       CommitOutcomeUnknown
-├── CheckpointError: StoreUnavailable, CheckpointDamaged, CheckpointUnsafe, NoRestorableCheckpoint, CursorMismatch,
-│       WorldSizeUnsupported
-└── TrainingFailed: NoProgress, LossNotFinite, ScriptFailed, LeftUnfinished, NodesMissing, ClusterRefused, ClusterSilent,
-        Preempted
+├── BadInput
+│   ├── SpecInvalid, ResumeMismatch, CatalogMisconfigured, ScriptInvalid, TransformFailed, TokenizerUnreadable, FormatTooNew
+│   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun, NoSuchCheckpoint, NoSuchJobSpec, LogsMissing
+│   └── UnsupportedColumn, UnsupportedSnapshot, UnsupportedDeletes, TableReplaced, EmptyPlan, NothingToRehearse
+├── LakehouseError
+│   ├── MetadataLost, PinLost, AppendHistoryLost, DataFileUnreadable
+│   └── CatalogUnreachable
+│       └── CatalogHostUnknown
+├── LedgerError
+│   ├── Fenced, RunBusy, RunFinished, SteppedAside, HeadMoved, LedgerOlderThanStore
+│   └── RowsBetween, CommitConflict, CommitOutcomeUnknown
+├── CheckpointError
+│   ├── StoreUnavailable, CheckpointDamaged, CheckpointUnsafe
+│   └── NoRestorableCheckpoint, CursorMismatch, WorldSizeUnsupported
+└── TrainingFailed
+    ├── NoProgress, LossNotFinite, ScriptFailed, LeftUnfinished, Preempted
+    └── NodesMissing, ClusterRefused, ClusterSilent
 """
 
 from typing import ClassVar

@@ -45,7 +45,7 @@ _INDEX = "shards-index.pt"
 
 
 class _AsPlanned:
-    """What writer and reader have in common: DCP's plans are followed as they are, and DCP chooses neither by a path."""
+    """Common part of writer and reader: DCP's plans are followed as they are, and DCP chooses neither by a path."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing. One is made for every checkpoint."""
