@@ -15,6 +15,7 @@ import typer
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, lakehouse_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -114,10 +115,10 @@ def _attempt_of(rows: "list[LedgerRow]", run: str, wanted: int | None) -> int:
 
 
 def _why_missing(rows: "list[LedgerRow]", run: str, attempt: int, folders: list[Path]) -> str:
-    from dlac_pipeline.supervise.claims import launch_folder_of, node_of
 
     what = f"expected the logs of attempt {attempt} of run {run!r}"
-    folder, node = launch_folder_of(rows, attempt), node_of(rows, attempt)
+    claim = claim_of(rows, attempt)
+    folder, node = claim.launch_folder, claim.host
     if not folder:
         return f"{what}, found that another launcher, such as torchrun, started its ranks: look for their output there"
     if folders:

@@ -14,7 +14,13 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, finished_of_rows, idle_kind
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    checkpoint_rows,
+    claim_of,
+    fence_of_rows,
+    finished_of_rows,
+    idle_kind,
+)
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise import claims
@@ -186,7 +192,7 @@ def _holder(signs: LaunchLiveness, run: str) -> str:
 
 def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:
     """Return the end of an attempt that reported it or took its last checkpoint to exit, or None for another attempt."""
-    folder = claims.launch_folder_of(rows, attempt)
+    folder = claim_of(rows, attempt).launch_folder
     ending = read_ending(Path(folder)) if folder else None
     reason = claims.last_reason(rows, attempt)
     if ending == "caught_up" or (claims.left_in_order(rows, attempt) and reason == "end"):
@@ -197,7 +203,7 @@ def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:
 
 def _resume(rows: list[LedgerRow], run: str, attempt: int) -> tuple[str, ...]:
     """Return the command that resumes a run. It names a job spec if the one of the last launch is not on this node."""
-    folder = claims.launch_folder_of(rows, max(claims.trained_attempts(rows), default=0))
+    folder = claim_of(rows, max(claims.trained_attempts(rows), default=0)).launch_folder
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
     return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
@@ -208,6 +214,6 @@ def _total_steps(rows: list[LedgerRow]) -> int | None:
     head = checkpoint_rows(rows).get(fence.head or "")
     if finished_of_rows(rows):
         return None if head is None else head.step
-    folder = claims.launch_folder_of(rows, fence.attempt)
+    folder = claim_of(rows, fence.attempt).launch_folder
     announced = read_total_steps(Path(folder)) if folder else None
     return announced if announced is not None or head is None else head.total_steps

@@ -11,9 +11,10 @@ from typing import ParamSpec, TypeVar
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, FinishRow
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
-from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
+from dlac_pipeline.supervise.claims import to_replace
 from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervision import Supervision
@@ -86,7 +87,7 @@ class Takeover:
             return False
         ledger = self._supervision.ledger
         attempt = self._retry(ledger.state, self._spec.run).fence.attempt
-        return rendezvous == rendezvous_of(self._retry(ledger.rows, self._spec.run, kinds=(ClaimRow,)), attempt)
+        return rendezvous == claim_of(self._retry(ledger.rows, self._spec.run, kinds=(ClaimRow,)), attempt).rendezvous
 
     def check_unfinished(self) -> None:
         """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
