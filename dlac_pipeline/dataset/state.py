@@ -1,7 +1,5 @@
 """State of a dataset as JSON data: made, merged over ranks, read, and checked against the requested settings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

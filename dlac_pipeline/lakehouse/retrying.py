@@ -1,7 +1,5 @@
 """The one policy by which commits and storage requests are repeated: until they are answered, or for too long."""
 
-from __future__ import annotations
-
 import errno
 import random
 import threading

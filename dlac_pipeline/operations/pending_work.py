@@ -1,7 +1,5 @@
 """Pending work of a run that follows its tables: the rows that a launch could train. Nothing is written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

@@ -1,7 +1,5 @@
 """Plans that are written: a plan's row and work units, and the plans that a process has read, each once."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

@@ -12,7 +12,7 @@ import torch
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
 from dlac_pipeline.checkpoint.commit import coordinator as committing
-from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 _NUMBERS = 4 << 20
 
