@@ -20,6 +20,7 @@ from dlac_pipeline.cli.shared import (
     SpecOption,
     examples,
     lakehouse_of,
+    show_facts,
     show_rows,
     show_table,
 )
@@ -73,6 +74,30 @@ def audit(
         OUT.print(audit_table(report))
     if not report.exact:
         raise typer.Exit(1)
+
+
+@app.command(
+    rich_help_panel=LAKEHOUSE,
+    epilog=examples(
+        "dlac register docs.pages 's3://bucket/pages/**/*.parquet'", "dlac register docs.pages /data/pages --dry-run"
+    ),
+)
+def register(
+    table: Annotated[str, typer.Argument(help="Name of the Iceberg table, as namespace.table.")],
+    location: Annotated[str, typer.Argument(help="Folder, bucket, file, or a pattern with *, ** and ?.")],
+    home: Home = None,
+    spec: SpecOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Look at the files, and commit nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make Parquet files an Iceberg table in their place, or add new files to it. Nothing is copied.
+
+    Folders such as day=2026-11-25 are partitions. A file that has changed under its name is refused.
+    """
+    from dlac_pipeline.lakehouse.registration.register import register as register_files
+
+    done = register_files(lakehouse_of(spec, home, create=True), table, location, dry_run=dry_run)
+    show_facts(asdict(done), as_json=as_json)
 
 
 @app.command(

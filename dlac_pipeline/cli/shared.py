@@ -108,12 +108,12 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
     return read_spec(spec).resolved(home or home_folder())
 
 
-def lakehouse_of(spec: Path | None, home: Path | None) -> "Lakehouse":
-    """The lakehouse to look at, which must exist: looking creates none."""
+def lakehouse_of(spec: Path | None, home: Path | None, *, create: bool = False) -> "Lakehouse":
+    """The lakehouse to look at, which must exist unless `create` is set: looking creates none."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
     embedded = LakehouseConfig().at_home(home or home_folder())
-    return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=False)
+    return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=create)
 
 
 def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None:

@@ -6,7 +6,7 @@ DlacError
 │   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun, NoSuchCheckpoint, NoSuchJobSpec, LogsMissing
 │   └── UnsupportedColumn, UnsupportedSnapshot, UnsupportedDeletes, TableReplaced, EmptyPlan, NothingToRehearse
 ├── LakehouseError
-│   ├── MetadataLost, PinLost, AppendHistoryLost, DataFileUnreadable
+│   ├── MetadataLost, PinLost, AppendHistoryLost, DataFileUnreadable, DataFileChanged
 │   └── CatalogUnreachable
 │       └── CatalogHostUnknown
 ├── LedgerError
@@ -167,6 +167,12 @@ class AppendHistoryLost(LakehouseError):
 
 class DataFileUnreadable(LakehouseError):
     """A data file of the pinned snapshot is missing or cannot be decoded."""
+
+
+class DataFileChanged(LakehouseError):
+    """A registered Parquet file has another content than before."""
+
+    transient = False
 
 
 class LedgerError(DlacError):

@@ -29,6 +29,7 @@ from dlac_pipeline.lakehouse.ledger.plans import (
     read_units,
     write_plan,
 )
+from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_names, kinds_of
@@ -52,10 +53,12 @@ def make_plan(
     `only` chooses data files. `dead` names further dead rows, as positions in a data file (path -> sorted int64).
 
     Raises:
+        DataFileChanged: a registered Parquet file has changed under its name.
         BadInput: the table, snapshot, columns, transform or filter cannot be planned (see its subclasses).
         EmptyPlan: no row is live.
     """
     table = lakehouse.load(source.table)
+    check_registered(table)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)

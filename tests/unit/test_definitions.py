@@ -21,6 +21,7 @@ from jobs.definitions import defs
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
 OFF_SENSORS = (
     "new_snapshot_sensor",
+    "registration_sensor",
     "dlac_failure_alerts",
     "dlac_success_alerts",
     "dlac_check_alerts",
@@ -55,7 +56,7 @@ def test_code_location_has_exact_definitions() -> None:
         "checkpoint_restorable",
         "rehearsal_identical",
     }
-    jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job", "rehearse_job"}
+    jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job", "rehearse_job", "register_job"}
     assert set(repository.job_names) - {"__ASSET_JOB"} == jobs
     assert {sensor.name for sensor in repository.sensor_defs} == {*ON, *OFF_SENSORS}
     assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)

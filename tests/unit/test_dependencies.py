@@ -33,6 +33,7 @@ PRIVATE_NAMES = {
         "_update_and_stage_table",
         "_updates",
         "pyiceberg.io.pyarrow._dataframe_to_data_files",
+        "pyiceberg.io.pyarrow._pyarrow_to_schema_without_ids",
         "pyiceberg.manifest._inherit_from_manifest",
     },
     "python": {"_HANDLER", "_exit", "_forkserver", "_run_exitfuncs", "_shutdown"},

@@ -1,0 +1,1 @@
+"""Tables over Parquet files in their place."""

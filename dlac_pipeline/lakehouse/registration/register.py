@@ -1,0 +1,236 @@
+"""Registration: an Iceberg table over Parquet files in their place. It can be repeated for new files, and copies nothing.
+
+A registered file that changes under its name is refused, by its size or by the time of its change. See docs/registering.md.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from pyiceberg.exceptions import TableAlreadyExistsError
+from pyiceberg.io.pyarrow import parquet_file_to_data_file
+from pyiceberg.manifest import DataFile
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema, assign_fresh_schema_ids
+from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.typedef import Record
+from pyiceberg.types import LongType, NestedField
+
+from dlac_pipeline.lakehouse.errors import CommitConflict, DataFileChanged, NoSuchTable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from dlac_pipeline.lakehouse.registration.parquet_files import Location, ParquetFile, unite_columns
+from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+
+LOCATION = "dlac.registered-location"
+"""Property of a registered table."""
+_UNTIL = "dlac.registered-until"
+"""Property: the newest change of a registered file. A file that is newer was changed after its registration."""
+_MAPPING = "schema.name-mapping.default"
+_PARTITION = 3
+"""Place of the partition in a data file's record."""
+_THREADS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registered:
+    """Outcome of a registration."""
+
+    table: str
+    location: str
+    files: int
+    """Files at the location."""
+    added_files: int
+    added_rows: int
+    missing: tuple[str, ...]
+    """Registered files that are no longer at the location."""
+    snapshot_id: int | None
+    """The newest snapshot, or None if nothing was committed."""
+
+
+def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: bool = False) -> Registered:
+    """Make the Parquet files at a location an Iceberg table, or add the new ones to it in one commit.
+
+    `dry_run` commits nothing.
+
+    Raises:
+        SpecInvalid: there are no files, their columns or partition keys contradict each other, or the table is another one.
+        UnsupportedColumn: a file has a type that Iceberg has not, or is of another Iceberg table.
+        DataFileChanged: a registered file has changed.
+        DataFileUnreadable: a file cannot be read.
+        CommitConflict: other processes commit to the table all the time.
+    """
+    found = Location(location, lakehouse.config.catalog_properties())
+    return retrying(of=CommitConflict)(partial(_register, lakehouse, identifier, found, dry_run=dry_run))
+
+
+def registered_tables(lakehouse: Lakehouse) -> Iterator[tuple[str, str]]:
+    """Yield name and location of each registered table of the catalog."""
+    for namespace in lakehouse.catalog.list_namespaces():
+        for name in lakehouse.catalog.list_tables(namespace):
+            location = lakehouse.load(".".join(name)).properties.get(LOCATION)
+            if location is not None:
+                yield ".".join(name), location
+
+
+def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list[ParquetFile]:
+    """Return the files at the location of a registered table that are not registered yet. Raises as `register`."""
+    table = lakehouse.load(identifier)
+    files, known = Location(location, table.io.properties).find(), _data_files(table)
+    _check_unchanged(table, files, known)
+    return [file for file in files if file.address not in known]
+
+
+def check_registered(table: Table) -> None:
+    """Check that no registered file of a table has changed, before it is planned or trained. Other tables are left alone.
+
+    Raises:
+        DataFileChanged: one has.
+        DataFileUnreadable: the location cannot be listed.
+    """
+    location = table.properties.get(LOCATION)
+    if location is not None:
+        _check_unchanged(table, Location(location, table.io.properties).find(), _data_files(table))
+
+
+def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_run: bool) -> Registered:
+    files = location.find()
+    table = _table(lakehouse, identifier, location)
+    known = {} if table is None else _data_files(table)
+    if table is not None:
+        _check_unchanged(table, files, known)
+    added = [file for file in files if file.address not in known]
+    columns = unite_columns(added, location.schemas(added)) if added else []
+    rows = 0
+    if added and not dry_run:
+        table = table or _create(lakehouse, identifier, location, columns, keys=tuple(added[0].keys))
+        rows = _append(lakehouse, table, added, columns)
+        table = lakehouse.load(identifier)
+    head = None if table is None else table.current_snapshot()
+    return Registered(
+        table=identifier,
+        location=location.pattern,
+        files=len(files),
+        added_files=len(added),
+        added_rows=rows,
+        missing=tuple(sorted(known.keys() - {file.address for file in files})),
+        snapshot_id=None if head is None else head.snapshot_id,
+    )
+
+
+def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table | None:
+    """Return the registered table, or None if there is no table of its name."""
+    try:
+        table = lakehouse.load(identifier)
+    except NoSuchTable:
+        return None
+    before = table.properties.get(LOCATION)
+    if before != location.pattern:
+        found = "one with its own files" if before is None else f"that of {before!r}"
+        raise SpecInvalid(
+            f"expected {identifier!r} to be a new table, or that of {location.pattern!r}, found {found}: choose another name"
+        )
+    return table
+
+
+def _create(
+    lakehouse: Lakehouse, identifier: str, location: Location, columns: Sequence[NestedField], *, keys: Sequence[str]
+) -> Table:
+    schema = assign_fresh_schema_ids(Schema(*columns))
+    parts = [
+        PartitionField(
+            source_id=schema.find_field(key).field_id, field_id=1000 + number, transform=IdentityTransform(), name=key
+        )
+        for number, key in enumerate(keys)
+    ]
+    properties = {
+        LOCATION: location.pattern,
+        _MAPPING: schema.name_mapping.model_dump_json(),
+        "gc.enabled": "false",  # other engines would delete the files, which are not the table's
+    }
+    with suppress(NoSuchTable):  # a name without a namespace is refused below
+        lakehouse.create_namespace(identifier.rpartition(".")[0])
+    with reachable(lakehouse.config.uri), suppress(TableAlreadyExistsError):
+        lakehouse.catalog.create_table(identifier, schema, partition_spec=PartitionSpec(*parts), properties=properties)
+    made = _table(lakehouse, identifier, location)
+    assert made is not None, "just created, by this process or by another one"
+    return made
+
+
+def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], columns: Sequence[NestedField]) -> int:
+    """Add files in one commit, with their new columns. Return their rows.
+
+    Raises:
+        CommitConflict: another process committed to the table.
+    """
+    with reachable(lakehouse.config.uri), as_commit_conflict(), table.transaction() as transaction:
+        try:
+            with transaction.update_schema() as update:
+                update.union_by_name(assign_fresh_schema_ids(Schema(*columns)))
+        except (ValueError, TypeError) as err:
+            raise SpecInvalid(
+                f"expected new files with the columns of the table, found: {err}; register them as another table"
+            ) from err
+        metadata = transaction.table_metadata
+
+        def describe(file: ParquetFile) -> DataFile:
+            try:
+                made = parquet_file_to_data_file(table.io, metadata, file.address)
+            except ValueError as err:
+                raise UnsupportedColumn(f"expected the columns of the table in {file.address!r}, found: {err}") from err
+            made[_PARTITION] = Record(*_partition(metadata.schema(), file))
+            return made
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
+            described = list(pool.map(describe, files))
+        with transaction.update_snapshot().fast_append() as append:
+            for made in described:
+                append.append_data_file(made)
+        transaction.set_properties({_UNTIL: max([metadata.properties.get(_UNTIL, ""), *map(_time, files)])})
+    return sum(made.record_count for made in described)
+
+
+def _partition(schema: Schema, file: ParquetFile) -> Iterator[object]:
+    for key, value in file.keys.items():
+        if value is None or not isinstance(schema.find_field(key).field_type, LongType):
+            yield value
+            continue
+        try:
+            yield int(value)
+        except ValueError as err:
+            raise SpecInvalid(
+                f"expected an integer for partition key {key!r}, as in all files before, found {value!r} in {file.address!r}: "
+                "rename the folder, or register the files as a new table"
+            ) from err
+
+
+def _data_files(table: Table) -> dict[str, DataFile]:
+    """Return address -> live data file of the newest snapshot, as the manifests have it."""
+    head = table.current_snapshot()
+    manifests = [] if head is None else head.manifests(table.io)
+    entries = (entry for manifest in manifests for entry in manifest.fetch_manifest_entry(table.io))
+    return {entry.data_file.file_path: entry.data_file for entry in entries}
+
+
+def _check_unchanged(table: Table, files: Sequence[ParquetFile], known: Mapping[str, DataFile]) -> None:
+    """Compare registered files with what was recorded: their sizes, and the newest time of a change among them.
+
+    Raises:
+        DataFileChanged: one differs.
+    """
+    until = table.properties.get(_UNTIL, "")
+    for file in files:
+        recorded = known.get(file.address)
+        if recorded is None or (file.bytes == recorded.file_size_in_bytes and _time(file) <= until):
+            continue
+        raise DataFileChanged(
+            f"expected the registered file {file.address!r} as it was, with {recorded.file_size_in_bytes} bytes and no change "
+            f"after {until}, found {file.bytes} bytes, changed at {_time(file)}: restore it, and write new rows to new files"
+        )
+
+
+def _time(file: ParquetFile) -> str:
+    """Return when the file was changed, by the clock of its store, or "" if the store does not know."""
+    return "" if file.changed_at is None else file.changed_at.isoformat(timespec="microseconds")
