@@ -32,7 +32,7 @@ class Taken:
 
 
 class ItemLine(ABC, Generic[Content]):
-    """What is made of the items of one key group and source, from the cursor `start` on: `length` items at a time.
+    """Items of one key group and source, from the cursor `start` on, laid out `length` at a time.
 
     At the end of the line the last rest that is shorter than `length` is given too (`drain`), or stays pending after the
     cursor. The result does not depend on where the line was resumed or how many were taken at a time.
