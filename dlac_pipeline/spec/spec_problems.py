@@ -167,18 +167,11 @@ def _model_in(field: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
-def _close(path: Sequence[str | int], section: type[BaseModel]) -> list[str]:
-    return get_close_matches(str(path[-1]), list(section.model_fields), n=1)
-
-
 def _instead(path: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return the probable meaning of the unknown field at `path`."""
     section = _section_of(path, root)
     if section is None:
         return "unknown field"
-    close = _close(path, section)
-    return (
-        f"unknown field, did you mean {close[0]!r}?"
-        if close
-        else f"unknown field, expected one of {list(section.model_fields)!r}"
-    )
+    close = get_close_matches(str(path[-1]), list(section.model_fields), n=1)
+    meant = f"did you mean {close[0]!r}?" if close else f"expected one of {list(section.model_fields)!r}"
+    return f"unknown field, {meant}"
