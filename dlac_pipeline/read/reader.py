@@ -10,7 +10,7 @@ Resume requires an unchanged leg. The number of ranks may change.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,41 +32,20 @@ _RUN_BYTES = 2**24
 """Bytes of batches that are gathered together, in one array per column: large enough for large pages of the kernel."""
 
 
-class Counts(Protocol):
-    """Numbers that are being summed over all ranks."""
-
-    def wait(self) -> Sequence[int]:
-        """The sums."""
-
-
-Exchange = Callable[[Sequence[int]], Counts]
+Sums = Callable[[], Sequence[int]]
+"""Waits for numbers that are being summed over all ranks, and returns the sums."""
+Exchange = Callable[[Sequence[int]], Sums]
 """Starts to sum numbers over all ranks, without waiting."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    counts: Sequence[int]
-
-    def wait(self) -> Sequence[int]:
-        return self.counts
-
-
-def alone(counts: Sequence[int]) -> Counts:
+def alone(counts: Sequence[int]) -> Sums:
     """The sums over one rank."""
-    return _Alone(counts)
+    return lambda: counts
 
 
 def groups_of_slots(low: int, high: int, per_group: int) -> range:
     """The key groups that give a batch its slots from `low` to before `high`, `per_group` each."""
     return range(low // per_group, -(-high // per_group))
-
-
-@dataclass(frozen=True, slots=True)
-class _Upcoming:
-    """A batch that is read, and what all ranks have of it."""
-
-    batch: Batch
-    counts: Counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,20 +203,20 @@ class RankReader:
         """One batch ahead, for what the others have of it is known only when all have read it."""
         upcoming = self._ahead()
         while upcoming is not None:
-            rows, tokens = upcoming.counts.wait()
+            batch, sums = upcoming
+            rows, tokens = sums()
             full = rows == self._order.settings.batch_size
             if not rows or not (full or not self._order.settings.pending_tail):
                 return
-            batch = upcoming.batch
             upcoming = self._ahead()
             yield replace(batch, rows=rows, tokens=tokens)
 
-    def _ahead(self) -> _Upcoming | None:
+    def _ahead(self) -> tuple[Batch, Sums] | None:
         last = self._order.total_steps
         if last is not None and self._step >= last:
             return None
         batch, samples, items = self._read(0, 0)
-        return _Upcoming(batch, self._exchange([samples, items]))
+        return batch, self._exchange([samples, items])
 
     def _belongs_to_leg(self, samples: int) -> bool:
         """Return True if a batch with so many samples of this rank belongs to the leg, as far as this rank knows."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -37,24 +37,6 @@ class Given:
     """Tokens without padding among the requested samples. Without packing, the samples."""
     pieces: list[Piece]
     advances: list[BlockAdvance] = field(default_factory=list)
-
-
-class Stream(Protocol):
-    """One key group's samples of one source."""
-
-    @property
-    def cursor(self) -> Cursor:
-        """The cursor directly after the last sample taken."""
-
-    @property
-    def exhausted(self) -> bool:
-        """True if no sample can follow."""
-
-    def take(self, count: int, low: int, high: int) -> Given:
-        """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them."""
-
-    def close(self) -> None:
-        """Release the blocks."""
 
 
 class SourceBlocks(Generic[Prepared]):
@@ -321,6 +303,8 @@ class ItemStream:
         self._walk.close()
 
 
+Stream = RowStream | ItemStream
+"""One key group's samples of one source."""
 _NOTHING = np.zeros(0, dtype=np.int64)
 
 
