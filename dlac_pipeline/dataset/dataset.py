@@ -21,9 +21,8 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import Device
-from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
-from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots
+from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots, summing_over
 from dlac_pipeline.spec.job_spec import (
     JobSpec,
 )

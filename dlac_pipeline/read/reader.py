@@ -7,6 +7,7 @@
 Resume requires an unchanged leg. The number of ranks may change.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.order import ReaderState
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 
 _RUN_BYTES = 2**24
 """Bytes of batches that are gathered together, in one array per column: large enough for large pages of the kernel."""
-
-
 Sums = Callable[[], Sequence[int]]
 """Waits for numbers that are being summed over all ranks, and returns the sums."""
 Exchange = Callable[[Sequence[int]], Sums]
@@ -41,6 +41,33 @@ Exchange = Callable[[Sequence[int]], Sums]
 def alone(counts: Sequence[int]) -> Sums:
     """The sums over one rank."""
     return lambda: counts
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds of waiting for other ranks, until the reader of this count resets it."""
+
+    seconds: float = 0.0
+
+
+def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None) -> Exchange:
+    """Sums over the ranks of a gloo group that nothing else uses, or over this rank alone. `waits` counts waiting."""
+    waited = waits or Waits()
+
+    def start(counts: Sequence[int]) -> Sums:
+        numbers = torch.tensor(counts, dtype=torch.int64)
+        work = None if group is None else dist.all_reduce(numbers, group=group, async_op=True)
+
+        def wait() -> Sequence[int]:
+            if work is not None:
+                since = time.monotonic()
+                work.wait()
+                waited.seconds += time.monotonic() - since
+            return [int(number) for number in numbers.tolist()]
+
+        return wait
+
+    return start
 
 
 def groups_of_slots(low: int, high: int, per_group: int) -> range:
