@@ -23,9 +23,7 @@ from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import Device
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots, summing_over
-from dlac_pipeline.spec.job_spec import (
-    JobSpec,
-)
+from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.dataset.loader import DlacLoader

@@ -22,13 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
-from dlac_pipeline.lakehouse.ledger.plans import (
-    WORK_UNITS_ARROW,
-    PlanRow,
-    find_plan,
-    read_units,
-    write_plan,
-)
+from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_names, kinds_of
