@@ -263,6 +263,9 @@ class RowStream:
 class ItemStream:
     """Samples that a transform or packing makes of live rows."""
 
+    ready_rows = 0
+    """The samples of a block are not known before they are laid out."""
+
     def __init__(self, walk: BlockWalk[Content], line: ItemLine[Content]) -> None:
         self._walk = walk
         self._line = line
