@@ -163,7 +163,7 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
 def _seal(stage: Path) -> None:
     """Make all files durable, then list them."""
     found = []
-    for path in _files(stage):
+    for path in sorted(each for each in stage.rglob("*") if each.is_file()):
         fsync_path(path)
         found.append(FileEntry(path=str(path.relative_to(stage)), bytes=path.stat().st_size, digest=file_digest(path)))
     for path in [stage, *(each for each in stage.rglob("*") if each.is_dir())]:
@@ -182,10 +182,6 @@ def _holds(target: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError, CheckpointDamaged, StoreUnavailable):  # it can be made again
         return False
     return True
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def _folder_of(folder: Path) -> Path:
