@@ -29,12 +29,9 @@ def _opener(opened: "OpenLeg", prefetch: Prefetcher, index: int) -> Callable[[in
         blocks = SourceBlocks(index, order, source.decoder, prefetch, columns, size_of_columns, portions=True)
         return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
     if leg.sequences.length:
-        return _open_items(
-            SourceBlocks(
-                index, order, source.decoder, prefetch, source.to_documents(leg.sequences, opened.tokenizer), _nbytes
-            ),
-            partial(Packer, length=leg.sequences.length, drain=not leg.following, pad_id=leg.sequences.pad_id),
-        )
+        documents, sequences = source.to_documents(leg.sequences, opened.tokenizer), leg.sequences
+        packer = partial(Packer, length=sequences.length, drain=not leg.following, pad_id=sequences.pad_id)
+        return _open_items(SourceBlocks(index, order, source.decoder, prefetch, documents, _nbytes), packer)
     return _open_items(SourceBlocks(index, order, source.decoder, prefetch, source.to_samples(), _nbytes), Sampler)
 
 
