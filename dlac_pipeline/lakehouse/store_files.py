@@ -1,6 +1,6 @@
 """Files of the checkpoint store at their addresses: on a mounted disk, or in an object store.
 
-Addresses are `file://` ones and what pyarrow's file systems serve (s3, gs, abfs, hdfs), with pyiceberg's properties
+Addresses are `file://` ones, `s3://` ones, and what pyarrow's file systems serve (gs, abfs, hdfs), with pyiceberg's properties
 (`s3.endpoint`, ...). What fails in passing is tried again, at growing random intervals, until a deadline.
 """
 
@@ -15,10 +15,12 @@ import pyarrow.fs as pafs
 from blake3 import blake3
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
+from dlac_pipeline.lakehouse import s3_objects
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably, temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.retrying import is_final, retrying
+from dlac_pipeline.lakehouse.s3_objects import S3Objects
 
 _CHUNK_BYTES = 8 << 20
 
@@ -55,6 +57,7 @@ class StoreFiles:
     def __init__(self, properties: Mapping[str, str] | None = None, *, deadline_s: float = 60.0) -> None:
         """`deadline_s`: how long something that fails is tried again."""
         self._remote = PyArrowFileIO(dict(properties or {}))
+        self._buckets: dict[str, S3Objects] = {}
         self._deadline_s = deadline_s
 
     def hurried(self) -> "StoreFiles":
@@ -76,9 +79,9 @@ class StoreFiles:
         """
         self._tried(lambda files, path: files.put(source, path, within), address, "write to")
 
-    def write(self, address: str, content: bytes, *, within: str) -> None:
-        """Make a small file durable: whole, or not at all. `within` as in `put`."""
-        self._tried(lambda files, path: files.write(path, content, within), address, "write to")
+    def write(self, address: str, content: bytes, *, within: str, new: bool = False) -> None:
+        """Make a small file durable: whole, or not at all. `within` as in `put`. S3 refuses a `new` one of another writer."""
+        self._tried(lambda files, path: files.write(path, content, within, new=new), address, "write to")
 
     def read(self, address: str) -> bytes:
         """All of a small file.
@@ -112,7 +115,7 @@ class StoreFiles:
         """Remove a folder with all in it, if it exists."""
         self._tried(lambda files, path: files.remove(path), address, "remove from")
 
-    def _tried(self, call: "Callable[[_Local | _Remote, str], Result]", address: str, doing: str) -> Result:
+    def _tried(self, call: "Callable[[_Local | S3Objects | _Remote, str], Result]", address: str, doing: str) -> Result:
         tries = 0
 
         def attempt() -> Result:
@@ -139,10 +142,12 @@ class StoreFiles:
         except OSError as err:
             raise _unavailable(address, doing, err, "") from err
 
-    def _at(self, address: str) -> "tuple[_Local | _Remote, str]":
+    def _at(self, address: str) -> "tuple[_Local | S3Objects | _Remote, str]":
         if is_local(address):
             return _LOCAL, str(path_at(address))
         scheme, netloc, path = PyArrowFileIO.parse_location(address)
+        if scheme in s3_objects.SCHEMES and s3_objects.serves(self._remote.properties):
+            return self._buckets.setdefault(netloc, S3Objects(netloc, self._remote.properties)), path
         try:
             return _Remote(self._remote.fs_by_scheme(scheme, netloc)), path
         except ValueError as err:
@@ -193,7 +198,7 @@ class _Local:
         for folder in (target.parent, *list(target.parents)[1:4]):  # the folders may be new themselves
             fsync_path(folder)
 
-    def write(self, path: str, content: bytes, within: str) -> None:
+    def write(self, path: str, content: bytes, within: str, *, new: bool = False) -> None:
         make_below(path_at(within), Path(path).parent)
         write_durably(Path(path), content)
 
@@ -235,7 +240,7 @@ class _Remote:
         if stored != size:
             raise OSError(f"{stored} of {size} bytes arrived")
 
-    def write(self, path: str, content: bytes, within: str) -> None:
+    def write(self, path: str, content: bytes, within: str, *, new: bool = False) -> None:
         with self._files.open_output_stream(path) as target:
             target.write(content)
 

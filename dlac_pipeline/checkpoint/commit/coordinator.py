@@ -199,7 +199,7 @@ class Committer:
                 fsync_path(ancestor)  # the names of the folders themselves
             write_durably(folder / MANIFEST, content)
         if self._tiers.store is not None:
-            self._tiers.files.write(self._tiers.manifest_uri(name), content, within=self._tiers.durable_run())
+            self._tiers.files.write(self._tiers.manifest_uri(name), content, within=self._tiers.durable_run(), new=True)
         return content_digest(content)
 
     def _begin(self) -> None:
