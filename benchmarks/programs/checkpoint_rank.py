@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import dlac_pipeline as dlac
-from dlac_pipeline.lakehouse.store_files import sync_file
+from dlac_pipeline.lakehouse.durable_io import fsync_path
 
 _WIDTH, _LAYERS, _VOCABULARY = 768, 10, 32_768
 
@@ -99,14 +99,14 @@ def _torch_save(parts: dict[str, Any], folder: Path) -> None:
     folder.mkdir()
     path = folder / "state.pt"
     torch.save({name: part.state_dict() for name, part in parts.items()}, path)
-    sync_file(path)
+    fsync_path(path)
 
 
 def _deepspeed_save(engine: Any, folder: Path) -> None:
     engine.save_checkpoint(str(folder), tag="plain")
     for path in folder.rglob("*"):
         if path.is_file():
-            sync_file(path)
+            fsync_path(path)
 
 
 def _dcp(parts: dict[str, Any], folder: Path) -> dict[str, float]:

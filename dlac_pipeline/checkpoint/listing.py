@@ -65,23 +65,18 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     """
     rows = Ledger(lakehouse).head_rows(run)
     head = fence_of_rows(rows).head  # from these rows, because the run may commit more
-    states = {row.checkpoint_id: "retired" for row in rows if isinstance(row, RetireRow)}
+    checkpoints = checkpoint_rows(rows)
+    states = dict.fromkeys(checkpoints, "left") | dict.fromkeys(lineage_of(rows, head), "kept")
+    states |= {row.checkpoint_id: "head" for row in checkpoints.values() if row.checkpoint_id == head}
+    states |= {row.checkpoint_id: "retired" for row in rows if isinstance(row, RetireRow)}
     states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, QuarantinedCheckpointRow)}
     claims = {row.attempt: row for row in rows if isinstance(row, ClaimRow)}
-    checkpoints = checkpoint_rows(rows)
-    lineage = set(lineage_of(rows, head))
     verified = _verified(rows)
     named: dict[str, list[str]] = {}
     for name, checkpoint_id in names_of(rows).items():
         named.setdefault(checkpoint_id, []).append(name)
     return [
-        _listed(
-            row,
-            claims[row.attempt],
-            verified.get(each),
-            named.get(each, []),
-            states.get(each) or _where(each, head, lineage),
-        )
+        _listed(row, claims[row.attempt], verified.get(each), named.get(each, []), states[each])
         for each, row in checkpoints.items()
     ]
 
@@ -161,10 +156,6 @@ def _listed(
         manifest_uri=row.manifest_uri,
         manifest_digest=row.manifest_digest,
     )
-
-
-def _where(checkpoint_id: str, head: str | None, lineage: set[str]) -> str:
-    return "head" if checkpoint_id == head else "kept" if checkpoint_id in lineage else "left"
 
 
 def _has_copy(row: CheckpointRow, claim: ClaimRow) -> bool:

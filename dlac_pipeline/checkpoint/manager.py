@@ -107,7 +107,8 @@ class CheckpointManager:
         copies: LocalCopies,
     ) -> None:
         self._attempt = attempt
-        self._head = head
+        self.head = head
+        """The last checkpoint that this attempt committed, or resumed from."""
         self._committer = committer
         self._tree = tree
         self._background_tree = background_tree
@@ -124,11 +125,6 @@ class CheckpointManager:
     def under_way(self) -> bool:
         """True if a checkpoint is being committed in the background."""
         return self._pending is not None and not self._pending.done()
-
-    @property
-    def head(self) -> str | None:
-        """The last checkpoint that this attempt committed, or resumed from."""
-        return self._head
 
     def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
@@ -260,7 +256,7 @@ class CheckpointManager:
         decision = msgpack.unpackb(tree.broadcast(answer))
         if decision["error"] is not None:
             raise failure_named(decision["error"])
-        self._head = decision["checkpoint_id"]
+        self.head = decision["checkpoint_id"]
         self._copies.committed(staged.name)
         losses = staged.taken.losses
         return Committed(

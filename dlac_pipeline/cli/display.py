@@ -190,7 +190,8 @@ class TrainingDisplay(Progress):
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
             self.update(self._task, completed=event["step"], loss=loss)
         elif kind in _LINES:
-            self.update(self._task, completed=event["step"])
+            if "step" in event:
+                self.update(self._task, completed=event["step"])
             self.attempt = event.get("attempt", self.attempt)
             self._print(_LINES[kind], _format_event(event))
         elif kind == "failure":
@@ -198,12 +199,6 @@ class TrainingDisplay(Progress):
             self.update(self._task, completed=event["step"])
             lines = (event.get("traceback") or event.get("log_tail", "")).splitlines()[-_FAILURE_LINES:]
             self._print(_FAILURE, {"log": "", **event, "excerpt": "".join(f"\n{line}" for line in lines)})
-        elif kind == "submitted":
-            self._print("submitted as [green]{job}[/]", event)
-        elif kind == "job":
-            self._print("[dim]the job is {state}[/]", event)
-        elif kind == "warning":
-            self._print("[yellow]warning[/] {message}", event)
         elif kind == "quarantine":
             what = "rows left out, to see whether they are to blame:" if event.get("tentative") else "quarantined:"
             self._print(f"[yellow]{what}[/] {{reason}}", event)
@@ -229,6 +224,9 @@ _LINES = {
     "straggler": "[yellow]straggler:[/] {message}",
     "stopped": "stopped after step {step}",
     "left": "the script ended at step {step_of}, after a checkpoint: start it again to resume",
+    "submitted": "submitted as [green]{job}[/]",
+    "job": "[dim]the job is {state}[/]",
+    "warning": "[yellow]warning[/] {message}",
     "caught_up": "caught up after step {step}: the next start trains what is appended",
 }
 _FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{excerpt}[/]"

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import home_folder
-from dlac_pipeline.spec.spec_problems import LONGEST_S, LONGEST_WAIT_S, Section, describe_place, describe_problem
+from dlac_pipeline.spec.spec_problems import LONGEST_S, Section, Timeout, Wait, describe_place, describe_problem
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 FILE = "orchestration.toml"
@@ -17,17 +17,13 @@ FILE = "orchestration.toml"
 class RecoverySettings(Section):
     """Bounds of global recovery."""
 
-    wait_for_old_launch_s: float = Field(
+    wait_for_old_launch_s: Wait = Field(
         default=30.0,
         description="Seconds that the earlier launch has to exit after a checkpoint, before a recovery fences it off.",
-        ge=0,
-        le=LONGEST_WAIT_S,
     )
-    gone_after_s: float = Field(
+    gone_after_s: Wait = Field(
         default=5.0,
         description="Seconds for which the process of a run must have ended, on this node, before its run is failed.",
-        ge=0,
-        le=LONGEST_WAIT_S,
     )
     outage_s: float = Field(
         default=86_400.0,
@@ -36,17 +32,13 @@ class RecoverySettings(Section):
         ge=0,
         le=LONGEST_S,
     )
-    lost_after_s: float = Field(
+    lost_after_s: Timeout = Field(
         default=LOST_AFTER_S,
         description="Seconds without a heartbeat after which a run is lost, if its process still exists or is on another node.",
-        gt=0,
-        le=LONGEST_WAIT_S,
     )
-    start_within_s: float = Field(
+    start_within_s: Timeout = Field(
         default=600.0,
         description="Seconds that a living process of a run on this node has until its first heartbeat.",
-        gt=0,
-        le=LONGEST_WAIT_S,
     )
 
 

@@ -21,12 +21,9 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import Device
-from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
-from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone, groups_of_slots
-from dlac_pipeline.spec.job_spec import (
-    JobSpec,
-)
+from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots, summing_over
+from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.dataset.loader import DlacLoader
@@ -190,8 +187,8 @@ class DlacDataset(IterableDataset[DictBatch]):
         """Batches of this rank alone, with `rows` and `tokens` of all ranks, and empty ones until all have ended."""
         upcoming = self._ahead(batches, None)
         while True:
-            batch, counts = upcoming
-            rows, tokens = counts.wait()
+            batch, sums = upcoming
+            rows, tokens = sums()
             if not rows or self._is_dropped(rows, self.leg.batch_size):
                 return
             upcoming = self._ahead(batches, batch)
@@ -228,7 +225,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         """Return the state for a spawned worker: no open files, no process group."""
         return {**self.__dict__, "_opened": None, "_plans": None, "_group": None}
 
-    def _ahead(self, batches: Iterator[DictBatch], last: DictBatch | None) -> tuple[DictBatch, Counts]:
+    def _ahead(self, batches: Iterator[DictBatch], last: DictBatch | None) -> tuple[DictBatch, Sums]:
         padded = self.last_batch == "pad"
         batch = next(batches, None) or (self._nothing() if last is None else make_empty(last, padded=padded))
         return batch, summing_over(self._group)([batch[ABOUT]["rows"], batch[ABOUT]["tokens"]])

@@ -16,9 +16,7 @@ from dlac_pipeline.plan.legs.choice import requested_leg
 from dlac_pipeline.plan.legs.leg import Leg, describe_differences
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
-from dlac_pipeline.spec.job_spec import (
-    JobSpec,
-)
+from dlac_pipeline.spec.job_spec import JobSpec
 
 STATE_VERSION = 2
 """Version of the state. A later DLAC reads an earlier one. Version 1 had a digest of its leg only, and no `last_batch`."""

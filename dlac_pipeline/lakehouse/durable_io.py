@@ -19,9 +19,9 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 from dlac_pipeline.lakehouse.iceberg.relocation import Relocation, raw_path
 
 
-def fsync_directory(directory: str | Path) -> None:
-    """Make the names in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync_path(path: str | Path) -> None:
+    """Make the content of a file durable, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -33,7 +33,7 @@ def make_folder_durably(folder: Path) -> None:
     missing = [each for each in (folder, *folder.parents) if not (each.is_dir() if each == folder else each.exists())]
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
-        fsync_directory(each.parent)
+        fsync_path(each.parent)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def write_durably(path: Path, content: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.rename(path)
-    fsync_directory(path.parent)
+    fsync_path(path.parent)
 
 
 class _SyncedFile(io.FileIO):
@@ -71,7 +71,7 @@ class _SyncedFile(io.FileIO):
                 os.fsync(self.fileno())
             finally:
                 super().close()
-            fsync_directory(os.path.dirname(str(self.name)))
+            fsync_path(os.path.dirname(str(self.name)))
 
 
 class _DurableFile(PyArrowFile):

@@ -5,7 +5,6 @@ Addresses are `file://` ones, `s3://` ones, and what pyarrow's file systems serv
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from blake3 import blake3
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from dlac_pipeline.lakehouse import s3_objects
-from dlac_pipeline.lakehouse.durable_io import fsync_directory, make_folder_durably, temporary_beside, write_durably
+from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably, temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.retrying import is_final, retrying
@@ -162,15 +161,6 @@ def file_digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-def sync_file(path: Path) -> None:
-    """Make a written file's content durable. Its name becomes durable with its folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def make_below(above: Path, folder: Path) -> None:
     """Create `folder`, and the missing folders between it and `above`, with durable names.
 
@@ -187,7 +177,7 @@ def make_below(above: Path, folder: Path) -> None:
         for name in folder.relative_to(above).parts:
             path /= name
             path.mkdir(exist_ok=True)
-            fsync_directory(path.parent)
+            fsync_path(path.parent)
     except FileNotFoundError as err:
         raise OSError(f"no folder {str(above)!r}, which was there when the attempt began: mount it again") from err
 
@@ -203,10 +193,10 @@ class _Local:
         make_below(path_at(within), target.parent)
         with temporary_beside(target) as temporary:
             shutil.copyfile(source, temporary)
-            sync_file(temporary)
+            fsync_path(temporary)
             temporary.rename(target)
         for folder in (target.parent, *list(target.parents)[1:4]):  # the folders may be new themselves
-            fsync_directory(folder)
+            fsync_path(folder)
 
     def write(self, path: str, content: bytes, within: str, *, new: bool = False) -> None:
         make_below(path_at(within), Path(path).parent)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
-from dlac_pipeline.lakehouse.durable_io import fsync_directory
+from dlac_pipeline.lakehouse.durable_io import fsync_path
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, names_of, unname_checkpoint
@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ForkRow, NameRow
-from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, make_below, path_at, sync_file
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce
@@ -148,7 +148,7 @@ def _copied(
         _take(below(source, entry.path), path, files)
         verify_file(entry, str(path), StoreFiles(deadline_s=0.0))
         if tiers.store is None:
-            sync_file(path)
+            fsync_path(path)
         else:
             tiers.put(path, name, entry.path)
         return entry
@@ -156,7 +156,7 @@ def _copied(
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fork") as pool:
         entries = list(pool.map(take, manifest.files))
     for each in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
-        fsync_directory(each)
+        fsync_path(each)
     return entries
 
 

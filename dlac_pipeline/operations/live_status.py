@@ -43,7 +43,9 @@ class LiveStatus:
         self._run = run
         self._ledger.head_rows(run)  # raises NoSuchRun
         self._rows: list[LedgerRow] = []
-        self._fence, self._finished = Fence(), False
+        self._fence = Fence()
+        self.finished = False
+        """True if the run is finished."""
         self._advances: list[AdvanceRow] = []
         self._live_rows: dict[str, int] = {}
         self._steps: deque[tuple[float, int]] = deque()
@@ -51,18 +53,13 @@ class LiveStatus:
         self._recoveries: list[Recovery] = []
         self._asked_attempt = -1
 
-    @property
-    def finished(self) -> bool:
-        """True if the run is finished."""
-        return self._finished
-
     def look(self) -> dict[str, Any]:
         """Return the current facts by name. Names that end in `_s` are in seconds."""
         self._ask_ledger()
         now = time.time()
         head = checkpoint_rows(self._rows).get(self._fence.head or "")
         head_step = 0 if head is None else head.step
-        ranks = [] if self._finished else self._signs_of_life()
+        ranks = [] if self.finished else self._signs_of_life()
         step = max(head_step, min((each.step for each in ranks), default=0))
         steps_per_s = self._rate(ranks, now)
         began = min((each.spent.began for each in ranks if each.spent.began), default=None)
@@ -87,7 +84,7 @@ class LiveStatus:
             "at_risk_steps": step - head_step,
             "at_risk_s": _lasted_s(in_danger_since, last_sign) if step > head_step else 0.0,
             "attempt": self._fence.attempt,
-            "attempts_without_progress": 0 if self._finished else attempts_without_progress(self._rows),
+            "attempts_without_progress": 0 if self.finished else attempts_without_progress(self._rows),
             "eta_s": None if not total or not steps_per_s else round(max(0, total - step) / steps_per_s, 1),
             "last_sign_s": None if last_sign is None else round(now - last_sign, 1),
             "problem": self._problem,
@@ -100,13 +97,13 @@ class LiveStatus:
         """Read new rows of the ledger. An unavailable catalog is reported and asked again next time."""
         try:
             state = self._ledger.state(self._run)
-            if state.fence != self._fence or state.finished != self._finished:
+            if state.fence != self._fence or state.finished != self.finished:
                 known = self._fence.seq
                 rows = self._ledger.rows_at(state, kinds=HEAD_KINDS, after=known)
                 advances = self._ledger.rows_at(state, kinds=(AdvanceRow,), after=known, columns=_OF_ADVANCES)
                 self._rows += rows
                 self._advances += advances
-                self._fence, self._finished = state.fence, state.finished
+                self._fence, self.finished = state.fence, state.finished
             self._problem = None
         except (LakehouseError, CommitConflict) as err:
             self._problem = str(err)

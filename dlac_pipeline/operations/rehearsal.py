@@ -1,8 +1,9 @@
 """Result of a rehearsal: for each step the loss that production recorded, and the loss of the rehearsal."""
 
-import struct
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from dlac_pipeline.audit.losses import bits_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,7 @@ class RehearsedStep:
     @property
     def identical(self) -> bool:
         """True if both losses are equal, bit for bit, and the step was applied in both or in neither."""
-        return (_bits(self.recorded), self.recorded_skipped) == (_bits(self.replayed), self.replayed_skipped)
+        return (bits_of(self.recorded), self.recorded_skipped) == (bits_of(self.replayed), self.replayed_skipped)
 
     @property
     def difference(self) -> float | None:
@@ -89,7 +90,3 @@ class Rehearsal:
             f"{steps} on {self.world_size} ranks: {len(self.differing)} of {self.compared} losses differ, first in step "
             f"{first.step}: expected {first.recorded!r}, found {found}{by}{skipped}{changed}"
         )
-
-
-def _bits(loss: float | None) -> bytes | None:
-    return None if loss is None else struct.pack("<d", loss)

@@ -1,6 +1,6 @@
 """Rows that a checkpoint was trained on, among those that a rewind leaves out."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import duckdb
@@ -11,7 +11,6 @@ from pyiceberg.table import Table
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow
@@ -117,7 +116,7 @@ def _excluded_rows(
             plan["snapshot_id"],
             "",
             schema=table.schemas()[plan["schema_id"]],
-            only=_is_one_of(paths),
+            only=paths,
             exclude=where,
         )
         for group in groups:
@@ -130,10 +129,6 @@ def _excluded_rows(
 
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
-
-
-def _is_one_of(paths: Collection[str]) -> Callable[[LiveFile], bool]:
-    return lambda file: file.path in paths
 
 
 def _forked_from(connection: duckdb.DuckDBPyConnection, checkpoint: str) -> tuple[str, str] | None:

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,17 +18,10 @@ from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
-from dlac_pipeline.lakehouse.ledger.plans import (
-    WORK_UNITS_ARROW,
-    PlanRow,
-    find_plan,
-    read_units,
-    write_plan,
-)
+from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.units import Ints
@@ -44,13 +37,13 @@ def make_plan(
     lakehouse: Lakehouse,
     source: SourceSpec,
     *,
-    only: Callable[[LiveFile], bool] | None = None,
+    only: Collection[str] | None = None,
     dead: Mapping[str, Ints] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Pin the snapshot and plan it. The same content gives the same plan, written once.
 
-    `only` chooses data files. `dead` names further dead rows, as positions in a data file (path -> sorted int64).
+    `only` names the data files to plan. `dead` names further dead rows, as positions in a data file (path -> sorted int64).
 
     Raises:
         DataFileChanged: a registered Parquet file has changed under its name.

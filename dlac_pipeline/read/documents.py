@@ -4,7 +4,6 @@ A row gives any number of items (tokens, samples). A row that gives none is pass
 consumed. A row that is rejected is passed over too, and named with the reason.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,15 +117,12 @@ def samples_of(
     live: pa.Table,
     positions: Ints,
     *,
-    columns: Sequence[str] | None = None,
     transform: Transform | None = None,
     reject: Reject = "fail",
     check: bool = False,
     origin: str = "the block",
 ) -> Samples:
     """Return the samples of a block's live rows: each output row of the transform is one. Arguments as for `documents_of`.
-
-    `columns` are those that become tensors. None: all columns after the transform.
 
     Raises:
         RowRejected, TransformFailed, NoSuchColumn, UnsupportedColumn: as `documents_of`.
@@ -135,8 +131,7 @@ def samples_of(
     rows = source_rows(positions, done.row, done.rejected)
     if not len(done.row):
         return Samples({}, rows)
-    names = done.table.column_names if columns is None else columns
-    arrays = {name: to_numpy(_column(done.table, name), name=name, origin=origin) for name in names}
+    arrays = {name: to_numpy(_column(done.table, name), name=name, origin=origin) for name in done.table.column_names}
     return Samples(arrays, rows)
 
 

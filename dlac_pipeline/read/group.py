@@ -123,7 +123,7 @@ class GroupReader:
     def ready_batches(self, limit: int) -> int:
         """Return how many batches, up to `limit`, the blocks being read are sure to fill."""
         here = [index for index, active in enumerate(self._active) if active]
-        ready = {source: _ready_rows(self._streams[source]) for source in here}
+        ready = {source: self._streams[source].ready_rows for source in here}
         if len(here) == 1:
             return min(limit, ready[here[0]] // self._slots)
         limit = min(limit, sum(ready.values()) // self._slots)
@@ -194,7 +194,3 @@ class GroupReader:
         for source, stream in self._streams.items():
             stream.close()
             self._streams[source] = self._open_stream(source, self._group, cursors[source])
-
-
-def _ready_rows(stream: Stream) -> int:
-    return stream.ready_rows if isinstance(stream, RowStream) else 0

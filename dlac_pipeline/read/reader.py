@@ -7,13 +7,15 @@
 Resume requires an unchanged leg. The number of ranks may change.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.order import ReaderState
@@ -30,43 +32,47 @@ if TYPE_CHECKING:
 
 _RUN_BYTES = 2**24
 """Bytes of batches that are gathered together, in one array per column: large enough for large pages of the kernel."""
-
-
-class Counts(Protocol):
-    """Numbers that are being summed over all ranks."""
-
-    def wait(self) -> Sequence[int]:
-        """The sums."""
-
-
-Exchange = Callable[[Sequence[int]], Counts]
+Sums = Callable[[], Sequence[int]]
+"""Waits for numbers that are being summed over all ranks, and returns the sums."""
+Exchange = Callable[[Sequence[int]], Sums]
 """Starts to sum numbers over all ranks, without waiting."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    counts: Sequence[int]
-
-    def wait(self) -> Sequence[int]:
-        return self.counts
-
-
-def alone(counts: Sequence[int]) -> Counts:
+def alone(counts: Sequence[int]) -> Sums:
     """The sums over one rank."""
-    return _Alone(counts)
+    return lambda: counts
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds of waiting for other ranks, until the reader of this count resets it."""
+
+    seconds: float = 0.0
+
+
+def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None) -> Exchange:
+    """Sums over the ranks of a gloo group that nothing else uses, or over this rank alone. `waits` counts waiting."""
+    waited = waits or Waits()
+
+    def start(counts: Sequence[int]) -> Sums:
+        numbers = torch.tensor(counts, dtype=torch.int64)
+        work = None if group is None else dist.all_reduce(numbers, group=group, async_op=True)
+
+        def wait() -> Sequence[int]:
+            if work is not None:
+                since = time.monotonic()
+                work.wait()
+                waited.seconds += time.monotonic() - since
+            return [int(number) for number in numbers.tolist()]
+
+        return wait
+
+    return start
 
 
 def groups_of_slots(low: int, high: int, per_group: int) -> range:
     """The key groups that give a batch its slots from `low` to before `high`, `per_group` each."""
     return range(low // per_group, -(-high // per_group))
-
-
-@dataclass(frozen=True, slots=True)
-class _Upcoming:
-    """A batch that is read, and what all ranks have of it."""
-
-    batch: Batch
-    counts: Counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,20 +230,20 @@ class RankReader:
         """One batch ahead, for what the others have of it is known only when all have read it."""
         upcoming = self._ahead()
         while upcoming is not None:
-            rows, tokens = upcoming.counts.wait()
+            batch, sums = upcoming
+            rows, tokens = sums()
             full = rows == self._order.settings.batch_size
             if not rows or not (full or not self._order.settings.pending_tail):
                 return
-            batch = upcoming.batch
             upcoming = self._ahead()
             yield replace(batch, rows=rows, tokens=tokens)
 
-    def _ahead(self) -> _Upcoming | None:
+    def _ahead(self) -> tuple[Batch, Sums] | None:
         last = self._order.total_steps
         if last is not None and self._step >= last:
             return None
         batch, samples, items = self._read(0, 0)
-        return _Upcoming(batch, self._exchange([samples, items]))
+        return batch, self._exchange([samples, items])
 
     def _belongs_to_leg(self, samples: int) -> bool:
         """Return True if a batch with so many samples of this rank belongs to the leg, as far as this rank knows."""

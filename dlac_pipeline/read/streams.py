@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +12,10 @@ from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, Stretch
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.documents import Documents, Samples
-from dlac_pipeline.read.line import BlockAdvance, merge
-from dlac_pipeline.read.packing import Packed, Packer, Sampler, SampleRows, Taken
+from dlac_pipeline.read.line import BlockAdvance, Content, merge
+from dlac_pipeline.read.packing import ItemLine, Taken
 from dlac_pipeline.read.prefetch import Prefetcher, Wanted
-from dlac_pipeline.rows.columns import Array, Column
+from dlac_pipeline.rows.columns import Column
 from dlac_pipeline.rows.transform import RowRejected
 
 Columns = dict[str, Column]
@@ -38,24 +37,6 @@ class Given:
     """Tokens without padding among the requested samples. Without packing, the samples."""
     pieces: list[Piece]
     advances: list[BlockAdvance] = field(default_factory=list)
-
-
-class Stream(Protocol):
-    """One key group's samples of one source."""
-
-    @property
-    def cursor(self) -> Cursor:
-        """The cursor directly after the last sample taken."""
-
-    @property
-    def exhausted(self) -> bool:
-        """True if no sample can follow."""
-
-    def take(self, count: int, low: int, high: int) -> Given:
-        """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them."""
-
-    def close(self) -> None:
-        """Release the blocks."""
 
 
 class SourceBlocks(Generic[Prepared]):
@@ -282,7 +263,10 @@ class RowStream:
 class ItemStream:
     """Samples that a transform or packing makes of live rows."""
 
-    def __init__(self, walk: BlockWalk[Documents] | BlockWalk[Samples], line: Packer | Sampler) -> None:
+    ready_rows = 0
+    """The samples of a block are not known before they are laid out."""
+
+    def __init__(self, walk: BlockWalk[Content], line: ItemLine[Content]) -> None:
         self._walk = walk
         self._line = line
 
@@ -299,18 +283,21 @@ class ItemStream:
     def take(self, count: int, low: int, high: int) -> Given:
         """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them."""
         parts: list[Taken] = []
-        taken: Packed | SampleRows | None = None
+        items = 0
+        pieces: list[Piece] = []
         if low:
             parts.append(self._line.skip(low))
         if low < high:
             taken = self._line.take(high - low)
             parts.append(taken)
+            items = taken.items
+            pieces = _pieces(taken)
         if high < count:
             parts.append(self._line.skip(count - high))
         return Given(
             count=sum(part.count for part in parts),
-            items=0 if taken is None else taken.items,
-            pieces=_pieces(taken),
+            items=items,
+            pieces=pieces,
             advances=merge(advance for part in parts for advance in part.advances),
         )
 
@@ -319,19 +306,11 @@ class ItemStream:
         self._walk.close()
 
 
+Stream = RowStream | ItemStream
+"""One key group's samples of one source."""
 _NOTHING = np.zeros(0, dtype=np.int64)
 
 
-def _pieces(taken: Packed | SampleRows | None) -> list[Piece]:
-    if taken is None or not taken.count:
-        return []
-    if isinstance(taken, Packed):
-        arrays: dict[str, Array] = {
-            "tokens": taken.tokens,
-            "document": taken.document,
-            "position": taken.position,
-        }
-    else:
-        arrays = taken.columns
-    columns = {name: Column(array) for name, array in arrays.items()}
-    return [(columns, np.arange(taken.count, dtype=np.int64))]
+def _pieces(taken: Taken) -> list[Piece]:
+    columns = {name: Column(array) for name, array in taken.columns.items()}
+    return [(columns, np.arange(taken.count, dtype=np.int64))] if taken.count else []

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,26 +24,11 @@ _TEXT_BYTES_AT_ONCE = 2**20
 """Bytes of text per call. The library keeps some hundred bytes per token of an encoded text, until the ids are copied."""
 
 
-class Tokenizer(Protocol):
-    """Converter of texts to token ids. Its result depends on the text alone."""
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library, which releases the GIL while it encodes. Its result depends on the text alone.
 
-    @property
-    def digest(self) -> str:
-        """Identifies what `encode` gives."""
-
-    def encode(self, texts: pa.StringArray | pa.LargeStringArray) -> tuple[Tokens, Ints]:
-        """Token ids of all texts, and where each begins and ends: offsets int64 [texts + 1]."""
-
-    def token_id(self, token: str) -> int:
-        """The id of a token by its name.
-
-        Raises:
-            TokenizerUnreadable: there is no such token.
-        """
-
-
-class FastTokenizer:
-    """A tokenizer of the `tokenizers` library, which releases the GIL while it encodes."""
+    `digest` identifies the results.
+    """
 
     def __init__(self, backend: Backend, *, name: str, digest: str) -> None:
         # One thread per call: the reader's background threads are the parallelism, they leave the other cores to the
@@ -67,7 +52,11 @@ class FastTokenizer:
         return np.concatenate(values), np.cumsum(np.concatenate(lengths))
 
     def token_id(self, token: str) -> int:
-        """The id of a token by its name."""
+        """The id of a token by its name.
+
+        Raises:
+            TokenizerUnreadable: there is no such token.
+        """
         found = self._backend.token_to_id(token)
         if found is None:
             raise TokenizerUnreadable(
@@ -77,7 +66,7 @@ class FastTokenizer:
         return int(found)
 
 
-def load_tokenizer(name: str | Path) -> FastTokenizer:
+def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer of a JSON file, or, by folder or name, one of transformers (where that is installed).
 
     Raises:
@@ -89,10 +78,10 @@ def load_tokenizer(name: str | Path) -> FastTokenizer:
     if path.suffix == ".json":  # the hub has no tokenizer of such a name, and transformers asks it for a minute
         raise TokenizerUnreadable(f"expected a tokenizer's JSON file at {str(name)!r}, found no file: correct the path")
     backend = _from_transformers(str(name))
-    return FastTokenizer(backend, name=str(name), digest=blake3(backend.to_str(pretty=True).encode()).hexdigest())
+    return Tokenizer(backend, name=str(name), digest=blake3(backend.to_str(pretty=True).encode()).hexdigest())
 
 
-def _from_file(path: Path) -> FastTokenizer:
+def _from_file(path: Path) -> Tokenizer:
     content = path.read_bytes()
     try:
         backend = Backend.from_str(content.decode())
@@ -100,7 +89,7 @@ def _from_file(path: Path) -> FastTokenizer:
         raise TokenizerUnreadable(
             f"expected a JSON file of the tokenizers library at {str(path)!r}, found {err}: name its tokenizer.json"
         ) from err
-    return FastTokenizer(backend, name=str(path), digest=blake3(content).hexdigest())
+    return Tokenizer(backend, name=str(path), digest=blake3(content).hexdigest())
 
 
 def _from_transformers(name: str) -> Backend:

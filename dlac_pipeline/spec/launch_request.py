@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
+from dlac_pipeline.spec.spec_problems import Section, Timeout, Wait
 
 OPERATOR = "operator"
 """The one who notices a failure where no program did: a person who starts a run again."""
@@ -30,9 +30,7 @@ class LaunchChoices(Section):
         description="Ended run of the orchestrator that this one resumes. An attempt that it claims late is replaced as well.",
     )
     takeover: bool = Field(default=False, description="Fence off a launch that is still alive. False: be refused.")
-    wait_s: float = Field(
-        default=0.0, ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for another launch to exit."
-    )
+    wait_s: Wait = Field(default=0.0, description="Seconds to wait for another launch to exit.")
     noticed_by: str = Field(
         default=OPERATOR, description="Finder of the failure: an operator, or the sensor that requested this run."
     )
@@ -50,7 +48,7 @@ class Request(LaunchChoices):
     repin: bool = False
     launched_by: str = ""
     """The orchestrator's run. Empty: none, and a takeover is noticed at the next commit only."""
-    fence_look_s: float = Field(default=10.0, gt=0, le=LONGEST_WAIT_S)
+    fence_look_s: Timeout = 10.0
     """Seconds between two looks whether another launch has taken the run over."""
 
 

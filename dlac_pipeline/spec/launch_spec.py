@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section, Timeout, Wait
 
 NODES = "nodes"
 """Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
@@ -66,11 +66,9 @@ class LaunchSpec(Section):
         description="With several nodes: a file with the secret that they share, at least 16 characters. Empty: the environment "
         "variable DLAC_RENDEZVOUS_KEY. A node without the secret can neither join, read nor stop the run.",
     )
-    gather_timeout_s: float = Field(
+    gather_timeout_s: Timeout = Field(
         default=600.0,
         description="Seconds until the least number of nodes must have joined, at the start and after a failure.",
-        gt=0,
-        le=LONGEST_WAIT_S,
     )
     last_call_s: int = Field(
         default=5,
@@ -125,12 +123,10 @@ class LaunchSpec(Section):
         gt=0,
         le=25,  # a supervisor whose orchestrator died is gone within 30 s
     )
-    deadline_s: float = Field(
+    deadline_s: Wait = Field(
         default=0.0,
         description="Seconds from a termination notice (SIGTERM, SIGUSR1, termination_url) until the ranks must have exited, "
         "after an emergency checkpoint if time allows one. 0: grace_s.",
-        ge=0,
-        le=LONGEST_WAIT_S,
     )
     termination_url: str = Field(
         default="",
@@ -150,18 +146,14 @@ class LaunchSpec(Section):
         ge=0,
         le=1_000_000,
     )
-    hang_timeout_s: float = Field(
+    hang_timeout_s: Timeout = Field(
         default=600.0,
         description="Seconds without progress of a rank after which the attempt ends and the ranks restart.",
-        gt=0,
-        le=LONGEST_WAIT_S,
     )
-    start_timeout_s: float = Field(
+    start_timeout_s: Timeout = Field(
         default=600.0,
         description="Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state. "
         "hang_timeout_s counts if it is longer.",
-        gt=0,
-        le=LONGEST_WAIT_S,
     )
     new_leg: bool = Field(
         default=False,
@@ -194,11 +186,9 @@ class LaunchSpec(Section):
         ge=0,
         le=1e6,
     )
-    straggler_s: float = Field(
+    straggler_s: Wait = Field(
         default=1.0,
         description="Seconds (per step) by which a straggler is at least slower than the median of the other ranks.",
-        ge=0,
-        le=LONGEST_WAIT_S,
     )
     straggler_steps: int = Field(
         default=5, description="Steps in a row over which reading and computing are compared.", ge=1, le=1_000_000

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -23,6 +23,10 @@ _NOT_A_SECTION = ("model_type", "model_attributes_type", "dict_type", "list_type
 """Problems of a value in the place of a section, of free settings or of a list."""
 LONGEST_WAIT_S = 1_209_600
 """Two weeks: the longest time that a setting lets something wait. Timers of sockets end at 24 days."""
+Wait = Annotated[float, Ge(0), Le(LONGEST_WAIT_S)]
+"""Seconds to wait."""
+Timeout = Annotated[float, Gt(0), Le(LONGEST_WAIT_S)]
+"""Seconds after which something counts as failed."""
 LONGEST_S = 315_360_000
 """Ten years: the longest time that is only compared."""
 MOST_STEPS = 10**12
@@ -167,18 +171,11 @@ def _model_in(field: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
-def _close(path: Sequence[str | int], section: type[BaseModel]) -> list[str]:
-    return get_close_matches(str(path[-1]), list(section.model_fields), n=1)
-
-
 def _instead(path: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return the probable meaning of the unknown field at `path`."""
     section = _section_of(path, root)
     if section is None:
         return "unknown field"
-    close = _close(path, section)
-    return (
-        f"unknown field, did you mean {close[0]!r}?"
-        if close
-        else f"unknown field, expected one of {list(section.model_fields)!r}"
-    )
+    close = get_close_matches(str(path[-1]), list(section.model_fields), n=1)
+    meant = f"did you mean {close[0]!r}?" if close else f"expected one of {list(section.model_fields)!r}"
+    return f"unknown field, {meant}"

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.step_sync import StepSyncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
-from dlac_pipeline.read.exchange import Waits, summing_over
-from dlac_pipeline.read.reader import Exchange
+from dlac_pipeline.read.reader import Exchange, Waits, summing_over
 
 _GROUP_TIMEOUT_S = 86_400.0
 """Seconds that ranks wait for each other: one may convert or fetch a large checkpoint. The supervisor ends hung ranks."""

@@ -65,7 +65,8 @@ class Notices:
         self._launch = launch
         self._notice_file = notice_file
         self._on_deadline = on_deadline
-        self._first: Notice | None = None
+        self.first: Notice | None = None
+        """The first notice, or None."""
         self._deadline: float | None = None
         self._closed = threading.Event()
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
@@ -75,11 +76,6 @@ class Notices:
         threading.Thread(target=self._watch, name="notices", daemon=True).start()
         if launch.termination_url and local_rank == 0:
             threading.Thread(target=self._ask, name="termination-url", daemon=True).start()
-
-    @property
-    def first(self) -> Notice | None:
-        """The first notice, or None."""
-        return self._first
 
     def leave_by(self, deadline: float) -> None:
         """End the process at `deadline`, in monotonic seconds, or at its present deadline if that is earlier."""
@@ -113,12 +109,12 @@ class Notices:
         self._note(signal.Signals(number).name)
 
     def _note(self, name: str) -> None:
-        if self._first is None:
-            self._first = Notice(name, time.monotonic())
+        if self.first is None:
+            self.first = Notice(name, time.monotonic())
             if self._notice_file is not None:
                 with suppress(OSError):
                     self._notice_file.touch()
-            self.leave_by(self._first.at + self._launch.leave_s)
+            self.leave_by(self.first.at + self._launch.leave_s)
 
     def _wake(self) -> None:
         with suppress(OSError):
@@ -152,7 +148,7 @@ class Notices:
         reported = False
         with requests.Session() as session:
             session.trust_env = False  # an address of this node: no proxy, and no stored password
-            while not self._closed.is_set() and self._first is None:
+            while not self._closed.is_set() and self.first is None:
                 problem = self._answer(session)
                 if problem and not reported:
                     reported = True

@@ -25,7 +25,7 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch, copy_batches
-from dlac_pipeline.read.exchange import Waits
+from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -24,7 +25,7 @@ from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
-from dlac_pipeline.read.reader import Exchange
+from dlac_pipeline.read.reader import Exchange, Sums
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from tests.contract.tables import ids_in
@@ -68,12 +69,12 @@ class Summing:
         """Return the function with which one rank sums."""
         calls = count()
 
-        def start(counts: Sequence[int]) -> _Sum:
+        def start(counts: Sequence[int]) -> Sums:
             call = next(calls)
             with self._changed:
                 self._given.setdefault(call, []).append(counts)
                 self._changed.notify_all()
-            return _Sum(self, call)
+            return partial(self.result, call)
 
         return start
 
@@ -92,15 +93,6 @@ class Summing:
             if self._broken or not done:
                 raise BrokenPipeError(f"another rank failed or did not reach call {call}")
             return [sum(each) for each in zip(*self._given[call], strict=True)]
-
-
-@dataclass(frozen=True)
-class _Sum:
-    of: Summing
-    call: int
-
-    def wait(self) -> Sequence[int]:
-        return self.of.result(self.call)
 
 
 @dataclass

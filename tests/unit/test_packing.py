@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples, source_rows
 from dlac_pipeline.read.line import BlockAdvance, merge
-from dlac_pipeline.read.packing import BEGINNING, Packed, Packer, Sampler, SampleRows, Taken
+from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler, Taken
 
 EXAMPLES = settings(max_examples=80, deadline=None)
 PAD = -1
@@ -93,20 +93,20 @@ def lines(draw: st.DrawFn) -> Line:
     return Line(blocks)
 
 
-def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: Cursor = BEGINNING) -> list[Packed]:
+def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: Cursor = BEGINNING) -> list[Taken]:
     """Take sequences in steps of these sizes until none can follow."""
     packer = Packer(line.documents(start), length=length, start=start, drain=drain, pad_id=PAD)
-    taken: list[Packed] = []
+    taken: list[Taken] = []
     while not packer.exhausted:
         taken.append(packer.take(sizes[len(taken) % len(sizes)]))
         assert taken[-1].cursor == packer.cursor
     return taken
 
 
-def same(one: Packed, other: Packed) -> None:
+def same(one: Taken, other: Taken) -> None:
     """Assert that two results are equal in all fields."""
     for name in ("tokens", "document", "position"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        assert np.array_equal(one.columns[name], other.columns[name]), name
     assert (one.count, one.items, one.cursor) == (other.count, other.items, other.cursor)
     assert comparable(one.advances) == comparable(other.advances)
 
@@ -149,10 +149,14 @@ def check_advances(line: Line, taken: Sequence[Taken]) -> None:
 def test_sequences_contain_all_tokens(line: Line, length: int, sizes: list[int]) -> None:
     """Every token is in the sequences once and in order, for any blocks, any T and any number of sequences per call."""
     taken = read(line, length, sizes, drain=True)
-    flat = np.concatenate([np.zeros(0, np.int32), *(each.tokens[each.document > 0] for each in taken)])
+    flat = np.concatenate(
+        [np.zeros(0, np.int32), *(each.columns["tokens"][each.columns["document"] > 0] for each in taken)]
+    )
     assert np.array_equal(flat, np.arange(line.total))
     assert sum(each.count for each in taken) == -(-line.total // length)
-    padding = np.concatenate([np.zeros(0, np.int32), *(each.tokens[each.document == 0] for each in taken)])
+    padding = np.concatenate(
+        [np.zeros(0, np.int32), *(each.columns["tokens"][each.columns["document"] == 0] for each in taken)]
+    )
     assert (padding == PAD).all()
     check_advances(line, taken)
     assert sum(a.rows_consumed for each in taken for a in each.advances) == sum(
@@ -175,7 +179,8 @@ def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[
             for one, other in zip(again, rest, strict=True):
                 same(one, other)
         tokens = [
-            np.concatenate([np.zeros((0, length), np.int32), *(p.tokens for p in part)]) for part in (again, rest)
+            np.concatenate([np.zeros((0, length), np.int32), *(p.columns["tokens"] for p in part)])
+            for part in (again, rest)
         ]
         assert np.array_equal(tokens[0], tokens[1])
         joined = [comparable(merge(a for p in part for a in p.advances)) for part in (again, rest)]
@@ -192,7 +197,7 @@ def test_shared_key_group_is_one_line(line: Line, length: int, mine: int, theirs
         taken, skipped, own = whole.take(theirs + mine), part.skip(theirs), part.take(mine)
         assert taken.cursor == part.cursor
         assert taken.count == skipped.count + own.count
-        assert np.array_equal(taken.tokens[skipped.count :], own.tokens)
+        assert np.array_equal(taken.columns["tokens"][skipped.count :], own.columns["tokens"])
         assert comparable(taken.advances) == comparable(merge([*skipped.advances, *own.advances]))
     assert part.exhausted
 
@@ -209,7 +214,9 @@ def test_documents_and_positions_match_loop(line: Line, length: int, size: int) 
         for _ in range(tokens)
     ]
     for packed in read(line, length, [size], drain=True):
-        for tokens, document, position in zip(packed.tokens, packed.document, packed.position, strict=True):
+        for tokens, document, position in zip(
+            packed.columns["tokens"], packed.columns["document"], packed.columns["position"], strict=True
+        ):
             number, at, previous = 0, 0, None
             for index, token in enumerate(tokens):
                 if token == PAD:
@@ -226,11 +233,11 @@ def test_partial_tail_stays_pending(line: Line, length: int, size: int) -> None:
     """Without draining only whole sequences are taken. The tail is read after the cursor, together with appended rows."""
     taken = read(line, length, [size], drain=False)
     assert sum(each.count for each in taken) == line.total // length
-    assert all((each.document > 0).all() for each in taken)
+    assert all((each.columns["document"] > 0).all() for each in taken)
     check_advances(line, taken)
     more = Line({**line.blocks, (7, 0): (Row(0, (5,)), Row(3, (40,)))})
     rest = read(more, length, [size], drain=True, start=taken[-1].cursor if taken else Cursor())
-    flat = np.concatenate([each.tokens[each.document > 0] for each in [*taken, *rest]])
+    flat = np.concatenate([each.columns["tokens"][each.columns["document"] > 0] for each in [*taken, *rest]])
     assert np.array_equal(flat, np.arange(more.total))
     check_advances(more, [*taken, *rest])
 
@@ -251,7 +258,7 @@ def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
     """Without packing each item is a sample. All are read once and in order, and after every cursor the rest."""
     sampler = Sampler(line.samples(Cursor()))
     seen = 0
-    taken: list[SampleRows] = []
+    taken: list[Taken] = []
     while not sampler.exhausted:
         taken.append(sampler.take(sizes[len(taken) % len(sizes)]))
         seen += taken[-1].count

@@ -75,7 +75,7 @@ def test_line_without_tokens_gives_empty_take() -> None:
     packer = Packer(blocks({0: {3: 0}}), length=4)
     assert not packer.exhausted
     taken = packer.take(2)
-    assert (taken.count, taken.tokens.shape, taken.cursor) == (0, (0, 4), Cursor(0, 0, 4))
+    assert (taken.count, taken.columns["tokens"].shape, taken.cursor) == (0, (0, 4), Cursor(0, 0, 4))
     assert taken.advances[0].filtered.tolist() == [3]
     assert packer.exhausted
 
@@ -135,15 +135,15 @@ def test_single_block_is_not_copied() -> None:
     live = pa.table({"tokens": pa.array([[1, 2, 3], [4, 5, 6, 7, 8]], pa.list_(pa.int32()))})
     documents = documents_of(live, np.arange(2), column="tokens")
     packed = Packer(iter([(0, 0, documents)]), length=4).take(2)
-    assert np.shares_memory(packed.tokens, live["tokens"].chunk(0).values.to_numpy())
-    assert packed.document.tolist() == [[1, 1, 1, 2], [1, 1, 1, 1]]
-    assert packed.position.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    assert np.shares_memory(packed.columns["tokens"], live["tokens"].chunk(0).values.to_numpy())
+    assert packed.columns["document"].tolist() == [[1, 1, 1, 2], [1, 1, 1, 1]]
+    assert packed.columns["position"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
 
 
 def test_block_rows_are_samples() -> None:
     """Every row is a sample if there is no transform."""
     live = pa.table({"x": pa.array([5, 6, 7]), "y": pa.array([[1.0, 2.0]] * 3)})
-    samples = samples_of(live, np.array([2, 4, 9]), columns=["x", "y"])
+    samples = samples_of(live, np.array([2, 4, 9]))
     taken = Sampler(iter([(3, 1, samples)])).take(2)
     assert taken.columns["x"].tolist() == [5, 6]
     assert taken.columns["y"].shape == (2, 2)

@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers, processors
 from dlac_pipeline.lakehouse.errors import TokenizerUnreadable
 from dlac_pipeline.read.documents import documents_of
 from dlac_pipeline.rows import tokenizing
-from dlac_pipeline.rows.tokenizing import FastTokenizer, load_tokenizer
+from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
 from dlac_pipeline.rows.transform import RowRejected, Transform
 from examples.corpus.tokenizer import END_OF_DOCUMENT, save_tokenizer, tokenizer_digest, train_tokenizer
 
@@ -201,7 +201,7 @@ def test_rejected_rows_are_named_in_order(path: Path) -> None:
 def test_failing_tokenizer_is_no_bad_row() -> None:
     """An error that no single text raises is passed on."""
 
-    class Fails(FastTokenizer):
+    class Fails(Tokenizer):
         def encode(self, texts: Any) -> Any:
             if len(texts) > 1:
                 raise RuntimeError("together")

@@ -108,9 +108,7 @@ def test_rows_are_mapped_or_quarantined(counts: list[int], chunk: int) -> None:
 def test_every_row_is_counted_once(counts: list[int]) -> None:
     """A block's row positions are in exactly one list: sampled, filtered or quarantined."""
     positions = 10 + 3 * np.arange(len(counts))
-    samples = samples_of(
-        numbers(list(counts)), positions, columns=["x"], transform=transform(repeated), reject="quarantine"
-    )
+    samples = samples_of(numbers(list(counts)), positions, transform=transform(repeated), reject="quarantine")
     where = dict(zip(positions.tolist(), counts, strict=True))
     assert samples.rows.positions.tolist() == [at for at, x in where.items() if x > 0]
     assert np.diff(samples.rows.ends, prepend=0).tolist() == [x for x in counts if x > 0]
@@ -198,7 +196,7 @@ def test_table_may_be_returned() -> None:
 def test_no_rows_no_call() -> None:
     """A block without live rows needs no columns, and no call."""
     empty = numbers([]).slice(0, 0)
-    assert samples_of(empty, np.zeros(0, np.int64), columns=["y"], transform=transform(repeated)).rows.items == 0
+    assert samples_of(empty, np.zeros(0, np.int64), transform=transform(repeated)).rows.items == 0
     assert documents_of(empty, np.zeros(0, np.int64), column="y", transform=transform(repeated)).rows.items == 0
 
 

@@ -14,7 +14,7 @@ from dlac_pipeline.checkpoint.commit.local_copies import holders_of
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
-from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
+from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import check_mine, commit_checkpoint
@@ -196,7 +196,7 @@ class Committer:
         folder, content = self._tiers.folder(name), manifest.to_bytes()
         with storing(folder):
             for ancestor in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
-                fsync_directory(ancestor)  # the names of the folders themselves
+                fsync_path(ancestor)  # the names of the folders themselves
             write_durably(folder / MANIFEST, content)
         if self._tiers.store is not None:
             self._tiers.files.write(self._tiers.manifest_uri(name), content, within=self._tiers.durable_run(), new=True)

@@ -28,9 +28,9 @@ from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.engines.engine import Convert, Engine
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
+from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
-from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest, sync_file
+from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 
 _log = logging.getLogger(__name__)
 _RECORD = "conversion.json"
@@ -155,7 +155,7 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
         except OSError:  # two converted it at once, and the other was first
             if not _holds(target):
                 raise
-        fsync_directory(target.parent)
+        fsync_path(target.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -163,11 +163,11 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
 def _seal(stage: Path) -> None:
     """Make all files durable, then list them."""
     found = []
-    for path in _files(stage):
-        sync_file(path)
+    for path in sorted(each for each in stage.rglob("*") if each.is_file()):
+        fsync_path(path)
         found.append(FileEntry(path=str(path.relative_to(stage)), bytes=path.stat().st_size, digest=file_digest(path)))
     for path in [stage, *(each for each in stage.rglob("*") if each.is_dir())]:
-        fsync_directory(path)
+        fsync_path(path)
     record = {"format_version": _FORMAT_VERSION, "files": [asdict(entry) for entry in found]}
     write_durably(stage / _RECORD, json.dumps(record).encode())
 
@@ -182,10 +182,6 @@ def _holds(target: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError, CheckpointDamaged, StoreUnavailable):  # it can be made again
         return False
     return True
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def _folder_of(folder: Path) -> Path:

@@ -12,14 +12,14 @@ from safetensors import SafetensorError
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
-from dlac_pipeline.lakehouse.durable_io import fsync_directory, make_folder_durably, temporary_beside
+from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably, temporary_beside
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_export
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
-from dlac_pipeline.lakehouse.store_files import file_digest, sync_file
+from dlac_pipeline.lakehouse.store_files import file_digest
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines.weights import Weights
@@ -92,14 +92,14 @@ def _write_weights(ledger: Ledger, manifest: Manifest, weights: "Weights", path:
             make_folder_durably(path.parent)
             _save(weights, temporary, about)
             _order_header(temporary)
-            sync_file(temporary)
+            fsync_path(temporary)
             digest, size = file_digest(temporary), temporary.stat().st_size
         # The ledger first: a file that is there is known.
         row = ExportRow(checkpoint_id=manifest.checkpoint_id, digest=digest, bytes=size, file=path.name, part=part)
         record_export(ledger, manifest.run, row)
         with storing(path, "the file of weights"):
             temporary.rename(path)
-            fsync_directory(path.parent)
+            fsync_path(path.parent)
     return Exported(
         path=path,
         digest=digest,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         CheckpointUnsafe: a DeepSpeed file contains more than tensors, plain values and a few known classes.
     """
     if (folder / ".metadata").is_file():
-        return Foreign(origin=folder, engine=DistributedState.name, world_size=1, copy=_dcp_copier(folder))
+        return Foreign(origin=folder, engine=DistributedState.name, world_size=1, copy=partial(_copy_dcp, folder))
     latest = folder / "latest"
     named = tag or (latest.read_text().strip() if latest.is_file() else ".")
     tagged = folder / named
@@ -68,34 +69,28 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         origin=tagged,
         engine=DeepSpeedState.name,
         world_size=max(ranks, default=0) + 1,
-        copy=_deepspeed_copier(files),
+        copy=partial(_copy_deepspeed, files),
     )
 
 
-def _deepspeed_copier(files: list[Path]) -> Callable[[Path, Write], None]:
-    def copy(target: Path, write: Write) -> None:
-        (target / DeepSpeedState.TAG).mkdir()
-        for path in files:
-            write(target / DeepSpeedState.TAG / path.name, load_tensors(path, safe_classes(), mmap=True))
-
-    return copy
+def _copy_deepspeed(files: list[Path], target: Path, write: Write) -> None:
+    (target / DeepSpeedState.TAG).mkdir()
+    for path in files:
+        write(target / DeepSpeedState.TAG / path.name, load_tensors(path, safe_classes(), mmap=True))
 
 
-def _dcp_copier(folder: Path) -> Callable[[Path, Write], None]:
-    def copy(target: Path, write: Write) -> None:
-        state: dict[str, Any] = {}
-        everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        _load_state_dict(state, storage_reader=FileSystemReader(folder), planner=everything, no_dist=True)
-        ours = {name: state.pop(name) for name in ("model", "optimizer") if name in state}
-        if "model" not in ours:
-            raise SpecInvalid(
-                f"expected the entries 'model' and 'optimizer' in the checkpoint {str(folder)!r}, found {sorted(state)!r}"
-            )
-        writer = ShardWriter(target, write)
-        save({"optimizer": {}, **ours}, storage_writer=writer, planner=PlainSavePlanner(), no_dist=True)
-        if writer.failure is not None:
-            raise writer.failure
-        rest = {name: value for name, value in state.items() if isinstance(value, dict | torch.Tensor)}
-        TorchState.write_parts(target, write, rest)
-
-    return copy
+def _copy_dcp(folder: Path, target: Path, write: Write) -> None:
+    state: dict[str, Any] = {}
+    everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    _load_state_dict(state, storage_reader=FileSystemReader(folder), planner=everything, no_dist=True)
+    ours = {name: state.pop(name) for name in ("model", "optimizer") if name in state}
+    if "model" not in ours:
+        raise SpecInvalid(
+            f"expected the entries 'model' and 'optimizer' in the checkpoint {str(folder)!r}, found {sorted(state)!r}"
+        )
+    writer = ShardWriter(target, write)
+    save({"optimizer": {}, **ours}, storage_writer=writer, planner=PlainSavePlanner(), no_dist=True)
+    if writer.failure is not None:
+        raise writer.failure
+    rest = {name: value for name, value in state.items() if isinstance(value, dict | torch.Tensor)}
+    TorchState.write_parts(target, write, rest)

@@ -4,7 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -12,36 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.read.device import can_pin_memory
 
-
-class Write(Protocol):
-    """Function that takes one file of a checkpoint: its path, and its content."""
-
-    def __call__(self, path: Path, state: Any) -> None:
-        """Write or copy `state`, which may change afterwards.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-
-
-class Writer(Protocol):
-    """Writer of the states of one checkpoint."""
-
-    @property
-    def write(self) -> Write:
-        """To be called for every file."""
-
-    def handed_over(self) -> None:
-        """Every state of the checkpoint was given to `write`."""
-
-    def finish(self) -> None:
-        """Everything is in its file now.
-
-        Raises:
-            OSError: something cannot be written.
-        """
-
-
+Write = Callable[[Path, Any], None]
+"""Writes or copies one file of a checkpoint: its path, and its content, which may change afterwards. It may raise OSError."""
 Save = Callable[[Any, Path], object]
 """Writes a state to a file, in any thread."""
 
@@ -118,7 +90,11 @@ class Copies:
         self._originals.clear()
 
     def finish(self) -> None:
-        """Write the copies, and let the memory be used again."""
+        """Write the copies, and let the memory be used again.
+
+        Raises:
+            OSError: something cannot be written.
+        """
         for path, state in self._states:
             self._save(state, path)
         self._states.clear()
@@ -163,6 +139,10 @@ class Copies:
         copied = {name: self._tensor(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
         result: torch.Tensor = tensor.__tensor_unflatten__(copied, rest, tensor.size(), tensor.stride())
         return result
+
+
+Writer = Direct | Copies
+"""Writer of the states of one checkpoint."""
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -18,8 +18,7 @@ from typing import Any
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.checkpoint.store import Tiers
-from dlac_pipeline.lakehouse.durable_io import fsync_directory
-from dlac_pipeline.lakehouse.store_files import sync_file
+from dlac_pipeline.lakehouse.durable_io import fsync_path
 
 
 class Phases(dict[str, float]):
@@ -102,8 +101,8 @@ class DurableWriter:
 
     def _sync(self, path: Path) -> None:
         with self.phases.of("sync"):
-            sync_file(path)
-            fsync_directory(path.parent)
+            fsync_path(path)
+            fsync_path(path.parent)
 
     def _upload(self, path: Path, name: str) -> None:
         with self.phases.of("upload"):

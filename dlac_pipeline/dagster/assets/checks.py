@@ -11,32 +11,25 @@ from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.dagster.training_runs import MODEL
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint, StoreUnavailable
 
-_OFFENDING_ROWS_SQL = {
-    "no_duplicate_rows": "FROM duplicates WHERE run = '{run}'",
-    "no_missing_rows": "FROM gaps WHERE run = '{run}'",
-    "consumption_exact": "SELECT problem FROM problems WHERE run = '{run}'",
+_AUDITED = {
+    "no_duplicate_rows": (
+        "No row was consumed twice in a pass on the surviving lineage.",
+        "FROM duplicates WHERE run = '{run}'",
+    ),
+    "no_missing_rows": (
+        "Every live row before a cursor of the surviving lineage is recorded as consumed or left out.",
+        "FROM gaps WHERE run = '{run}'",
+    ),
+    "consumption_exact": (
+        "The ledger, the plan and the data files agree on every row.",
+        "SELECT problem FROM problems WHERE run = '{run}'",
+    ),
 }
-"""Check -> the rows that fail it, for `dlac sql`."""
+"""Check -> its description, and the rows that fail it, for `dlac sql`."""
 
 
 @dg.multi_asset_check(
-    specs=[
-        dg.AssetCheckSpec(
-            "no_duplicate_rows",
-            asset=MODEL,
-            description="No row was consumed twice in a pass on the surviving lineage.",
-        ),
-        dg.AssetCheckSpec(
-            "no_missing_rows",
-            asset=MODEL,
-            description="Every live row before a cursor of the surviving lineage is recorded as consumed or left out.",
-        ),
-        dg.AssetCheckSpec(
-            "consumption_exact",
-            asset=MODEL,
-            description="The ledger, the plan and the data files agree on every row.",
-        ),
-    ]
+    specs=[dg.AssetCheckSpec(name, asset=MODEL, description=text) for name, (text, _) in _AUDITED.items()]
 )
 def consumption_audit(context: dg.AssetCheckExecutionContext, job: JobResource) -> Iterator[dg.AssetCheckResult]:
     """Audit the run once for all three checks. Any duplicated or missing row is an error."""
@@ -59,7 +52,7 @@ def consumption_audit(context: dg.AssetCheckExecutionContext, job: JobResource) 
             asset_key=MODEL,
             severity=dg.AssetCheckSeverity.ERROR,
             description=f"{found} among {report.rows_consumed} consumed in {report.passes_entered} passes",
-            metadata={**shown, "problems": problems, "sql": sql_metadata(_OFFENDING_ROWS_SQL[name].format(run=run))},
+            metadata={**shown, "problems": problems, "sql": sql_metadata(_AUDITED[name][1].format(run=run))},
         )
 
 

@@ -20,8 +20,8 @@ Deps = Sequence[dg.AssetsDefinition | dg.AssetSpec | dg.AssetKey | str]
 
 def build_pinned_snapshot(*, deps: Deps, owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
     """Return the asset `pinned_snapshot`. Its dependencies are the assets of the source tables."""
-
-    @dg.asset(
+    return dg.asset(
+        _pin_snapshots,
         key=SNAPSHOT,
         deps=deps,
         group_name="training",
@@ -30,16 +30,12 @@ def build_pinned_snapshot(*, deps: Deps, owners: Sequence[str] | None = None) ->
         tags={"dlac/stage": "plan"},
         description="One snapshot of the source table, pinned by an Iceberg tag. The run reads it, and no later appends.",
     )
-    def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-        return pin_snapshots(context, job)
-
-    return pinned_snapshot
 
 
 def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
     """Return the asset `work_plan`."""
-
-    @dg.asset(
+    return dg.asset(
+        _plan_pinned_snapshots,
         key=PLAN,
         deps=deps,
         group_name="training",
@@ -48,13 +44,9 @@ def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = 
         tags={"dlac/stage": "plan"},
         description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
     )
-    def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-        return plan_pinned_snapshots(context, job)
-
-    return work_plan
 
 
-def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+def _pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one."""
     from dlac_pipeline.lakehouse.iceberg.pins import hold
     from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
@@ -80,7 +72,7 @@ def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.Mat
     )
 
 
-def plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+def _plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots. A resumed run keeps the plans that its leg binds."""
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
     from dlac_pipeline.plan.legs.choice import plan_sources

@@ -31,8 +31,8 @@ class LaunchConfig(LaunchChoices, dg.Config):
 
 def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
     """Return the asset `model_checkpoint`, which trains a run."""
-
-    @dg.asset(
+    return dg.asset(
+        _train_run,
         key=MODEL,
         deps=deps,
         group_name="training",
@@ -43,15 +43,9 @@ def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None
         output_required=False,
         description="One committed checkpoint of the model per ledger commit, with exactly the rows that it has consumed.",
     )
-    def model_checkpoint(
-        context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
-    ) -> Iterator[dg.MaterializeResult[None]]:
-        yield from train_run(context, config, job)
-
-    return model_checkpoint
 
 
-def train_run(
+def _train_run(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""

@@ -6,7 +6,6 @@ needs a person is not requested again until its work changes.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +38,6 @@ _UNDER_WAY = [
     for status in dg.DagsterRunStatus
     if status not in (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Look:
-    """Result of a look at one job spec."""
-
-    spec: JobSpec | None
-    due: "Due | None"
-    message: str
 
 
 def build_continual_schedule(train_job: TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
@@ -87,14 +77,15 @@ def _requests(
     instance: dg.DagsterInstance, log: logging.Logger, *, once_per_snapshot: bool
 ) -> list[dg.RunRequest] | dg.SkipReason:
     looks = list(_looks(instance, log))
-    requests = [_request(look.spec, look.due, once_per_snapshot) for look in looks if look.spec and look.due]
+    requests = [_request(*look, once_per_snapshot) for look in looks if not isinstance(look, str)]
     if requests:
         return requests
-    folder = home_folder() / FOLDER
-    return dg.SkipReason("; ".join(look.message for look in looks) or f"there is no job spec in {str(folder)!r}")
+    reasons = "; ".join(look for look in looks if isinstance(look, str))
+    return dg.SkipReason(reasons or f"there is no job spec in {str(home_folder() / FOLDER)!r}")
 
 
-def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]:
+def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
+    """Yield what is due for each job spec, or why nothing is."""
     folder = home_folder() / FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.suffix not in _SUFFIXES:
@@ -103,25 +94,25 @@ def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]
             yield _look(instance, path, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
             log.error(f"{path.name}: {err}")
-            yield _Look(spec=None, due=None, message=f"{path.name}: {err}")
+            yield f"{path.name}: {err}"
 
 
-def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Look:
+def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> "tuple[JobSpec, Due] | str":
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.operations.pending_work import due
 
     spec = read_spec(path).resolved(home_folder())
     if not any(source.follow == "appends" for source in spec.sources):
-        return _Look(spec=None, due=None, message=f"{spec.run} follows no table")
+        return f"{spec.run} follows no table"
     trained = instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}, statuses=_UNDER_WAY), limit=1)
     if trained:
-        return _Look(spec=None, due=None, message=f"{spec.run} is trained by Dagster run {trained[0].run_id}")
+        return f"{spec.run} is trained by Dagster run {trained[0].run_id}"
     lakehouse = connect(spec.lakehouse)
     found = due(lakehouse, spec)
     obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
     if obstacle or not found.needed:
-        return _Look(spec=None, due=None, message=f"{spec.run}: {found.reason}{obstacle}")
-    return _Look(spec=spec, due=found, message=f"{spec.run}: {found.reason}")
+        return f"{spec.run}: {found.reason}{obstacle}"
+    return spec, found
 
 
 def _held_back(

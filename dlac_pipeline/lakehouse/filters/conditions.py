@@ -136,13 +136,9 @@ class Combination(Condition):
         """Return the rows for which all parts, or one of them, is true."""
         return reduce(and_ if self.every else or_, (part.true_rows(table) for part in self.parts))
 
-    @property
+    @cached_property
     def paths(self) -> tuple[FieldPath, ...]:
         """The columns of all parts."""
-        return self._paths
-
-    @cached_property
-    def _paths(self) -> tuple[FieldPath, ...]:
         return tuple({path.field_id: path for part in self.parts for path in part.paths}.values())
 
     def simplify(self, known: Known) -> Condition:

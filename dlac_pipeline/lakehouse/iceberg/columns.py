@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyiceberg import types as ice
 from pyiceberg.io.pyarrow import schema_to_pyarrow
-from pyiceberg.schema import Schema
+from pyiceberg.schema import Schema, index_by_id
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
 
@@ -42,25 +42,12 @@ def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any)
     Timestamps stored as INT96 can be any date from year 1 to 9999, which nanoseconds in 64 bits cannot, so they are read in
     the table's own unit.
     """
-    kinds = {kind for field in fields for kind in _kinds_in(field.field_type)}
+    kinds = {type(field.field_type) for field in index_by_id(ice.StructType(*fields)).values()}
     nanoseconds = kinds & {ice.TimestampNanoType, ice.TimestamptzNanoType} and not kinds & {
         ice.TimestampType,
         ice.TimestamptzType,
     }
     return pq.ParquetFile(stream, coerce_int96_timestamp_unit="ns" if nanoseconds else "us", **options)
-
-
-def _kinds_in(kind: ice.IcebergType) -> set[type]:
-    """The classes of a type and of those inside it."""
-    inside: list[ice.IcebergType] = []
-    if isinstance(kind, ice.StructType):
-        inside = [field.field_type for field in kind.fields]
-    elif isinstance(kind, ice.ListType):
-        inside = [kind.element_type]
-    elif isinstance(kind, ice.MapType):
-        inside = [kind.key_type, kind.value_type]
-    own: set[type] = {type(kind)}
-    return own.union(*map(_kinds_in, inside))
 
 
 def concat_chunks(chunks: Sequence[Any], kind: Any) -> Any:

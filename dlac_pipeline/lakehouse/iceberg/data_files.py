@@ -7,7 +7,7 @@ sequence number, partition, and path.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,13 +170,7 @@ class _Pruning:
 
     def may_hold(self, manifest: ManifestFile) -> bool:
         """Return True if a data manifest may list a file with matching rows."""
-        known: dict[int, Facts] = {}
-        for part, summary in zip(
-            self.specs[manifest.partition_spec_id].fields, manifest.partitions or (), strict=False
-        ):
-            if part.source_id in self._kinds:
-                found = of_summary(part.transform, self._kinds[part.source_id], summary)
-                known[part.source_id] = both(known.get(part.source_id, UNKNOWN), found)
+        known = self._known(manifest.partition_spec_id, of_summary, manifest.partitions or ())
         return self._condition.may_be_true(known)
 
     def may_match(self, file: DataFile) -> bool:
@@ -195,13 +189,19 @@ class _Pruning:
     def _in_partition(self, file: DataFile) -> tuple[Known, Condition]:
         key = _partition_of(file)
         if key not in self._residuals:
-            known: dict[int, Facts] = {}
-            for place, part in enumerate(self.specs[file.spec_id].fields):
-                if part.source_id in self._kinds:
-                    found = of_partition(part.transform, self._kinds[part.source_id], file.partition[place])
-                    known[part.source_id] = both(known.get(part.source_id, UNKNOWN), found)
+            values = [file.partition[place] for place in range(len(self.specs[file.spec_id].fields))]
+            known = self._known(file.spec_id, of_partition, values)
             self._residuals[key] = known, self._condition.simplify(known)
         return self._residuals[key]
+
+    def _known(self, spec_id: int, facts_of: Callable[..., Facts], values: Iterable[Any]) -> Known:
+        """Return what the values of the fields of a partition spec tell about columns of the filter."""
+        known: dict[int, Facts] = {}
+        for part, value in zip(self.specs[spec_id].fields, values, strict=False):
+            if part.source_id in self._kinds:
+                found = facts_of(part.transform, self._kinds[part.source_id], value)
+                known[part.source_id] = both(known.get(part.source_id, UNKNOWN), found)
+        return known
 
     def _of_metrics(self, file: DataFile, field_id: int) -> Facts:
         """Return facts from a file's column metrics. Writers count nulls inside of structs differently."""

@@ -4,7 +4,7 @@ Each footer is read once, in background threads. A filter is decided as early as
 metrics, for a row group by its statistics. Only if those leave it undecided, the filter's columns are read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,14 +93,14 @@ def row_groups_of(
     *,
     schema: Schema | None = None,
     progress: Callable[[int, int], None] | None = None,
-    only: Callable[[LiveFile], bool] | None = None,
+    only: Collection[str] | None = None,
     exclude: Sequence[str] = (),
 ) -> list[RowGroup]:
     """Yield all row groups of a snapshot but for files that the filter excludes whole, sorted by file path and row group.
 
     A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions do not change
-    the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `only` chooses
-    among the files. `schema` names the columns, by default the snapshot's own.
+    the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `only` names
+    the files to read. `schema` names the columns, by default the snapshot's own.
 
     Raises:
         NoSuchSnapshot, SpecInvalid, NoSuchColumn: the request does not fit the table.
@@ -109,7 +109,9 @@ def row_groups_of(
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
-    files = [file for file in live_files(table, snapshot_id, wanted, schema=schema) if only is None or only(file)]
+    files = [
+        file for file in live_files(table, snapshot_id, wanted, schema=schema) if only is None or file.path in only
+    ]
     planner = _Planner(table, schema, _excluded(exclude, schema, table))
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:

@@ -4,14 +4,13 @@ What was dealt stays dealt: open cuts are never cut again. Rows that are exclude
 as never dealt, so that later passes level the key groups.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
-from dlac_pipeline.lakehouse.history.changes import History, Portion, changes
-from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
+from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
@@ -189,7 +188,7 @@ class _SourceTransition:
                 plan = make_plan(
                     self._lakehouse,
                     self._source.model_copy(update={"snapshot_id": portion.snapshot_id}),
-                    only=_is_of(portion),
+                    only=portion.files,
                     dead={path: rows for path, rows in old.items() if len(rows)},
                 )
             except EmptyPlan:
@@ -248,13 +247,12 @@ class _SourceTransition:
         """Rows of a plan that the spec's exclusions name, if they are others than those of the plan."""
         if tuple(self._wanted.exclude) == self._mine.exclude:
             return {}
-        paths = set(plan.units.file_paths)
         groups = row_groups_of(
             self._table,
             plan.row.snapshot_id,
             plan.row.row_filter,
             schema=self._table.schemas()[plan.row.schema_id],
-            only=lambda file: file.path in paths,
+            only=set(plan.units.file_paths),
             exclude=self._wanted.exclude,
         )
         dead = {(group.file_path, group.row_group): group.dead for group in groups}
@@ -299,10 +297,6 @@ def leaving_out(plans: Plans, spec: JobSpec, leg: Leg, unreadable: Sequence[Unre
         turn = _SourceTransition(plans, source, mine, mine, leg.cut_settings(index))
         sources.append(turn.next(mine.start, repin=False, unreadable=unreadable))
     return replace(leg, sources=tuple(sources))
-
-
-def _is_of(portion: Portion) -> Callable[[LiveFile], bool]:
-    return lambda file: file.path in portion.files
 
 
 def _places(plan: Plan) -> list[tuple[str, int]]:

@@ -1,15 +1,16 @@
 """Streams of a rank's key groups: for each source the way from a key group and a cursor to its samples."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples
 from dlac_pipeline.read.group import OpenStream
-from dlac_pipeline.read.packing import Packer, Sampler
+from dlac_pipeline.read.line import Content
+from dlac_pipeline.read.packing import ItemLine, Packer, Sampler
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.streams import BlockWalk, ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
+from dlac_pipeline.read.streams import ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
 
 if TYPE_CHECKING:
     from dlac_pipeline.read.opening.open_leg import OpenLeg
@@ -28,32 +29,22 @@ def _opener(opened: "OpenLeg", prefetch: Prefetcher, index: int) -> Callable[[in
         blocks = SourceBlocks(index, order, source.decoder, prefetch, columns, size_of_columns, portions=True)
         return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
     if leg.sequences.length:
-        documents = source.to_documents(leg.sequences, opened.tokenizer)
-        return _open_packed(SourceBlocks(index, order, source.decoder, prefetch, documents, _nbytes), leg)
-    return _open_sampled(SourceBlocks(index, order, source.decoder, prefetch, source.to_samples(), _nbytes))
+        documents, sequences = source.to_documents(leg.sequences, opened.tokenizer), leg.sequences
+        packer = partial(Packer, length=sequences.length, drain=not leg.following, pad_id=sequences.pad_id)
+        return _open_items(SourceBlocks(index, order, source.decoder, prefetch, documents, _nbytes), packer)
+    return _open_items(SourceBlocks(index, order, source.decoder, prefetch, source.to_samples(), _nbytes), Sampler)
 
 
-def _open_packed(blocks: SourceBlocks[Documents], leg: Leg) -> Callable[[int, Cursor], Stream]:
-    length, pad_id, drain = leg.sequences.length, leg.sequences.pad_id, not leg.following
-
+def _open_items(
+    blocks: SourceBlocks[Content], line: Callable[..., ItemLine[Content]]
+) -> Callable[[int, Cursor], Stream]:
     def open_from(group: int, cursor: Cursor) -> Stream:
         walk = blocks.walk(group, cursor)
-        return ItemStream(walk, Packer(_numbered(walk), length=length, start=cursor, drain=drain, pad_id=pad_id))
-
-    return open_from
-
-
-def _open_sampled(blocks: SourceBlocks[Samples]) -> Callable[[int, Cursor], Stream]:
-    def open_from(group: int, cursor: Cursor) -> Stream:
-        walk = blocks.walk(group, cursor)
-        return ItemStream(walk, Sampler(_numbered(walk), start=cursor))
+        numbered = ((stretch.pass_index, stretch.block.index, content) for stretch, content in walk)
+        return ItemStream(walk, line(numbered, start=cursor))
 
     return open_from
 
 
 def _nbytes(prepared: Documents | Samples) -> int:
     return prepared.nbytes
-
-
-def _numbered(walk: BlockWalk[Any]) -> Any:
-    return ((stretch.pass_index, stretch.block.index, content) for stretch, content in walk)

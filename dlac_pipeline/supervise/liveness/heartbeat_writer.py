@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.exchange import Waits
+from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, Spent
 
 
