@@ -16,6 +16,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.choice import requested_leg
 from dlac_pipeline.plan.legs.leg import Leg, describe_differences
 from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
 from dlac_pipeline.spec.job_spec import (
     JobSpec,
@@ -226,6 +227,10 @@ def check_requested(spec: JobSpec, leg: Leg) -> None:
             f"with:\n{describe_differences(differing, bound='saved')}\n"
             "give the saved values again, or begin without the state"
         )
+    plans = Plans(lakehouse)
+    for source, mine in zip(spec.sources, leg.sources, strict=True):
+        for plan_id in mine.start.live_plan_ids:
+            plans.check_files(plan_id, table=source.table)
 
 
 def start_of(leg: Leg, key_groups: range) -> Cursors:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from dlac_pipeline.lakehouse.external.locations import split_identifier
+from dlac_pipeline.lakehouse.external.mirror import check_files
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
@@ -78,6 +80,16 @@ class Plans:
         name = table or row.source_table
         check_pinned(self.lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
         return row
+
+    def check_files(self, plan_id: str, *, table: str) -> None:
+        """Check that the data files of a plan exist, if they are those of another format, which no pin protects.
+
+        Raises:
+            PinLost: some are gone.
+        """
+        if split_identifier(table) is not None:
+            plan = self.load(plan_id, table=table)
+            check_files(self.lakehouse, table, plan.row.snapshot_id, plan.units.file_paths)
 
     def load(self, plan_id: str, *, table: str | None = None) -> Plan:
         """Return a plan with its units, after the checks of `check`."""

@@ -17,6 +17,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -54,7 +55,7 @@ def make_plan(
         BadInput: the table, snapshot, columns, transform or filter cannot be planned (see its subclasses).
         EmptyPlan: no row is live.
     """
-    table = lakehouse.load(source.table)
+    table = load_version(lakehouse, source.table, source.snapshot_id)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)

@@ -102,6 +102,8 @@ class LegChooser:
         for source, mine in zip(self._spec.sources, leg.sources, strict=True):
             for plan_id in mine.start.plan_ids:
                 self._plans.check(plan_id, table=source.table)
+            for plan_id in mine.start.live_plan_ids:
+                self._plans.check_files(plan_id, table=source.table)
         return next_leg(
             self._plans,
             excluding(self._spec, exclusions_in_force(rows)),
