@@ -72,19 +72,19 @@ class DeltaSource:
             ) from err
         try:
             return DeltaTable(self._location, version=number, storage_options=self._options)
-        except TableNotFoundError as err:
-            raise NoSuchTable(
-                f"expected a Delta table at {self._location!r}, found none: correct source.table ({err})"
-            ) from err
         except OSError as err:
             raise LakehouseError(f"expected to read the Delta table at {self._location!r}, found {err}") from err
         except DeltaError as err:
-            if number is None:
-                raise _unsupported(f"the Delta table {self._location!r}", str(err)) from err
-            raise NoSuchSnapshot(
-                f"expected version {number} of the Delta table at {self._location!r}, found versions up to {self.newest} "
-                f"({err}): name one of these as source.version that its log still has"
-            ) from err
+            if number is not None:
+                raise NoSuchSnapshot(
+                    f"expected version {number} of the Delta table at {self._location!r}, found versions up to {self.newest} "
+                    f"({err}): name one of these as source.version that its log still has"
+                ) from err
+            if isinstance(err, TableNotFoundError):
+                raise NoSuchTable(
+                    f"expected a Delta table at {self._location!r}, found none: correct source.table ({err})"
+                ) from err
+            raise _unsupported(f"the Delta table {self._location!r}", str(err)) from err
 
     def _files(self, table: DeltaTable, partition_columns: Sequence[str]) -> list[ExternalFile]:
         actions = pa.table(table.get_add_actions(flatten=True))

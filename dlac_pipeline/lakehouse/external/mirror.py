@@ -37,7 +37,7 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.table.update import (
     AddPartitionSpecUpdate,
@@ -63,12 +63,15 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
 from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
+from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 TABLE_ID = "dlac.external.table-id"
 """Property of a mirror: the id that the other format gives the table."""
 _MOST_STEPS = 100
 """With more new versions than these, one snapshot has the changes of all of them."""
+_KEPT_SNAPSHOTS = 200
+"""Without a pin. An expired one is mirrored again when it is asked for."""
 _THREADS = 8
 _POSITIONS = pa.schema(
     [
@@ -121,6 +124,13 @@ def check_files(lakehouse: Lakehouse, identifier: str, number: int, paths: Itera
             f"such as {gone[0]!r}: VACUUM removes files that newer versions do not need; restore them from a backup, or start a "
             "new run on the newest version, and let VACUUM keep files (delta.deletedFileRetentionDuration) longer than runs take"
         )
+
+
+def retained_snapshots(table: Table) -> set[int]:
+    """Return the snapshots whose data files must exist. Of a mirror these are the pinned ones, as VACUUM knows no others."""
+    if TABLE_ID in table.properties:
+        return {ref.snapshot_id for ref in table.refs().values() if ref.snapshot_ref_type == SnapshotRefType.TAG}
+    return {kept.snapshot_id for kept in table.metadata.snapshots}
 
 
 def _mirror(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number: int | None) -> Table:
@@ -201,6 +211,7 @@ def _commit(lakehouse: Lakehouse, table: Table, version: ExternalVersion, *, on_
             transaction._apply(tuple(_layout_updates(metadata, version)), unmoved)
             snapshot = _VersionSnapshot(transaction, table, version, MAIN_BRANCH if on_main else None)
             transaction._apply(*snapshot._commit())
+            expire_in(transaction, keep=_KEPT_SNAPSHOTS)
     except ValueError as err:  # pyiceberg's of a snapshot that exists
         raise CommitConflict(f"version {version.number} of {table.name()!r} was mirrored by others: {err}") from err
 
