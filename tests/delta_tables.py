@@ -94,8 +94,9 @@ def query(location: Path, version: int) -> Rows:
 
 def planned_rows(lakehouse: Lakehouse, location: Path, version: int | None = None, **settings: Any) -> Rows:
     """Return the live rows of a plan of a version, decoded with all their columns."""
+    kind = settings.pop("format", "delta")
     columns = settings.pop("columns", None) or DeltaTable(str(location), version=version).schema().to_arrow().names
-    source = SourceSpec(format="delta", table=str(location), version=version, columns=columns[:1], **settings)
+    source = SourceSpec(format=kind, table=str(location), version=version, columns=columns[:1], **settings)
     table = load_version(lakehouse, source.table, version)
     plan = make_plan(lakehouse, source)
     return [row for table_rows in _decoded(plan, source, columns, table) for row in table_rows.to_pylist()]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from dlac_pipeline.lakehouse.external.locations import split_identifier
-from dlac_pipeline.lakehouse.external.mirror import check_files
+from dlac_pipeline.lakehouse.external.mirror import check_files_exist
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
@@ -89,7 +89,7 @@ class Plans:
         """
         if split_identifier(table) is not None:
             plan = self.load(plan_id, table=table)
-            check_files(self.lakehouse, table, plan.row.snapshot_id, plan.units.file_paths)
+            check_files_exist(self.lakehouse, table, plan.row.snapshot_id, plan.units.file_paths)
 
     def load(self, plan_id: str, *, table: str | None = None) -> Plan:
         """Return a plan with its units, after the checks of `check`."""

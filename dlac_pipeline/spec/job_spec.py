@@ -30,17 +30,15 @@ from dlac_pipeline.spec.spec_problems import (
 class SourceSpec(Section):
     """Source of rows."""
 
-    format: Literal["iceberg", "delta"] = Field(
-        default="iceberg",
-        description='Format of the table. "delta": a Delta Lake table, which is read in place. DLAC keeps an Iceberg table of '
-        "its files in the lakehouse.",
+    format: Literal["iceberg", "delta", "hudi"] = Field(
+        default="iceberg", description="Format of the table. A Delta Lake or Hudi table is read in place."
     )
     table: str = Field(
-        description='The table to train from, as namespace.table. With format = "delta": its location, a folder or s3://...'
+        description="The table to train from, as namespace.table. Of other formats: its location, a folder or s3://bucket/path."
     )
     version: int | None = Field(
         default=None,
-        description='For format = "delta": version to pin. Unset: the newest version when the plan is made.',
+        description="Of other formats: version to pin, of Hudi an instant. Unset: the newest one when the plan is made.",
         ge=0,
         lt=2**63,
     )
@@ -129,9 +127,11 @@ class SourceSpec(Section):
     def _is_one_place(self) -> SourceSpec:
         """Qualify the table with its catalog, and check that one snapshot is named. That of a version has its number."""
         if self.format == "iceberg" and self.version is not None:
-            raise ValueError(f'expected version for format = "delta" only, found {self.version}: name a snapshot_id')
+            raise ValueError(f"expected the snapshot_id of an Iceberg table, found version {self.version}: name that")
         if self.format != "iceberg" and (self.catalog or self.ref):
-            raise ValueError(f'expected no catalog and no ref with format = "{self.format}", found one: remove it')
+            raise ValueError(
+                f'expected catalog and ref of Iceberg tables only, found format = "{self.format}": remove them'
+            )
         if self.version is not None and self.snapshot_id not in (None, self.version):
             raise ValueError(
                 f"expected one version, found {self.version} and snapshot_id {self.snapshot_id}: remove one"

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError, TableNotFoundError
 from pyiceberg.io import FileIO
 
-from dlac_pipeline.lakehouse.errors import LakehouseError, NoSuchSnapshot, NoSuchTable, SpecInvalid, UnsupportedSnapshot
+from dlac_pipeline.lakehouse.errors import LakehouseError, NoSuchSnapshot, NoSuchTable, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Ints
-
-if TYPE_CHECKING:
-    from deltalake import DeltaTable
 
 _APPLIED = {"deletionVectors", "timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
 _UNUSED = {
@@ -36,8 +35,8 @@ class DeltaSource:
         """Open the newest version.
 
         Raises:
-            SpecInvalid: deltalake is not installed.
             NoSuchTable: there is no Delta table.
+            UnsupportedSnapshot: the library does not know one of its features.
         """
         self._location, self._options, self._io = location, dict(options), io
         table = self._open(None)
@@ -49,7 +48,12 @@ class DeltaSource:
         return range(after + 1, until + 1)
 
     def read(self, number: int) -> ExternalVersion:
-        """Return a version. Raises as `ExternalTable.read`."""
+        """Return a version.
+
+        Raises:
+            NoSuchSnapshot: there is no such version, or no longer.
+            UnsupportedSnapshot: it cannot be read exactly.
+        """
         table = self._open(number)
         _check_features(table, f"version {number} of the Delta table {self._location!r}")
         columns = tuple(table.metadata().partition_columns)
@@ -57,19 +61,11 @@ class DeltaSource:
             number=number,
             schema=pa.schema(table.schema().to_arrow()),
             partition_columns=columns,
-            files={file.path: file for file in self._files(table, columns)},
+            files=self._files(table, columns),
             only_rewrites=self._only_rewrites(number),
         )
 
     def _open(self, number: int | None) -> DeltaTable:
-        try:
-            from deltalake import DeltaTable
-            from deltalake.exceptions import DeltaError, TableNotFoundError
-        except ModuleNotFoundError as err:
-            raise SpecInvalid(
-                "expected the Python module 'deltalake' for a source of format \"delta\", found none: install "
-                "'dlac-pipeline[delta]'"
-            ) from err
         try:
             return DeltaTable(self._location, version=number, storage_options=self._options)
         except OSError as err:
@@ -86,22 +82,22 @@ class DeltaSource:
                 ) from err
             raise _unsupported(f"the Delta table {self._location!r}", str(err)) from err
 
-    def _files(self, table: DeltaTable, partition_columns: Sequence[str]) -> list[ExternalFile]:
+    def _files(self, table: DeltaTable, partition_columns: Sequence[str]) -> tuple[ExternalFile, ...]:
         actions = pa.table(table.get_add_actions(flatten=True))
         dead = self._dead_rows(table)
         values = [_iceberg_values(actions[f"partition.{name}"]) for name in partition_columns] if len(actions) else []
-        paths = [self._path(path) for path in actions["path"].to_pylist()]
-        numbers = zip(actions["size_bytes"].to_pylist(), actions["num_records"].to_pylist(), strict=True)
-        return [
+        names = ("path", "size_bytes", "num_records")
+        recorded = zip(*(actions[name].to_pylist() for name in names), strict=True)
+        return tuple(
             ExternalFile(
-                path=path,
+                path=(path := self._path(name)),
                 bytes=size,
                 rows=rows,
                 partition=tuple(column[place] for column in values),
                 dead=dead.get(path, NO_ROWS),
             )
-            for place, (path, (size, rows)) in enumerate(zip(paths, numbers, strict=True))
-        ]
+            for place, (name, size, rows) in enumerate(recorded)
+        )
 
     def _dead_rows(self, table: DeltaTable) -> dict[str, Ints]:
         found: dict[str, Ints] = {}

@@ -8,13 +8,13 @@ is older than its head is a snapshot apart. See docs/design/0017-other-formats.m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
@@ -43,21 +43,26 @@ from pyiceberg.table.update import (
     AddPartitionSpecUpdate,
     AddSchemaUpdate,
     AssertCurrentSchemaId,
-    AssertLastAssignedFieldId,
-    AssertRefSnapshotId,
     SetCurrentSchemaUpdate,
     SetDefaultSpecUpdate,
     TableUpdate,
 )
-from pyiceberg.table.update.snapshot import _SnapshotProducer
+from pyiceberg.table.update.snapshot import _OverwriteFiles
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import EMPTY_DICT, Record
 from pyiceberg.types import NestedField
 
-from dlac_pipeline.lakehouse.errors import AppendHistoryLost, CommitConflict, NoSuchSnapshot, NoSuchTable, PinLost
-from dlac_pipeline.lakehouse.external.delta import DeltaSource
+from dlac_pipeline.lakehouse.errors import (
+    AppendHistoryLost,
+    CommitConflict,
+    NoSuchSnapshot,
+    NoSuchTable,
+    PinLost,
+    SpecInvalid,
+    UnsupportedSnapshot,
+)
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
-from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalTable, ExternalVersion, storage_options
+from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion, storage_options
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
@@ -65,6 +70,12 @@ from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
 from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
 from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.external.delta import DeltaSource
+    from dlac_pipeline.lakehouse.external.hudi import HudiSource
+
+    ExternalTable = DeltaSource | HudiSource
 
 TABLE_ID = "dlac.external.table-id"
 """Property of a mirror: the id that the other format gives the table."""
@@ -85,6 +96,7 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
     """Return a source table as it is now. Of another format, a version is mirrored first: the newest unless `number` names one.
 
     Raises:
+        SpecInvalid: the library that reads the format is not installed.
         NoSuchTable, NoSuchSnapshot: there is no such table or version.
         UnsupportedSnapshot: the version cannot be read exactly.
         AppendHistoryLost: the table has lost versions that were read before.
@@ -98,31 +110,29 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
             table = lakehouse.load(identifier)
             if table.snapshot_by_id(number) is not None:
                 return table
-    properties = lakehouse.config.catalog_properties()
-    source = DeltaSource(place[1], storage_options(properties), PyArrowFileIO(properties))
+    source = _open_source(*place, lakehouse.config.catalog_properties())
     return retrying(of=CommitConflict)(partial(_mirror, lakehouse, identifier, source, number))
 
 
-def check_files(lakehouse: Lakehouse, identifier: str, number: int, paths: Iterable[str]) -> None:
-    """Check that the data files of a version still exist. Tables of catalogs are left to their pins.
+def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
+    """Check that planned data files of a version of another format still exist.
 
     Raises:
         PinLost: some are gone.
     """
-    place = split_identifier(identifier)
-    if place is None:
-        return
     io = PyArrowFileIO(lakehouse.config.catalog_properties())
-    scheme, netloc, root = io.parse_location(place[1], io.properties)
+    scheme, netloc, root = io.parse_location(identifier.partition(":")[2], io.properties)
     selector = FileSelector(root, recursive=True, allow_not_found=True)
     known = {info.path for info in io.fs_by_scheme(scheme, netloc).get_file_info(selector)}
-    mine = [path for path in paths if path.startswith(f"{place[1]}/")]  # a clone's files are another table's
-    gone = sorted(path for path in mine if io.parse_location(path, io.properties)[2] not in known)
+    places = {path: io.parse_location(path, io.properties)[2] for path in paths}
+    # those of a shallow clone may be in another folder
+    gone = sorted(path for path, place in places.items() if place.startswith(f"{root}/") and place not in known)
     if gone:
         raise PinLost(
-            f"expected {len(mine)} data files of version {number} of {identifier!r}, as planned, found {len(gone)} gone, "
-            f"such as {gone[0]!r}: VACUUM removes files that newer versions do not need; restore them from a backup, or start a "
-            "new run on the newest version, and let VACUUM keep files (delta.deletedFileRetentionDuration) longer than runs take"
+            f"expected {len(paths)} data files of version {number} of {identifier!r}, as planned, found {len(gone)} gone, such "
+            f"as {gone[0]!r}: VACUUM, or Hudi's cleaning, removes files that newer versions do not need; restore them from a "
+            "backup, or start a new run on the newest version, and have files kept (delta.deletedFileRetentionDuration, "
+            "hoodie.cleaner.*) longer than runs take"
         )
 
 
@@ -131,6 +141,23 @@ def retained_snapshots(table: Table) -> set[int]:
     if TABLE_ID in table.properties:
         return {ref.snapshot_id for ref in table.refs().values() if ref.snapshot_ref_type == SnapshotRefType.TAG}
     return {kept.snapshot_id for kept in table.metadata.snapshots}
+
+
+def _open_source(table_format: str, location: str, properties: Mapping[str, str]) -> ExternalTable:
+    options, io = storage_options(properties), PyArrowFileIO(dict(properties))
+    try:
+        if table_format == "hudi":
+            from dlac_pipeline.lakehouse.external.hudi import HudiSource
+
+            return HudiSource(location, options, io)
+        from dlac_pipeline.lakehouse.external.delta import DeltaSource
+
+        return DeltaSource(location, options, io)
+    except ModuleNotFoundError as err:
+        raise SpecInvalid(
+            f"expected the Python module {err.name!r} for a source of format {table_format!r}, found none: install "
+            f"'dlac-pipeline[{table_format}]'"
+        ) from err
 
 
 def _mirror(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number: int | None) -> Table:
@@ -154,12 +181,12 @@ def _mirror(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number
 
 
 def _readable(source: ExternalTable, numbers: Sequence[int]) -> Iterator[ExternalVersion]:
-    """Yield the versions whose log still exists. The last one must. The one after a gap has the changes of the gap."""
+    """Yield the versions that can be read. The last one must. The one after a gap has the changes of the gap, too."""
     gap = len(numbers) > _MOST_STEPS
     for number in numbers[-1:] if gap else numbers:
         try:
             version = source.read(number)
-        except NoSuchSnapshot:
+        except (NoSuchSnapshot, UnsupportedSnapshot):
             if number == numbers[-1]:
                 raise
             gap = True
@@ -197,19 +224,12 @@ def _commit(lakehouse: Lakehouse, table: Table, version: ExternalVersion, *, on_
     Raises:
         CommitConflict: it was.
     """
-    head = table.current_snapshot()
-    metadata = table.metadata
-    unmoved = (
-        AssertRefSnapshotId.model_validate(
-            {"ref": MAIN_BRANCH, "snapshot-id": None if head is None else head.snapshot_id}
-        ),
-        AssertLastAssignedFieldId.model_validate({"last-assigned-field-id": metadata.last_column_id}),
-        AssertCurrentSchemaId.model_validate({"current-schema-id": metadata.current_schema_id}),
-    )
+    unmoved = AssertCurrentSchemaId.model_validate({"current-schema-id": table.metadata.current_schema_id})
     try:
         with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
-            transaction._apply(tuple(_layout_updates(metadata, version)), unmoved)
-            snapshot = _VersionSnapshot(transaction, table, version, MAIN_BRANCH if on_main else None)
+            transaction._apply(tuple(_layout_updates(table.metadata, version)), (unmoved,))
+            branch = MAIN_BRANCH if on_main else f"version-{version.number}"
+            snapshot = _VersionSnapshot(transaction, table, version, branch)
             transaction._apply(*snapshot._commit())
             expire_in(transaction, keep=_KEPT_SNAPSHOTS)
     except ValueError as err:  # pyiceberg's of a snapshot that exists
@@ -261,76 +281,63 @@ def _layout_updates(metadata: TableMetadata, version: ExternalVersion) -> Iterat
     yield SetDefaultSpecUpdate.model_validate({"spec-id": spec.spec_id})
 
 
-class _VersionSnapshot(_SnapshotProducer["_VersionSnapshot"]):
-    """The snapshot of a version: its changes since the head of `main`, or all of it as a snapshot apart."""
+class _VersionSnapshot(_OverwriteFiles):
+    """The snapshot of a version: its changes since the head of `branch`, or all of it for a new branch."""
 
-    def __init__(self, transaction: Transaction, table: Table, version: ExternalVersion, branch: str | None) -> None:
-        super().__init__(Operation.APPEND, transaction, table.io, branch=branch)
-        self._snapshot_id, self._version = version.number, version
-        if branch is None:
-            self._parent_snapshot_id = None
-        before = [] if self._parent_snapshot_id is None else live_files(table, self._parent_snapshot_id)
+    def __init__(self, transaction: Transaction, table: Table, version: ExternalVersion, branch: str) -> None:
+        super().__init__(Operation.OVERWRITE, transaction, table.io, branch=branch)
+        self._snapshot_id = version.number
+        head = self._parent_snapshot_id
+        before = {} if head is None else {file.path: file for file in live_files(table, head)}
         deletes = Deletes(table, table.schema())
-        dead = {file.path: deletes.positions(file) for file in before}
-        sizes = {file.path: file.bytes for file in before}
-        files = version.files.values()
+        dead = {path: deletes.positions(file) for path, file in before.items()}
+        files = {file.path: file for file in version.files}
         # a file with rows that live again counts as removed and added
-        kept = {each.path for each in files if sizes.get(each.path) == each.bytes and each.has_dead(dead[each.path])}
-        self._removed = sizes.keys() - kept
-        self._added = [each for each in files if each.path not in kept]
-        self._died = [each for each in files if len(each.dead) > (len(dead[each.path]) if each.path in kept else 0)]
+        kept = {path for path in before.keys() & files.keys() if files[path].continues(before[path].bytes, dead[path])}
+        self._died = [
+            each for each in version.files if len(each.dead) > (len(dead[each.path]) if each.path in kept else 0)
+        ]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
+            added = [file for file in version.files if file.path not in kept]
+            for file, rows in zip(added, pool.map(partial(ExternalFile.count_rows, io=table.io), added), strict=True):
+                self.append_data_file(_data_file(file.path, file.partition, record_count=rows, size=file.bytes))
+        for path in before.keys() - kept:
+            self.delete_data_file(DataFile.from_args(file_path=path))
+        self._rewrites = version.only_rewrites
 
     def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
-        if not self._removed and not self._died:
+        if not self._deleted_data_files and not self._died:
             return Summary(Operation.APPEND)
-        if self._version.only_rewrites:
+        if self._rewrites:
             return Summary(Operation.REPLACE)
-        return Summary(Operation.OVERWRITE if self._added else Operation.DELETE)
+        return Summary(Operation.OVERWRITE if self._added_data_files else Operation.DELETE)
 
-    def _manifests(self) -> list[ManifestFile]:
-        added = self._new_manifest(self._data_files(), ManifestContent.DATA)
-        return [*self._existing_manifests(), *added, *self._new_manifest(self._delete_files(), ManifestContent.DELETES)]
+    def _build_delete_files_partition_predicate(self) -> None:
+        """Read all manifests if files are removed. pyiceberg builds no predicate of some partition values, such as NaN."""
 
-    def _deleted_entries(self) -> list[ManifestEntry]:
-        return []  # they are written with those that stay
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
+        return lambda manifest: bool(self._deleted_data_files)
 
-    def _existing_manifests(self) -> list[ManifestFile]:
-        """Return the parent's manifests. Those of data are written again if files were removed."""
-        parent = self._transaction.table_metadata.snapshot_by_id(self._parent_snapshot_id or 0)
-        manifests = [] if self._parent_snapshot_id is None or parent is None else parent.manifests(self._io)
-        kept = [each for each in manifests if not self._removed or each.content == ManifestContent.DELETES]
-        by_spec: dict[int, list[ManifestEntry]] = defaultdict(list)
-        for manifest in manifests:
-            if manifest not in kept:
-                by_spec[manifest.partition_spec_id] += manifest.fetch_manifest_entry(self._io)
-        return [*(self._rewritten(spec_id, entries) for spec_id, entries in by_spec.items() if entries), *kept]
-
-    def _rewritten(self, spec_id: int, entries: Sequence[ManifestEntry]) -> ManifestFile:
-        with self._manifest(spec_id, ManifestContent.DATA) as writer:
-            for entry in entries:
-                write = writer.delete if entry.data_file.file_path in self._removed else writer.existing
-                write(entry)
-        return writer.to_manifest_file()
-
-    def _data_files(self) -> list[DataFile]:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
-            rows = list(pool.map(lambda file: file.counted(self._io), self._added))
-        files = zip(self._added, rows, strict=True)
-        return [_data_file(file.path, file.partition, record_count=rows, size=file.bytes) for file, rows in files]
-
-    def _delete_files(self) -> list[DataFile]:
-        """Write one positional delete file for each partition with rows that died."""
+    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+        """Add the manifest of one positional delete file for each partition with rows that died."""
         by_partition: dict[tuple[Any, ...], list[ExternalFile]] = defaultdict(list)
         for file in sorted(self._died, key=lambda file: file.path):
             by_partition[file.partition].append(file)
-        return [self._delete_file(partition, files) for partition, files in by_partition.items()]
+        if not by_partition:
+            return manifests
+        written = [self._delete_file(partition, files) for partition, files in by_partition.items()]
+        writer = self.new_manifest_writer(self._transaction.table_metadata.spec())
+        writer.kind = ManifestContent.DELETES
+        with writer:
+            for each in written:
+                writer.add(ManifestEntry.from_args(status=ManifestEntryStatus.ADDED, data_file=each))
+        return [*manifests, writer.to_manifest_file()]
 
     def _delete_file(self, partition: tuple[Any, ...], files: Sequence[ExternalFile]) -> DataFile:
         paths = np.repeat([file.path for file in files], [len(file.dead) for file in files])
         rows = pa.table([pa.array(paths), np.concatenate([file.dead for file in files])], schema=_POSITIONS)
-        output = self._io.new_output(
-            self._transaction._table.location_provider().new_data_location(f"{uuid4()}.parquet")
-        )
+        places = self._transaction._table.location_provider()
+        output = self._io.new_output(places.new_data_location(f"{uuid4()}.parquet"))
         with output.create() as stream:
             pq.write_table(rows, stream)
         return _data_file(
@@ -343,21 +350,11 @@ class _VersionSnapshot(_SnapshotProducer["_VersionSnapshot"]):
             upper_bounds={PATH_FIELD_ID: files[-1].path.encode()},
         )
 
-    def _new_manifest(self, files: Sequence[DataFile], content: ManifestContent) -> list[ManifestFile]:
-        if not files:
-            return []
-        with self._manifest(self._transaction.table_metadata.default_spec_id, content) as writer:
-            for file in files:
-                writer.add(ManifestEntry.from_args(status=ManifestEntryStatus.ADDED, data_file=file))
-        return [writer.to_manifest_file()]
-
-    def _manifest(self, spec_id: int, content: ManifestContent) -> _Manifest:
-        spec, schemas = self.spec(spec_id), reversed(self._transaction.table_metadata.schemas)
-        # that of an older spec may name columns that the current schema has no longer
+    def new_manifest_writer(self, spec: PartitionSpec) -> _Manifest:
+        """Return the writer of a manifest. An older spec may name columns that the current schema has no longer."""
+        schemas = reversed(self._transaction.table_metadata.schemas)
         schema = next(each for each in schemas if all(each.find_column_name(part.source_id) for part in spec.fields))
-        writer = _Manifest(spec, schema, self.new_manifest_output(), self._snapshot_id, "deflate")
-        writer.kind = content
-        return writer
+        return _Manifest(spec, schema, self.new_manifest_output(), self._snapshot_id, self._compression)
 
 
 class _Manifest(ManifestWriterV2):

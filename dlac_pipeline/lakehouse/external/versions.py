@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,21 +25,19 @@ _STORAGE_OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalFile:
-    """A live data file. `rows` is None where the table does not record it. `dead` are sorted positions of deleted rows."""
+    """A live data file. `rows` is None where the table does not record it. `dead` are sorted positions of deleted rows.
+
+    `partition` has the values of the partition columns, as Iceberg stores them.
+    """
 
     path: str
     bytes: int
     rows: int | None
     partition: tuple[Any, ...]
-    """Values of the partition columns, as Iceberg stores them."""
     dead: Ints
 
-    def counted(self, io: FileIO) -> int:
-        """Return the number of rows, from the footer if the table does not record it.
-
-        Raises:
-            DataFileUnreadable: the footer is needed and cannot be read.
-        """
+    def count_rows(self, io: FileIO) -> int:
+        """Return the number of rows, from the footer if the table does not record it. Raises `DataFileUnreadable`."""
         if self.rows is not None:
             return self.rows
         try:
@@ -51,45 +49,24 @@ class ExternalFile:
                 "source.version"
             ) from err
 
-    def has_dead(self, positions: Ints) -> bool:
-        """Return True if all rows at these positions are dead."""
-        return bool(np.isin(positions, self.dead).all())
+    def continues(self, size: int | None, dead: Ints) -> bool:
+        """Return True if it is the file that had this size and these dead rows, and no row lives again."""
+        return self.bytes == size and (not len(dead) or bool(np.isin(dead, self.dead).all()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalVersion:
-    """One version of a table."""
+    """One version of a table. `only_rewrites`: its commit moved rows to other files, and neither added nor changed one."""
 
     number: int
     schema: pa.Schema
     partition_columns: tuple[str, ...]
-    files: Mapping[str, ExternalFile]
+    files: tuple[ExternalFile, ...]
     only_rewrites: bool
-    """True if its commit moved rows to other files, and neither added nor changed one."""
-
-
-class ExternalTable(Protocol):
-    """A table of another format, open for reading."""
-
-    table_id: str
-    newest: int
-
-    def numbers(self, after: int, until: int) -> Sequence[int]:
-        """Return the versions after one version, up to and with another."""
-        ...
-
-    def read(self, number: int) -> ExternalVersion:
-        """Return a version.
-
-        Raises:
-            NoSuchSnapshot: there is no such version, or no longer.
-            UnsupportedSnapshot: it cannot be read exactly.
-        """
-        ...
 
 
 def storage_options(properties: Mapping[str, str]) -> dict[str, str]:
-    """Return pyiceberg's properties of an object store as the Rust readers of other formats name them."""
+    """Return pyiceberg's properties of an object store under the names that the readers of other formats use."""
     found = {theirs: properties[ours] for ours, theirs in _STORAGE_OPTIONS.items() if ours in properties}
     if found.get("AWS_ENDPOINT_URL", "").startswith("http://"):
         found["AWS_ALLOW_HTTP"] = "true"
