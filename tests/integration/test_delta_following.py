@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def test_resumed_run_trains_appended_versions(arena: Arena, location: Path) -> N
     assert sorted(rows) == list(range(224))
     report = audit_run(arena.lakehouse, "follows")
     assert report.exact, report.problems
+
+
+def test_later_pass_reads_another_version(arena: Arena, location: Path) -> None:
+    """A version is a setting that a new leg may change, to a later one as to an earlier one."""
+    append(location, 100, 28)
+    for run, first, second in (("later", 0, 1), ("earlier", 1, 0)):
+        settings = {"follow": "pinned", "passes": 2, "every_steps": 1}
+        arena.train(spec_of(arena, run, location, version=first, **settings), until=3)
+        arena.train(spec_of(arena, run, location, version=second, new_leg=True, **settings))
+        rows = Counter(row for step in arena.recorded(run).values() for row in step)
+        assert rows == Counter([*range(100), *range(128)]), run
+        assert audit_run(arena.lakehouse, run).exact
 
 
 def test_audit_of_finished_run_survives_vacuum(arena: Arena, location: Path) -> None:

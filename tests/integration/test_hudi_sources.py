@@ -103,7 +103,13 @@ def test_inserts_are_followed(arena: Arena, tmp_path: Path) -> None:
 def test_cleaned_files_and_missing_tables_are_named(arena: Arena, tmp_path: Path) -> None:
     """Hudi's cleaning between save and resume, an instant that does not exist, and no table."""
     location = unpack("cow_v6_complexkeygen_hivestyle", tmp_path / "t")
-    settings: dict[str, Any] = {"format": "hudi", "table": str(location), "columns": ["longField"], "batch_size": 1, "key_groups": 1}
+    settings: dict[str, Any] = {
+        "format": "hudi",
+        "table": str(location),
+        "columns": ["longField"],
+        "batch_size": 1,
+        "key_groups": 1,
+    }
     dataset = open_dataset(home=arena.home, **settings)
     state = dataset.state_dict()
     first = next(location.rglob("*.parquet"))

@@ -17,7 +17,7 @@ def external_identifier(table_format: str, location: str) -> str:
     """Return the identifier of a table. A path is taken from the working directory. An identifier stays as it is."""
     location = location.removeprefix(f"{table_format}:").removeprefix("file://")
     if "://" not in location:
-        location = str(Path(location).resolve())
+        location = str(Path(location).expanduser().resolve())
     return f"{table_format}:{location.rstrip('/')}"
 
 

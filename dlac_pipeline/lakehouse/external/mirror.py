@@ -43,6 +43,7 @@ from pyiceberg.table.update import (
     AddPartitionSpecUpdate,
     AddSchemaUpdate,
     AssertCurrentSchemaId,
+    AssertRefSnapshotId,
     SetCurrentSchemaUpdate,
     SetDefaultSpecUpdate,
     TableUpdate,
@@ -201,7 +202,8 @@ def _find_or_create(lakehouse: Lakehouse, identifier: str, source: ExternalTable
         table = lakehouse.load(identifier)
         if table.properties.get(TABLE_ID) == source.table_id:
             return table
-        lakehouse.catalog.drop_table(table.name())
+        with reachable(lakehouse.config.uri):
+            lakehouse.catalog.drop_table(table.name())
     name = mirror_name(identifier, lakehouse.config.namespace)
     lakehouse.create_namespace(name.rpartition(".")[0])
     properties = {
@@ -224,21 +226,30 @@ def _commit(lakehouse: Lakehouse, table: Table, version: ExternalVersion, *, on_
     Raises:
         CommitConflict: it was.
     """
-    unmoved = AssertCurrentSchemaId.model_validate({"current-schema-id": table.metadata.current_schema_id})
+    metadata, head = table.metadata, table.current_snapshot()
+    main = {"ref": MAIN_BRANCH, "snapshot-id": None if head is None else head.snapshot_id}
+    unmoved = (  # sequence numbers on main grow, and so do ids of schemas
+        AssertRefSnapshotId.model_validate(main),
+        AssertCurrentSchemaId.model_validate({"current-schema-id": metadata.current_schema_id}),
+    )
+    branch = MAIN_BRANCH if on_main else f"version-{version.number}"
     try:
         with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
-            transaction._apply(tuple(_layout_updates(table.metadata, version)), (unmoved,))
-            branch = MAIN_BRANCH if on_main else f"version-{version.number}"
-            snapshot = _VersionSnapshot(transaction, table, version, branch)
-            transaction._apply(*snapshot._commit())
+            transaction._apply(tuple(_layout_updates(metadata, version)), unmoved)
+            transaction._apply(*_VersionSnapshot(transaction, table, version, branch)._commit())
             expire_in(transaction, keep=_KEPT_SNAPSHOTS)
-    except ValueError as err:  # pyiceberg's of a snapshot that exists
-        raise CommitConflict(f"version {version.number} of {table.name()!r} was mirrored by others: {err}") from err
+    except ValueError as err:
+        if "last sequence number" not in str(err) and "already exists" not in str(err):
+            raise
+        raise CommitConflict(f"a version was mirrored beside {version.number} of {table.name()!r}: {err}") from err
 
 
 def _columns(schema: pa.Schema) -> list[NestedField]:
     """Return the columns as Iceberg has them, without field ids. All are optional, as older files may lack them."""
-    found = _pyarrow_to_schema_without_ids(schema.remove_metadata()).fields
+    try:
+        found = _pyarrow_to_schema_without_ids(schema.remove_metadata()).fields
+    except (TypeError, ValueError) as err:
+        raise UnsupportedSnapshot(f"expected columns of types that Iceberg has, found {err}: leave them out") from err
     return [field.model_copy(update={"required": False}) for field in found]
 
 
