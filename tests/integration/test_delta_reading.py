@@ -121,6 +121,9 @@ def test_nested_and_rare_columns(arena: Arena, location: Path) -> None:
         "map": pa.array([[("k", 1.5)], []], pa.map_(pa.string(), pa.float64())),
         "bytes": pa.array([b"\x00\xff", None], pa.binary()),
         "short": pa.array([-5, None], pa.int16()),
+        "at": pa.array([dt.datetime(1960, 1, 1, 1, 2, 3, 4), None], pa.timestamp("us", "UTC")),
+        "local": pa.array([dt.datetime(2024, 2, 29, 1, 2, 3, 456789), None], pa.timestamp("us")),
+        "price": pa.array([Decimal("-1.10"), None], pa.decimal128(20, 2)),
     }
     write_deltalake(location, pa.table(columns))
     wider = pa.struct([*kind, ("c", pa.int64())])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pytest
 from hudi import HudiReadOptions, HudiTableBuilder
 
@@ -16,6 +17,7 @@ from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.history.changes import changes
 from tests.conftest import Arena
 from tests.delta_tables import Rows, planned_rows
+from tests.object_store import ObjectStore
 
 TABLES = Path(__file__).parents[1] / "hudi_tables"
 TRANSACTIONS = "cow_v9_txns_simple_nometa"
@@ -98,6 +100,16 @@ def test_inserts_are_followed(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(AppendHistoryLost, match="found an overwrite"):
         _ = changes(table, versions[0], versions[-1]).portions
     changes(table, versions[0], versions[-1], on_overwrite="read", identity_columns=["txn_id"]).check()
+
+
+def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore, tmp_path: Path) -> None:
+    """With the settings of the lakehouse's object store."""
+    location = unpack("cow_v6_complexkeygen_hivestyle", tmp_path / "t")
+    pafs.copy_files(str(location), "lake/h", destination_filesystem=store.files)
+    settings: dict[str, Any] = {"format": "hudi", "table": "s3://lake/h", "columns": ["intField"], "batch_size": 1}
+    remote = store.lakehouse(arena.home / "remote")
+    dataset = open_dataset(lakehouse=remote, home=arena.home, key_groups=1, **settings)
+    assert sorted(batch["intField"].item() for batch in dataset) == [15000, 25000, 35000, 45000]
 
 
 def test_cleaned_files_and_missing_tables_are_named(arena: Arena, tmp_path: Path) -> None:

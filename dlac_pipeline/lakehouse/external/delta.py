@@ -88,16 +88,19 @@ class DeltaSource:
         values = [_iceberg_values(actions[f"partition.{name}"]) for name in partition_columns] if len(actions) else []
         names = ("path", "size_bytes", "num_records")
         recorded = zip(*(actions[name].to_pylist() for name in names), strict=True)
-        return tuple(
+        found = tuple(
             ExternalFile(
                 path=(path := self._path(name)),
                 bytes=size,
                 rows=rows,
                 partition=tuple(column[place] for column in values),
-                dead=dead.get(path, NO_ROWS),
+                dead=dead.pop(path, NO_ROWS),
             )
             for place, (name, size, rows) in enumerate(recorded)
         )
+        if dead:
+            raise _unsupported(f"the Delta table {self._location!r}", f"deletion vectors of other files: {[*dead]!r}")
+        return found
 
     def _dead_rows(self, table: DeltaTable) -> dict[str, Ints]:
         found: dict[str, Ints] = {}
