@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
-.PHONY: setup demo docs test lint unit mutants soak soak-campaign gpu ui bench peers clean
+.PHONY: setup demo demo-on-seaweedfs demo-on-postgres docs test lint unit mutants soak soak-campaign gpu ui bench peers clean
 
 setup: .venv/.ready
 
@@ -31,6 +31,9 @@ lint: setup
 
 unit: setup
 	$(BIN)/pytest -m "not soak" -n 4 --dist loadgroup --no-loadscope-reorder --durations 30
+
+demo-on-seaweedfs demo-on-postgres: setup  ## the demo on real servers: an Iceberg REST catalog, or PostgreSQL, and an S3 store
+	$(BIN)/python -m tests.served_lakehouses $(@:demo-on-%=%)
 
 docs: setup  ## the reference pages, and the site in site/; a warning is an error
 	$(BIN)/python docs/generate.py

@@ -39,8 +39,8 @@ from benchmarks.control_plane import figures_of, lakehouse, measure
 from benchmarks.figures import Figure, report
 from benchmarks.programs.scale_processes import Together, join_ranks
 from benchmarks.recovery import campaign
-from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
+from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _NODES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -1,7 +1,5 @@
 """Source tables of this project: their names, schemas and documentation. They are created if absent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

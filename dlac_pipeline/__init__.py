@@ -3,8 +3,6 @@
 All of it comes with PyTorch, and is imported on first use: commands which do not train start without it.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ Each Dagster run imports this module, also a recovery. So assets, ops and sensor
 functions (tests/process/test_imports.py).
 """
 
-from __future__ import annotations
-
 import dagster as dg
 
 from assets.sources import corpus, tokens

@@ -1,7 +1,5 @@
 """Nightly maintenance of the lakehouse, and alerts. Each schedule and sensor is off until the operator turns it on."""
 
-from __future__ import annotations
-
 import dagster as dg
 
 from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job

@@ -1,7 +1,5 @@
 """The jobs that ingest, train and recover, and the sensors and the schedule that request them."""
 
-from __future__ import annotations
-
 import dagster as dg
 
 from assets.sources import corpus, tokens

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -57,6 +58,8 @@ class Arena:
     home: Path
     monkeypatch: pytest.MonkeyPatch
     config: LakehouseConfig = field(default_factory=LakehouseConfig)
+    places: dict[str, Any] = field(default_factory=dict)
+    """Settings of `checkpoint` in every spec, such as an object store's."""
     lakehouse: Lakehouse = field(init=False)
     launches: list[Launch] = field(default_factory=list)
 
@@ -84,7 +87,7 @@ class Arena:
         sections: dict[str, dict[str, Any]] = {
             "source": {"table": "src.t", "columns": ["row_id", "x"]},
             "order": {"batch_size": 32, "key_groups": 8, "seed": 3, "passes": 2},
-            "checkpoint": {"every_steps": 10},
+            "checkpoint": {"every_steps": 10, **self.places},
             "launch": {"script": str(PROGRAMS / program), "world_size": 2},
         }
         params = {"journal": str(self.home / "journal"), "run": run}
@@ -167,7 +170,8 @@ class Arena:
         names = ("step", "plan_id", "cut_id", "key_group", "block", "position_start", "position_end")
         tables = {name: self.lakehouse.own(name).scan().to_arrow() for name in ("plans", "work_units", "slices")}
         paths = sorted(set(tables["work_units"]["file_path"].to_pylist()))
-        ids = [pq.read_table(path.removeprefix("file://"), columns=["row_id"]) for path in paths]
+        files = self.lakehouse.own("plans").io
+        ids = [pq.read_table(files.new_input(path).open(), columns=["row_id"]) for path in paths]
         parts = [
             part.append_column("file_path", pa.array([path] * len(part))) for part, path in zip(ids, paths, strict=True)
         ]
@@ -230,6 +234,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return GroupScheduling(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the shared lakehouse of the fault tests be on real servers."""
+    parser.addoption("--lakehouse", default="embedded", choices=("embedded", "seaweedfs", "postgres"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Check the marks of every test."""
     for item in items:
@@ -255,10 +264,17 @@ def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
 
 
 @pytest.fixture(scope="session")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     """A lakehouse shared by the runs of many tests, with an undisturbed, finished run named "reference"."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        arena = Arena(tmp_path_factory.mktemp("campaign"), monkeypatch)
+    from tests.served_lakehouses import served_lakehouse
+
+    kind = request.config.getoption("lakehouse")
+    with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as servers:
+        config, places = LakehouseConfig(), {}
+        if kind != "embedded":
+            served = servers.enter_context(served_lakehouse(kind, tmp_path_factory.mktemp("served")))
+            config, places = served.config, served.store
+        arena = Arena(tmp_path_factory.mktemp("campaign"), monkeypatch, config, places)
         arena.table()
         launch = arena.launch(arena.spec("reference"))
         assert launch.wait() == 0, launch.stderr

@@ -95,9 +95,9 @@ class Launch:
         self.stdin.close()
 
 
-def wait_until(holds: Callable[[], bool], *, what: str, within_s: float = 300.0) -> None:
-    """Poll until a condition holds. Fail after `within_s`."""
+def wait_until(holds: Callable[[], bool], *, what: str, within_s: float = 300.0, pause_s: float = 0.02) -> None:
+    """Poll every `pause_s` until a condition holds. Fail after `within_s`."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, f"waited {within_s:.0f} s in vain for: {what}"
-        time.sleep(0.02)
+        time.sleep(pause_s)

@@ -60,6 +60,13 @@ class ObjectStore:
         """Return a lakehouse with its warehouse in the store."""
         return LakehouseConfig(warehouse="s3://lake/warehouse", properties=self.properties()).at_home(home)
 
+    def glue(self) -> LakehouseConfig:
+        """Return a lakehouse in the AWS Glue catalog that the same server has."""
+        properties = {name.replace("s3.", "glue."): value for name, value in self.properties().items()}
+        return LakehouseConfig(
+            type="glue", warehouse="s3://lake/warehouse", properties={**self.properties(), **properties}
+        )
+
 
 @contextmanager
 def object_store(folder: Path) -> Iterator[ObjectStore]:

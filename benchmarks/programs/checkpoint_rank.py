@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import dlac_pipeline as dlac
-from dlac_pipeline.checkpoint.files import sync_file
+from dlac_pipeline.lakehouse.store_files import sync_file
 
 _WIDTH, _LAYERS, _VOCABULARY = 768, 10, 32_768
 

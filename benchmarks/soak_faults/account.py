@@ -21,12 +21,11 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_name_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, RetireRow
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
-from dlac_pipeline.supervise.claims import launch_folder_of
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
@@ -89,7 +88,7 @@ def launches_of(lab: Lab) -> dict[str, int]:
     folders, named = set(), set()
     for trainee in lab.trainees:
         claims = trainee.rows(ClaimRow)
-        named |= {launch_folder_of(claims, row.attempt) for row in claims}
+        named |= {claim_of(claims, row.attempt).launch_folder for row in claims}
         folders |= {str(folder) for folder in trainee.folder.glob("launch-*/")}
     return {"all": len(folders), "unclaimed": len(folders - named)}
 

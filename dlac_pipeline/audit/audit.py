@@ -4,8 +4,6 @@ It uses no code that computed the order. The slices in the lakehouse define what
 was.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

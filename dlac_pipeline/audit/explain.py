@@ -4,8 +4,6 @@ The script names the data files of the tables' current snapshots. So it answers 
 while those files are kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import duckdb
@@ -29,36 +27,7 @@ _QUESTIONS = """\
 --    is computed from its place in its data file, with integer arithmetic.
 
 """
-_EXAMPLE = """\
--- 3. An example: row {row} of a data file, and a head of run {run}.
--- 3a. The position of the row in each pass over its file: from its work unit, slice and block, by the inverse permutation.
-FROM row_positions({file}, {row});
-
--- 3b. The checkpoint and its ancestors, through forks also in other runs. The model has seen the rows that these consumed.
-FROM ancestors({checkpoint}) ORDER BY run, seq;
-
--- 3c. The advances of these checkpoints that cover the position.
-SELECT a.checkpoint_id, a.pass, a.key_group, a.block, a.position_start, r.position, a.position_end, a.applied
-FROM row_positions({file}, {row}) AS r JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
-WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.position_end
-    AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors({checkpoint}));
-
--- 3d. The same in one call: true if the checkpoint has consumed the row.
-SELECT consumed({file}, {row}, {checkpoint}) AS consumed;
-"""
 _NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet. Later: SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
-_LAST_ADVANCE = """\
-CREATE OR REPLACE TEMP VIEW last_advance AS
-SELECT a.* FROM advances AS a JOIN lineage AS l USING (run, checkpoint_id)
-WHERE l.is_head AND a.rows_consumed > 0
-ORDER BY a.source, a.key_group, a.pass DESC, a.block DESC, a.position_end DESC
-LIMIT 1
-"""
-_LAST_POSITION = (
-    "CREATE OR REPLACE TEMP VIEW last_position AS FROM consumed_at('last_advance') ORDER BY position DESC LIMIT 1"
-)
-_LAST_ROW = "SELECT file_path, row, checkpoint_id FROM rows_at('last_position')"
-"""The last row that the head consumed of its first key group."""
 
 
 def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> str:
@@ -74,15 +43,13 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
     """
     check_run_name(run)
     with open_run(lakehouse, run, checkpoint) as connection:
-        connection.execute(_LAST_ADVANCE)
-        connection.execute(_LAST_POSITION)
-        found = rows_of(connection, _LAST_ROW)
+        found = rows_of(connection, sql_script("last_row"))
     # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
     tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     if found:
         [row] = found
         file, checkpoint = _quoted(row["file_path"]), _quoted(row["checkpoint_id"])
-        example = _EXAMPLE.format(run=run, file=file, row=row["row"], checkpoint=checkpoint)
+        example = sql_script("explained_row").format(run=run, file=file, row=row["row"], checkpoint=checkpoint)
     else:
         example = _NO_EXAMPLE.format(run=run)
     questions = [sql_script(name) for name in QUESTIONS]

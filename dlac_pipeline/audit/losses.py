@@ -1,21 +1,12 @@
 """The losses of a run: those of every optimizer step on its surviving lineage, from the checkpoint rows of the ledger."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from typing import Any
 
 import duckdb
 
-from dlac_pipeline.audit.lakehouse_sql import rows_of
-
-_LOSSES = """\
-SELECT c.step, coalesce(p.step, 0) AS from_step, c.losses
-FROM lineage AS c LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
-WHERE c.run = ?
-ORDER BY c.step
-"""
+from dlac_pipeline.audit.lakehouse_sql import rows_of, sql_script
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +23,7 @@ class LossCurve:
 
 def read_losses(connection: duckdb.DuckDBPyConnection, run: str) -> LossCurve:
     """The loss curve of a run, from an audit connection."""
-    checkpoints = rows_of(connection, _LOSSES, [run])
+    checkpoints = rows_of(connection, sql_script("losses"), [run])
     losses = {
         step: loss
         for row in checkpoints

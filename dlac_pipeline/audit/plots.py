@@ -1,7 +1,5 @@
 """Pictures of a run, as PNG files in memory: its losses, which row groups it has consumed, what its checkpoints cost."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import numpy as np
 
-from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.audit.lakehouse_sql import rows_of, sql_script
 from dlac_pipeline.audit.losses import LossCurve
 from dlac_pipeline.audit.wording import format_bytes, format_duration
 from dlac_pipeline.lakehouse.errors import BadInput
@@ -23,21 +21,6 @@ _LINES = (("#9db8d9", 5.0), ("#16335b", 1.2))
 """Color and width of each curve: a wide one below, so that a narrow one on it shows where they agree."""
 _MARK, _AGAIN, _NOTHING = "#c8553d", "#c8553d", "#e4e4e4"
 _NAMED_FILES = 24
-_COVERAGE = """\
-SELECT file_path, row_group, sum(live_rows)::BIGINT AS live_rows, sum(rows_consumed + rows_passed)::BIGINT AS rows_consumed,
-    sum(rows_repeated)::BIGINT AS rows_repeated
-FROM coverage
-WHERE run = ?
-GROUP BY ALL
-ORDER BY ALL
-"""
-_COSTS = """\
-SELECT step, coalesce(copy_s, 0) AS copy, coalesce(write_s, 0) AS write, coalesce(seal_s, 0) AS seal,
-    coalesce(vote_s, 0) AS vote, coalesce(stall_s, copy + write + seal + vote) AS stall, bytes
-FROM checkpoint_costs
-WHERE run = ?
-ORDER BY seq
-"""
 _PHASES = {"copy": "#9db8d9", "write": "#3f6fae", "seal": "#16335b", "vote": "#d9a441"}
 
 
@@ -72,7 +55,7 @@ def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
-    rows = rows_of(connection, _COVERAGE, [run])
+    rows = rows_of(connection, sql_script("covered_units"), [run])
     files = sorted({row["file_path"] for row in rows})
     part = _coverage_of(rows, files)
     figure = _figure(9.0, min(8.0, 1.6 + 0.28 * max(1, len(files))))
@@ -95,7 +78,7 @@ def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
 
 def draw_costs(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     """Seconds of each checkpoint by phase, up to its commit, and how long training waited for it, from an audit connection."""
-    rows = rows_of(connection, _COSTS, [run])
+    rows = rows_of(connection, sql_script("phase_costs"), [run])
     figure = _figure(9.0, 3.2)
     axes = figure.add_subplot()
     places, floor = np.arange(len(rows)), np.zeros(len(rows))
@@ -126,7 +109,7 @@ def _coverage_of(rows: list[dict[str, Any]], files: list[str]) -> Any:
     return np.ma.masked_invalid(part)
 
 
-def _mark_recoveries(axes: Axes, curve: LossCurve) -> None:
+def _mark_recoveries(axes: "Axes", curve: LossCurve) -> None:
     for number, recovery in enumerate(each for each in curve.recoveries if each["outcome"] == "resumed"):
         label = "recovery" if number == 0 else None
         axes.axvline(recovery["resumed_step"], color=_MARK, linestyle="--", linewidth=1.2, label=label)
@@ -141,7 +124,7 @@ def _mark_recoveries(axes: Axes, curve: LossCurve) -> None:
         )
 
 
-def _figure(width_inches: float, height_inches: float) -> Figure:
+def _figure(width_inches: float, height_inches: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as err:
@@ -151,7 +134,7 @@ def _figure(width_inches: float, height_inches: float) -> Figure:
     return Figure(figsize=(width_inches, height_inches), dpi=130, layout="constrained")
 
 
-def _png(figure: Figure) -> bytes:
+def _png(figure: "Figure") -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png")  # by Agg: no display, no global state, safe in threads
     return out.getvalue()

@@ -1,7 +1,5 @@
 """An audit as a table for the terminal."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from rich.table import Table

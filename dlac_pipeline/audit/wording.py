@@ -3,8 +3,6 @@
 Programs get the facts as JSON. Everything here returns plain text without markup.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

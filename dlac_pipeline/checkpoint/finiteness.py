@@ -1,7 +1,5 @@
 """Losses and weights that are NaN or infinite: reported, or the end of the run, as `launch.on_nonfinite_loss` states."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -4,8 +4,6 @@ In: the cost of past checkpoints, and the number of failures. Out: an interval, 
 rank 0 decides. The other ranks receive its decision with a step message.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class Failures:
     trained_s: float = 0.0
 
     @classmethod
-    def of_rows(cls, rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> Failures:
+    def of_rows(cls, rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> "Failures":
         """Count the attempts before the last claim.
 
         An attempt that ended with a checkpoint, at its end or on request, did not fail. Neither did one that a rewind ended.
@@ -80,7 +78,7 @@ class Cost:
     """Until it is committed."""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[LedgerRow]) -> Cost | None:
+    def of_rows(cls, rows: Sequence[LedgerRow]) -> "Cost | None":
         """Return the cost that the last checkpoint recorded, without its commit, or None."""
         found = [row.phases for row in rows if isinstance(row, CheckpointRow) and row.phases]
         if not found:
@@ -199,7 +197,7 @@ class _Pace:
         self.steps += 1
         self.seconds += seconds
 
-    def slower_than(self, other: _Pace) -> float:
+    def slower_than(self, other: "_Pace") -> float:
         """Return the seconds that these steps took longer than as many of the others, or 0 without a comparison."""
         if not self.steps or not other.steps:
             return 0.0

@@ -1,14 +1,11 @@
 """The checkpoints of a run as an operator sees them, and whether their files are what was committed."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
@@ -24,6 +21,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     RetireRow,
     VerifyRow,
 )
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

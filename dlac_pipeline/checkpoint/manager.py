@@ -6,8 +6,6 @@ Synchronous: training waits for all of it. Asynchronous: training waits while th
 thread, over a tree of its own, one checkpoint at a time. Rows consumed after the copied step belong to the next checkpoint.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,17 +17,15 @@ from typing import Any
 
 import msgpack
 
-from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree, failure_named, name_failure
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
-from dlac_pipeline.checkpoint.failures import failure_named, name_failure
 from dlac_pipeline.checkpoint.manifest import FileEntry
-from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Save, Writer
-from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
+from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter, Phases
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.commits import Attempt

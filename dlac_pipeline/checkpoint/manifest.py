@@ -3,8 +3,6 @@
 Format version 1. Promise: later versions read it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +14,11 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
 from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.older_ledger import commit_mark, mark_in
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, path_at
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -1,7 +1,5 @@
 """One rank's Checkpoint Manager, put together: the job spec and where the attempt resumes in, the manager out."""
 
-from __future__ import annotations
-
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.commit.coordinator import Committer
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg

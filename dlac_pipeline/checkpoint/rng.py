@@ -1,7 +1,5 @@
 """The random number generators of a rank: part of the checkpoint, or derived from (seed, step, rank) where there is none."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ a loss, the messages of all ranks cover the steps up to the one before the last.
 the loss of the first step. A flush waits for every loss.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

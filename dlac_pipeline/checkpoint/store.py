@@ -6,18 +6,16 @@ in the local folder makes a restart on the same node faster. Nothing is ever ove
 The run's folder is made before an attempt and never later. If it is missing then, its mount is gone.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.named_catalogs import configured
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.spec.job_spec import JobSpec
 
 MANIFEST = "manifest.json"

@@ -1,7 +1,5 @@
 """Digest of what a model was trained with: two checkpoints with the same digest differ by data and steps alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

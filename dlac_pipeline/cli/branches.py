@@ -1,7 +1,5 @@
 """Branches: going back, beginning a run from another one, letting go of what was left."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence
@@ -12,19 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.cli.shared import (
-    BRANCH,
-    OUT,
-    AsJson,
-    Home,
-    RunName,
-    SpecOption,
-    examples,
-    lakehouse_of,
-    resolved,
-    show_facts,
-    spec_of_run,
-)
+from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -39,15 +25,14 @@ CheckpointId = Annotated[
 ]
 
 
-@app.command(
-    rich_help_panel=BRANCH,
-    epilog=examples(
-        "dlac rewind my-run --to-step 400",
-        'dlac rewind my-run --to-step 400 --exclude "lang = \'xx\'" --why "wrong language"',
-    ),
+@ui.command(
+    app,
+    ui.BRANCH,
+    "dlac rewind my-run --to-step 400",
+    'dlac rewind my-run --to-step 400 --exclude "lang = \'xx\'" --why "wrong language"',
 )
 def rewind(
-    run: RunName,
+    run: ui.RunName,
     to_step: Annotated[int | None, typer.Option(help="Step of the checkpoint to go back to. 0: the beginning.")] = None,
     checkpoint: CheckpointId = None,
     exclude: Annotated[
@@ -58,9 +43,9 @@ def rewind(
     ] = None,
     source: Annotated[str | None, typer.Option(help="Source of these rows, in a mixture.")] = None,
     why: Annotated[str, typer.Option(help="Reason to record in the ledger.")] = "",
-    home: Home = None,
-    spec: SpecOption = None,
-    as_json: AsJson = False,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Go back to a checkpoint on a new branch. The old branch stays auditable, and a live launch is fenced off.
 
@@ -73,7 +58,7 @@ def rewind(
         raise SpecInvalid(
             f"expected --to-step or --checkpoint, found {to_step!r} and {checkpoint!r}: name one checkpoint"
         )
-    lakehouse = lakehouse_of(spec, home)
+    lakehouse = ui.lakehouse_of(spec, home)
     done = rewind_run(
         lakehouse,
         run,
@@ -86,30 +71,26 @@ def rewind(
         spec=_known_spec(lakehouse, run, spec, home),
     )
     if as_json:
-        show_facts(asdict(done), as_json=True)
+        ui.show_facts(asdict(done), as_json=True)
         return
     _show_branch(run, done)
     _show_seen(run, done, exclude or (), source)
 
 
-def _show_branch(run: str, done: Rewound) -> None:
+def _show_branch(run: str, done: "Rewound") -> None:
     """Print where the new branch begins, and which one was left."""
     where = "begins again" if done.checkpoint_id is None else f"resumes after checkpoint {done.checkpoint_id}"
-    OUT.print(
+    ui.show_text(
         f"run {run} {where} (step {done.step}). Its head was {done.left} (step {done.left_step}), on the branch that it leaves. "
-        f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`",
-        markup=False,
-        soft_wrap=True,
+        f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`"
     )
 
 
-def _show_seen(run: str, done: Rewound, exclude: Sequence[str], source: str | None) -> None:
+def _show_seen(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:
     """Say how many excluded rows the checkpoint has been trained on, and how to go back to where it was none."""
     if done.not_counted:
-        OUT.print(
-            f"how many excluded rows checkpoint {done.checkpoint_id} has seen could not be counted: {done.not_counted}",
-            markup=False,
-            soft_wrap=True,
+        ui.show_text(
+            f"how many excluded rows checkpoint {done.checkpoint_id} has seen could not be counted: {done.not_counted}"
         )
     if not done.excluded_rows_seen:
         return
@@ -124,27 +105,25 @@ def _show_seen(run: str, done: Rewound, exclude: Sequence[str], source: str | No
         advice = f"no earlier checkpoint that is kept has seen none of them: begin the run again with {again}"
     else:
         advice = f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
-    OUT.print(
-        f"checkpoint {done.checkpoint_id} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}",
-        markup=False,
-        soft_wrap=True,
+    ui.show_text(
+        f"checkpoint {done.checkpoint_id} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}"
     )
 
 
-@app.command(
-    rich_help_panel=BRANCH,
-    epilog=examples(
-        "dlac fork my-run --as my-run-2 --spec job.toml", "dlac fork my-run --as my-run-2 --spec job.toml --step 400"
-    ),
+@ui.command(
+    app,
+    ui.BRANCH,
+    "dlac fork my-run --as my-run-2 --spec job.toml",
+    "dlac fork my-run --as my-run-2 --spec job.toml --step 400",
 )
 def fork(
-    run: RunName,
+    run: ui.RunName,
     new: Annotated[str, typer.Option("--as", help="Name of the new run.", callback=check_run_name)],
     spec: Annotated[Path, typer.Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
     checkpoint: CheckpointId = None,
-    home: Home = None,
-    as_json: AsJson = False,
+    home: ui.Home = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Begin a run from a checkpoint of another run, which may be training. The new run inherits its consumption.
 
@@ -156,7 +135,7 @@ def fork(
 
     if step is not None and checkpoint is not None:
         raise SpecInvalid(f"expected --step or --checkpoint, found {step!r} and {checkpoint!r}: name one checkpoint")
-    read = resolved(spec, home)
+    read = ui.resolved(spec, home)
     job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
     lakehouse = connect(job.lakehouse)
     parent = _known_spec(lakehouse, run, None, home)
@@ -169,24 +148,22 @@ def fork(
         files=None if parent is None else tiers_of(parent).files,
     )
     if as_json:
-        show_facts(asdict(done), as_json=True)
+        ui.show_facts(asdict(done), as_json=True)
         return
-    OUT.print(
+    ui.show_text(
         f"run {new} begins with checkpoint {done.checkpoint_id}, forked from {done.parent_checkpoint} (step "
-        f"{done.parent_step} of run {run})",
-        markup=False,
-        soft_wrap=True,
+        f"{done.parent_step} of run {run})"
     )
 
 
-@app.command(rich_help_panel=BRANCH, epilog=examples("dlac retire my-run", "dlac retire my-run --checkpoint 400"))
+@ui.command(app, ui.BRANCH, "dlac retire my-run", "dlac retire my-run --checkpoint 400")
 def retire(
-    run: RunName,
+    run: ui.RunName,
     checkpoint: Annotated[
         str | None, typer.Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
     ] = None,
-    home: Home = None,
-    spec: SpecOption = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
 ) -> None:
     """Retire checkpoints that rewinds have abandoned. They cannot be restored afterwards, and their files are removed.
 
@@ -198,20 +175,20 @@ def retire(
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 
-    lakehouse = lakehouse_of(spec, home)
-    job = spec_of_run(run, spec, home, lakehouse=lakehouse)
+    lakehouse = ui.lakehouse_of(spec, home)
+    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
     ledger = Ledger(lakehouse)
     check_ledger(lakehouse, run)
     gone = retire_left(ledger, run, checkpoint)
     Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
     for row in gone:
-        OUT.print(f"retired {row.checkpoint_id} (step {row.step})", markup=False)
+        ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
     if not gone:
-        OUT.print(f"run {run} has no abandoned checkpoint without a tag", markup=False)
+        ui.show_text(f"run {run} has no abandoned checkpoint without a tag")
 
 
-def _known_spec(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
+def _known_spec(lakehouse: "Lakehouse", run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
     """Return the run's spec, or None for one that was launched from another node."""
     with suppress(NoSuchJobSpec):
-        return spec_of_run(run, spec, home, lakehouse=lakehouse)
+        return ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
     return None

@@ -1,8 +1,5 @@
 """Checkpoints of a run: list, tag, verify."""
 
-from __future__ import annotations
-
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from secrets import token_hex
@@ -11,22 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dlac_pipeline.audit.wording import TableColumn, format_age, format_bytes
-from dlac_pipeline.cli.shared import (
-    CHECKPOINTS,
-    OUT,
-    AsJson,
-    Home,
-    RunName,
-    SpecOption,
-    examples,
-    lakehouse_of,
-    show_table,
-    spec_of_run,
-    steps_bar,
-)
+from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
-from dlac_pipeline.lakehouse.plain_json import strict_json
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.listing import ListedCheckpoint
@@ -34,14 +18,14 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac checkpoints my-run", "dlac checkpoints my-run --json"))
-def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+@ui.command(app, ui.CHECKPOINTS, "dlac checkpoints my-run", "dlac checkpoints my-run --json")
+def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False) -> None:
     """List the checkpoints of a run: step, age, size, and state (kept, left by a rewind, retired or damaged)."""
     from dlac_pipeline.checkpoint.listing import list_checkpoints
 
-    listed = list_checkpoints(lakehouse_of(spec, home), run)
+    listed = list_checkpoints(ui.lakehouse_of(spec, home), run)
     if as_json:
-        sys.stdout.write(strict_json([asdict(each) for each in listed]) + "\n")
+        ui.show_json([asdict(each) for each in listed])
         return
     columns = (
         TableColumn(name="step", right=True),
@@ -54,10 +38,10 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
         TableColumn(name="checkpoint", long=True),
         TableColumn(name="tags", long=True),
     )
-    show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
+    ui.show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
 
 
-def _row_of(listed: ListedCheckpoint) -> tuple[str, ...]:
+def _row_of(listed: "ListedCheckpoint") -> tuple[str, ...]:
     return (
         f"{listed.step:,}",
         listed.state,
@@ -72,43 +56,43 @@ def _row_of(listed: ListedCheckpoint) -> tuple[str, ...]:
 
 
 @app.command("name", hidden=True)  # the name of version 0.1
-@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac tag my-run best", "dlac tag my-run best --step 400"))
+@ui.command(app, ui.CHECKPOINTS, "dlac tag my-run best", "dlac tag my-run best --step 400")
 def tag(
-    run: RunName,
+    run: ui.RunName,
     name: Annotated[str, typer.Argument(help="Name of the tag.", callback=check_checkpoint_name)],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
-    home: Home = None,
-    spec: SpecOption = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
 ) -> None:
     """Tag a checkpoint. Retention keeps it until the tag is removed, with any job spec."""
     from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
-    checkpoint_id = name_checkpoint(Ledger(lakehouse_of(spec, home)), run, name, step=step)
-    OUT.print(f"checkpoint {checkpoint_id} is tagged {name}", markup=False)
+    checkpoint_id = name_checkpoint(Ledger(ui.lakehouse_of(spec, home)), run, name, step=step)
+    ui.show_text(f"checkpoint {checkpoint_id} is tagged {name}")
 
 
 @app.command("unname", hidden=True)  # the name of version 0.1
-@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac untag my-run best"))
+@ui.command(app, ui.CHECKPOINTS, "dlac untag my-run best")
 def untag(
-    run: RunName,
+    run: ui.RunName,
     name: Annotated[str, typer.Argument(help="Name of the tag.")],
-    home: Home = None,
-    spec: SpecOption = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
 ) -> None:
     """Remove a tag from a checkpoint. Retention then treats the checkpoint as any other."""
     from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
-    checkpoint_id = unname_checkpoint(Ledger(lakehouse_of(spec, home)), run, name)
-    OUT.print(f"checkpoint {checkpoint_id} is not tagged {name} any more", markup=False)
+    checkpoint_id = unname_checkpoint(Ledger(ui.lakehouse_of(spec, home)), run, name)
+    ui.show_text(f"checkpoint {checkpoint_id} is not tagged {name} any more")
 
 
-@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac verify my-run", "dlac verify my-run --step 400"))
+@ui.command(app, ui.CHECKPOINTS, "dlac verify my-run", "dlac verify my-run --step 400")
 def verify(
-    run: RunName,
-    home: Home = None,
-    spec: SpecOption = None,
+    run: ui.RunName,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
     step: Annotated[
         int | None, typer.Option(help="Only the checkpoint of this step. Unset: all kept checkpoints.")
     ] = None,
@@ -123,10 +107,10 @@ def verify(
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     problems: dict[str, str | None] = {}
-    lakehouse, files = lakehouse_of(spec, home), None
+    lakehouse, files = ui.lakehouse_of(spec, home), None
     with suppress(NoSuchJobSpec):  # launched from another node: the addresses in the lakehouse suffice
-        files = tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse)).files
-    with steps_bar() as bar:
+        files = tiers_of(ui.spec_of_run(run, spec, home, lakehouse=lakehouse)).files
+    with ui.steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         verdicts = verify_checkpoints(
             lakehouse,
@@ -138,7 +122,7 @@ def verify(
         try:
             for verdict in verdicts:
                 problems[verdict.checkpoint.checkpoint_id] = verdict.problem
-                OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
+                ui.show_text(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}")
         finally:  # verdicts before an outage of the store are recorded
             if problems:
                 record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))

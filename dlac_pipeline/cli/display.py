@@ -3,13 +3,10 @@
 Any other run: the facts of each look.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -38,7 +35,7 @@ class Interrupted(BaseException):
 
 
 def watch_run(
-    open_lakehouse: Callable[[], Lakehouse],
+    open_lakehouse: "Callable[[], Lakehouse]",
     run: str,
     console: Console,
     *,
@@ -68,7 +65,7 @@ def watch_run(
                 time.sleep(every_s)
 
 
-def _looks(open_lakehouse: Callable[[], Lakehouse], run: str) -> Iterator[dict[str, Any]]:
+def _looks(open_lakehouse: "Callable[[], Lakehouse]", run: str) -> Iterator[dict[str, Any]]:
     """Yield the result of each look. Until the run exists, the missing part."""
     from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, NoSuchRun
     from dlac_pipeline.operations.live_status import LiveStatus
@@ -159,7 +156,7 @@ def _step_of(facts: Mapping[str, Any]) -> str:
     return f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
 
 
-class TrainingDisplay:
+class TrainingDisplay(Progress):
     """Display of a supervisor's events. A context manager."""
 
     def __init__(self, console: Console, run: str) -> None:
@@ -171,30 +168,19 @@ class TrainingDisplay:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=console)
-        self._task = self._progress.add_task(f"{run}: starting", total=None, loss="-")
+        super().__init__(*columns, console=console)
+        self._task = self.add_task(f"{run}: starting", total=None, loss="-")
         self._run = run
         self.attempt = 0
         """The last attempt that an event named, or 0."""
-
-    def __enter__(self) -> TrainingDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def show(self, event: dict[str, Any]) -> None:
         """Show one event."""
         kind = event["event"]
         if kind == "training":
-            self._progress.update(
-                self._task, description=self._run, completed=event["step"], total=event["total_steps"]
-            )
+            self.update(self._task, description=self._run, completed=event["step"], total=event["total_steps"])
         elif kind == "verifying":
-            self._progress.update(
+            self.update(
                 self._task,
                 description=f"{self._run}: verifying the checkpoint of step {event['step']} (MB)",
                 completed=event["bytes"] // 10**6,
@@ -202,14 +188,14 @@ class TrainingDisplay:
             )
         elif kind == "step":
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
-            self._progress.update(self._task, completed=event["step"], loss=loss)
+            self.update(self._task, completed=event["step"], loss=loss)
         elif kind in _LINES:
-            self._progress.update(self._task, completed=event["step"])
+            self.update(self._task, completed=event["step"])
             self.attempt = event.get("attempt", self.attempt)
             self._print(_LINES[kind], _format_event(event))
         elif kind == "failure":
             self.attempt = event.get("attempt", self.attempt)
-            self._progress.update(self._task, completed=event["step"])
+            self.update(self._task, completed=event["step"])
             lines = (event.get("traceback") or event.get("log_tail", "")).splitlines()[-_FAILURE_LINES:]
             self._print(_FAILURE, {"log": "", **event, "excerpt": "".join(f"\n{line}" for line in lines)})
         elif kind == "submitted":
@@ -231,7 +217,7 @@ class TrainingDisplay:
     def _print(self, line: str, event: dict[str, Any]) -> None:
         """Print a line of markup with an event's values in it, which are no markup."""
         values = {name: escape(value) if isinstance(value, str) else value for name, value in event.items()}
-        self._progress.console.print(line.format_map(values), highlight=False, emoji=False)
+        self.console.print(line.format_map(values), highlight=False, emoji=False)
 
 
 _LINES = {
@@ -252,7 +238,7 @@ _RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} r
 _ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
 
 
-def describe_outcome(run: str, outcome: Outcome, *, attempt: int) -> str:
+def describe_outcome(run: str, outcome: "Outcome", *, attempt: int) -> str:
     """Return the end of a run for people. `attempt` is the last one that was launched, or 0."""
     ending = _ENDINGS.get(outcome.ending, outcome.ending)
     if not attempt:

@@ -1,7 +1,5 @@
 """The output of a run's ranks: `dlac logs`."""
 
-from __future__ import annotations
-
 import math
 import socket
 import sys
@@ -17,6 +15,7 @@ import typer
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, lakehouse_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -65,13 +64,13 @@ def logs(
             _Follower(ledger, run, rank, shown, readers).follow(later=attempt is None)
 
 
-def _reader(path: Path, tail: int | None) -> LogReader:
+def _reader(path: Path, tail: int | None) -> "LogReader":
     from dlac_pipeline.supervise.ranks.rank_logs import LogReader
 
     return LogReader(path, lines=tail)
 
 
-def _logs_of(rows: list[LedgerRow], run: str, attempt: int, rank: int | None) -> dict[int, Path]:
+def _logs_of(rows: "list[LedgerRow]", run: str, attempt: int, rank: int | None) -> dict[int, Path]:
     """Return the logs of an attempt that are on this node, by rank.
 
     Raises:
@@ -95,7 +94,7 @@ def _logs_of(rows: list[LedgerRow], run: str, attempt: int, rank: int | None) ->
     return {each: path for each, path in sorted(found.items()) if rank in (None, each)}
 
 
-def _attempt_of(rows: list[LedgerRow], run: str, wanted: int | None) -> int:
+def _attempt_of(rows: "list[LedgerRow]", run: str, wanted: int | None) -> int:
     """Return the attempt that is wanted, or the last one that trains.
 
     Raises:
@@ -115,11 +114,11 @@ def _attempt_of(rows: list[LedgerRow], run: str, wanted: int | None) -> int:
     return known[-1] if wanted is None else wanted
 
 
-def _why_missing(rows: list[LedgerRow], run: str, attempt: int, folders: list[Path]) -> str:
-    from dlac_pipeline.supervise.claims import launch_folder_of, node_of
+def _why_missing(rows: "list[LedgerRow]", run: str, attempt: int, folders: list[Path]) -> str:
 
     what = f"expected the logs of attempt {attempt} of run {run!r}"
-    folder, node = launch_folder_of(rows, attempt), node_of(rows, attempt)
+    claim = claim_of(rows, attempt)
+    folder, node = claim.launch_folder, claim.host
     if not folder:
         return f"{what}, found that another launcher, such as torchrun, started its ranks: look for their output there"
     if folders:
@@ -132,7 +131,7 @@ def _why_missing(rows: list[LedgerRow], run: str, attempt: int, folders: list[Pa
     )
 
 
-def _print_lines(readers: dict[int, LogReader], *, last: bool) -> bool:
+def _print_lines(readers: "dict[int, LogReader]", *, last: bool) -> bool:
     """Print the lines that can be read now, the `last` time also one without an end. Return True if any was printed."""
     printed = False
     for rank, reader in readers.items():
@@ -144,7 +143,7 @@ def _print_lines(readers: dict[int, LogReader], *, last: bool) -> bool:
     return printed
 
 
-def _lines_of(reader: LogReader, *, last: bool) -> Iterator[str]:
+def _lines_of(reader: "LogReader", *, last: bool) -> Iterator[str]:
     try:
         yield from chain(reader.read(), reader.rest() if last else ())
     except OSError as err:
@@ -158,7 +157,9 @@ def _unreadable(err: OSError) -> LogsMissing:
 class _Follower:
     """Prints what ranks append to their logs."""
 
-    def __init__(self, ledger: Ledger, run: str, rank: int | None, attempt: int, readers: dict[int, LogReader]) -> None:
+    def __init__(
+        self, ledger: "Ledger", run: str, rank: int | None, attempt: int, readers: "dict[int, LogReader]"
+    ) -> None:
         self._ledger = ledger
         self._run = run
         self._rank = rank

@@ -1,7 +1,5 @@
 """The `dlac` command: plan, train, recover, look, audit. Errors come as one line and the exit status of their class."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """Failures of a run and their consequences, and whether it could be resumed: incidents, rehearsals."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from dataclasses import asdict
@@ -11,21 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dlac_pipeline.audit.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
-from dlac_pipeline.cli.shared import (
-    OUT,
-    RECOVER,
-    AsJson,
-    Home,
-    RunName,
-    SpecOption,
-    examples,
-    given_spec,
-    lakehouse_of,
-    show_lines,
-    show_table,
-)
+from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
-from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.spec_problems import MOST_STEPS
 
 if TYPE_CHECKING:
@@ -35,12 +20,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command(
-    rich_help_panel=RECOVER,
-    epilog=examples("dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch"),
-)
+@ui.command(app, ui.RECOVER, "dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch")
 def rehearse(
-    run: RunName,
+    run: ui.RunName,
     steps: Annotated[
         int | None,
         typer.Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
@@ -49,9 +31,9 @@ def rehearse(
         Path | None,
         typer.Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary."),
     ] = None,
-    home: Home = None,
-    spec: SpecOption = None,
-    as_json: AsJson = False,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Restore a checkpoint in a sandbox, repeat the steps after it, and compare the losses. Exit status 0 only if identical.
 
@@ -60,10 +42,10 @@ def rehearse(
     from dlac_pipeline.operations.rehearse import rehearse_run as do_again
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
-    job = given_spec(run, spec, home)
-    done = do_again(lakehouse_of(spec, home), run, spec=job, steps=steps, sandbox_folder=sandbox)
+    job = ui.given_spec(run, spec, home)
+    done = do_again(ui.lakehouse_of(spec, home), run, spec=job, steps=steps, sandbox_folder=sandbox)
     if as_json:
-        sys.stdout.write(strict_json(done.to_json()) + "\n")
+        ui.show_json(done.to_json())
     else:
         columns = (
             TableColumn(name="step", right=True),
@@ -71,13 +53,13 @@ def rehearse(
             TableColumn(name="replayed"),
             TableColumn(name="verdict"),
         )
-        show_table(columns, [_row_of_step(each) for each in done.steps], empty="no step was replayed")
-        OUT.print(done.summary(), markup=False, soft_wrap=True)
+        ui.show_table(columns, [_row_of_step(each) for each in done.steps], empty="no step was replayed")
+        ui.show_text(done.summary())
     if not done.identical:
         raise typer.Exit(1)
 
 
-@app.command(rich_help_panel=RECOVER, epilog=examples("dlac incidents my-run", "dlac incidents --json"))
+@ui.command(app, ui.RECOVER, "dlac incidents my-run", "dlac incidents --json")
 def incidents(
     run: Annotated[
         str | None,
@@ -86,32 +68,32 @@ def incidents(
             callback=lambda run: None if run is None else check_run_name(run),
         ),
     ] = None,
-    home: Home = None,
-    spec: SpecOption = None,
-    as_json: AsJson = False,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 
-    lakehouse = lakehouse_of(spec, home)
+    lakehouse = ui.lakehouse_of(spec, home)
     if run is not None:
         Ledger(lakehouse).head_rows(run)  # raises if there is no such run
     found = recoveries_of(lakehouse, run)
     if as_json:
-        sys.stdout.write(strict_json([_facts_of(each) for each in found]) + "\n")
+        ui.show_json([_facts_of(each) for each in found])
         return
     if not found:
-        show_lines(fold(f"no incident of {'any run' if run is None else f'run {run}'}", OUT.width))
+        ui.show_lines(fold(f"no incident of {'any run' if run is None else f'run {run}'}", ui.OUT.width))
     for index, each in enumerate(found):
-        show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), OUT.width)])
+        ui.show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), ui.OUT.width)])
 
 
-def _facts_of(recovery: Recovery) -> dict[str, object]:
+def _facts_of(recovery: "Recovery") -> dict[str, object]:
     return {**asdict(recovery), "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
 
 
-def describe_incident(recovery: Recovery) -> dict[str, str | None]:
+def describe_incident(recovery: "Recovery") -> dict[str, str | None]:
     """Write an incident down for people: a label and a text each, without the phases that took no time."""
     down, took = recovery.down_s, format_duration(recovery.recovered_s)
     lost = None if recovery.work_lost_s is None else f"{format_duration(recovery.work_lost_s)} of training"
@@ -131,7 +113,7 @@ def describe_incident(recovery: Recovery) -> dict[str, str | None]:
     }
 
 
-def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
+def _row_of_step(step: "RehearsedStep") -> tuple[str, ...]:
     """A rehearsed step as cells: two losses to the last digit, and whether they are the same."""
     verdict = "no loss recorded" if not step.compared else "identical" if step.identical else "differs"
     skipped = ", skipped" if step.recorded_skipped or step.replayed_skipped else ""
@@ -139,7 +121,7 @@ def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
     return str(step.step), recorded, "" if step.replayed is None else repr(step.replayed), verdict + skipped
 
 
-def _phases(recovery: Recovery) -> str:
+def _phases(recovery: "Recovery") -> str:
     """Return the phases that took time, in order. Older rows do not have all of them."""
     from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 

@@ -1,45 +1,24 @@
 """Runs: the state of one, and the list of all."""
 
-from __future__ import annotations
-
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from dlac_pipeline.audit.wording import TableColumn, format_age, lay_out_facts
+from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import command_with, describe_status, watch_run
-from dlac_pipeline.cli.shared import (
-    LOOK,
-    OUT,
-    AsJson,
-    Home,
-    RunName,
-    SpecOption,
-    check_number,
-    examples,
-    lakehouse_of,
-    place_options,
-    show_facts,
-    show_lines,
-    show_table,
-)
-from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
 
 app = typer.Typer()
 
 
-@app.command(
-    rich_help_panel=LOOK,
-    epilog=examples("dlac status my-run", "dlac status my-run --watch", "dlac status my-run --json"),
-)
+@ui.command(app, ui.LOOK, "dlac status my-run", "dlac status my-run --watch", "dlac status my-run --json")
 def status(
-    run: RunName,
-    home: Home = None,
-    spec: SpecOption = None,
-    as_json: AsJson = False,
+    run: ui.RunName,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
     watch: Annotated[
         bool,
         typer.Option(
@@ -50,7 +29,7 @@ def status(
     every_s: Annotated[
         float,
         typer.Option(
-            help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=check_number
+            help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=ui.check_number
         ),
     ] = 1.0,
 ) -> None:
@@ -58,27 +37,27 @@ def status(
 
     With --watch also its present work.
     """
-    options = place_options(spec, home)
+    options = ui.place_options(spec, home)
     if watch:
-        watch_run(lambda: lakehouse_of(spec, home), run, OUT, every_s=every_s, as_json=as_json, options=options)
+        watch_run(lambda: ui.lakehouse_of(spec, home), run, ui.OUT, every_s=every_s, as_json=as_json, options=options)
         return
     from dlac_pipeline.operations.status import run_status
 
-    facts = run_status(lakehouse_of(spec, home), run)
+    facts = run_status(ui.lakehouse_of(spec, home), run)
     if as_json:
-        show_facts({**facts, "next_command": command_with(facts["next_command"], options)}, as_json=True)
+        ui.show_facts({**facts, "next_command": command_with(facts["next_command"], options)}, as_json=True)
         return
-    show_lines(lay_out_facts(describe_status(facts, options), OUT.width))
+    ui.show_lines(lay_out_facts(describe_status(facts, options), ui.OUT.width))
 
 
-@app.command(rich_help_panel=LOOK, epilog=examples("dlac runs", "dlac runs --json"))
-def runs(home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+@ui.command(app, ui.LOOK, "dlac runs", "dlac runs --json")
+def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False) -> None:
     """List the runs of a lakehouse, by their last commit: state, step, last checkpoint, attempts."""
     from dlac_pipeline.operations.status import list_runs
 
-    found = list_runs(lakehouse_of(spec, home))
+    found = list_runs(ui.lakehouse_of(spec, home))
     if as_json:
-        sys.stdout.write(strict_json(found) + "\n")
+        ui.show_json(found)
         return
     columns = (
         TableColumn(name="run", long=True),
@@ -87,7 +66,7 @@ def runs(home: Home = None, spec: SpecOption = None, as_json: AsJson = False) ->
         TableColumn(name="checkpoint"),
         TableColumn(name="attempts", right=True),
     )
-    show_table(columns, [_row_of_run(each) for each in found], empty="no run yet: `dlac train SPEC` starts one")
+    ui.show_table(columns, [_row_of_run(each) for each in found], empty="no run yet: `dlac train SPEC` starts one")
 
 
 def _row_of_run(facts: Mapping[str, Any]) -> tuple[str, ...]:

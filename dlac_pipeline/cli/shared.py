@@ -1,15 +1,13 @@
 """Shared parts of subcommands: their options, the place of the lakehouse, and the display of facts."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -28,6 +26,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec, read_s
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 TRAIN, LOOK, RECOVER = "Train", "Look", "Recover"
 BRANCH, CHECKPOINTS, LAKEHOUSE = "Branch", "Checkpoints", "Lakehouse"
 """Groups of commands in the help of `dlac`."""
@@ -99,12 +98,17 @@ def examples(*commands: str) -> str:
     return "\n\n".join(("Examples:", *(escape(f"$ {command}") for command in commands)))
 
 
+def command(app: typer.Typer, panel: str, *commands: str, **options: Any) -> Callable[[Command], Command]:
+    """Return the decorator of a command of `app`, in a group of the help, whose end has examples. `options` are typer's."""
+    return app.command(rich_help_panel=panel, epilog=examples(*commands), **options)
+
+
 def resolved(spec: Path, home: Path | None) -> JobSpec:
     """The job spec in a file, with the embedded lakehouse of `home` where it names none."""
     return read_spec(spec).resolved(home or home_folder())
 
 
-def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
+def lakehouse_of(spec: Path | None, home: Path | None) -> "Lakehouse":
     """The lakehouse to look at, which must exist: looking creates none."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
@@ -121,7 +125,7 @@ def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None
     )
 
 
-def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: Lakehouse | None = None) -> JobSpec:
+def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: "Lakehouse | None" = None) -> JobSpec:
     """The run's spec: as given, or as it was launched last, for which the lakehouse is looked into, open already or not.
 
     Raises:
@@ -143,6 +147,16 @@ def steps_bar() -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=ERR, transient=True)
+
+
+def show_text(text: str) -> None:
+    """Print text that is no markup. The terminal breaks its lines."""
+    OUT.print(text, markup=False, soft_wrap=True)
+
+
+def show_json(value: object) -> None:
+    """Print a value as a line of JSON."""
+    sys.stdout.write(strict_json(value) + "\n")
 
 
 def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -171,7 +185,7 @@ def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
     """Show facts: a label and a value on each line for people, or one JSON object."""
     if as_json:
-        sys.stdout.write(strict_json(facts) + "\n")
+        show_json(facts)
         return
     show_lines(
         lay_out_facts({name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}, OUT.width)

@@ -1,7 +1,5 @@
 """Training: plan a job, train it, serve a rendezvous, recover a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -9,24 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
-from dlac_pipeline.cli.shared import (
-    OUT,
-    RECOVER,
-    TRAIN,
-    AsJson,
-    Home,
-    RunName,
-    SpecFile,
-    SpecOption,
-    check_number,
-    examples,
-    lakehouse_of,
-    resolved,
-    show_facts,
-    spec_of_run,
-    steps_bar,
-)
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
@@ -37,14 +19,14 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command(rich_help_panel=TRAIN, epilog=examples("dlac plan job.toml", "dlac plan job.toml --json"))
-def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
+@ui.command(app, ui.TRAIN, "dlac plan job.toml", "dlac plan job.toml --json")
+def plan(spec: ui.SpecFile, home: ui.Home = None, as_json: ui.AsJson = False) -> None:
     """Pin the snapshot of the source table and write its work units to the lakehouse."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.plan.legs.choice import plan_sources
 
-    job = resolved(spec, home)
-    with steps_bar() as bar:
+    job = ui.resolved(spec, home)
+    with ui.steps_bar() as bar:
         tasks = [bar.add_task(f"reading footers of {source.label}", total=None) for source in job.sources]
 
         def show(source: int, done: int, total: int) -> None:
@@ -52,10 +34,10 @@ def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
 
         plans = plan_sources(connect(job.lakehouse), job, progress=show)
     for each in plans:
-        show_facts(_facts_of_plan(each.row), as_json=as_json)
+        ui.show_facts(_facts_of_plan(each.row), as_json=as_json)
 
 
-def _facts_of_plan(row: PlanRow) -> dict[str, object]:
+def _facts_of_plan(row: "PlanRow") -> dict[str, object]:
     return {
         "plan_id": row.plan_id,
         "table": row.source_table,
@@ -68,20 +50,19 @@ def _facts_of_plan(row: PlanRow) -> dict[str, object]:
     }
 
 
-@app.command(
-    rich_help_panel=TRAIN,
-    epilog=examples(
-        "dlac train job.toml",
-        "dlac train job.toml --new-leg",
-        "dlac train job.toml --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint node-1:29400",
-        "dlac train job.toml --render",
-    ),
+@ui.command(
+    app,
+    ui.TRAIN,
+    "dlac train job.toml",
+    "dlac train job.toml --new-leg",
+    "dlac train job.toml --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint node-1:29400",
+    "dlac train job.toml --render",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def train(
     context: typer.Context,
-    spec: SpecFile,
-    home: Home = None,
+    spec: ui.SpecFile,
+    home: ui.Home = None,
     takeover: Annotated[
         bool, typer.Option(help="Fence off a launch that is still alive. Without it, training is refused.")
     ] = False,
@@ -109,7 +90,7 @@ def train(
     With several nodes, start the same command on each of them. A node that gets SIGTERM exits, and the others continue. With
     launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
-    job = _with_torchrun_options(resolved(spec, home), context.args)
+    job = _with_torchrun_options(ui.resolved(spec, home), context.args)
     options = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
     job = _with_launch(job, {name: value for name, value in options.items() if value is not None})
     request = Request(spec=job, plan_ids=tuple(plan_id or ()), repin=True, takeover=takeover)
@@ -118,10 +99,10 @@ def train(
         return
     from dlac_pipeline.launchers.protocol import render_job
 
-    OUT.print(render_job(request), markup=False, highlight=False, soft_wrap=True)
+    ui.OUT.print(render_job(request), markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command(rich_help_panel=TRAIN, epilog=examples("dlac rendezvous node-1:29400"))
+@ui.command(app, ui.TRAIN, "dlac rendezvous node-1:29400")
 def rendezvous(
     address: Annotated[str, typer.Argument(help="host:port, the same address as on the nodes of a run.")],
 ) -> None:
@@ -134,7 +115,7 @@ def rendezvous(
 
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
-    serve_rendezvous(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
+    serve_rendezvous(address, stop, lambda: ui.show_text(f"serving the rendezvous at {address}"))
 
 
 def _with_torchrun_options(job: JobSpec, options: list[str]) -> JobSpec:
@@ -151,30 +132,29 @@ def _with_launch(job: JobSpec, options: dict[str, object]) -> JobSpec:
     return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **options}}, origin="the command line")
 
 
-@app.command(
-    rich_help_panel=RECOVER,
-    epilog=examples("dlac recover my-run", "dlac recover my-run --spec job.toml", "dlac recover my-run --wait-s 0"),
+@ui.command(
+    app, ui.RECOVER, "dlac recover my-run", "dlac recover my-run --spec job.toml", "dlac recover my-run --wait-s 0"
 )
 def recover(
-    run: RunName,
-    home: Home = None,
-    spec: SpecOption = None,
+    run: ui.RunName,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
     wait_s: Annotated[
         float,
         typer.Option(
             help="Seconds that a live launch has to exit on its own.",
             min=0,
             max=LONGEST_WAIT_S,
-            callback=check_number,
+            callback=ui.check_number,
         ),
     ] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger. Older launches that may be alive are fenced off."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
-    lakehouse = lakehouse_of(spec, home)
+    lakehouse = ui.lakehouse_of(spec, home)
     Ledger(lakehouse).head_rows(run)  # a typo is to begin nothing
-    _launch(Request(spec=spec_of_run(run, spec, home, lakehouse=lakehouse), takeover=True, wait_s=wait_s))
+    _launch(Request(spec=ui.spec_of_run(run, spec, home, lakehouse=lakehouse), takeover=True, wait_s=wait_s))
 
 
 def _launch(request: Request) -> None:
@@ -182,9 +162,9 @@ def _launch(request: Request) -> None:
     from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
 
     run = request.spec.run
-    with TrainingDisplay(OUT, run) as display:
+    with TrainingDisplay(ui.OUT, run) as display:
         launcher = launcher_for(request, display.show)
         on_ending_signals(launcher.leave)  # of this node alone
         on_signals((signal.SIGINT,), launcher.stop)  # of the run
         outcome = launcher.run()
-    OUT.print(describe_outcome(run, outcome, attempt=display.attempt), markup=False, soft_wrap=True)
+    ui.show_text(describe_outcome(run, outcome, attempt=display.attempt))

@@ -6,8 +6,6 @@ Each Dagster run that trains here is marked as preempted, then cancelled. Its tr
 sensors request its recovery, which runs where the launcher of the queue starts it. First stop all launchers of this node.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import suppress

@@ -7,8 +7,6 @@ Heartbeats are kept in Dagster's key-value storage, which all its processes shar
 all tags of a run at once, and two writers can lose each other's.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

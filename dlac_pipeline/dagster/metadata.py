@@ -1,7 +1,5 @@
 """Pictures, tables and SQL as Dagster shows them on a page."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +28,7 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dg.TableMet
     return {name: dg.MetadataValue.table(records)} if records else {}
 
 
-def column_schema(schema: Schema) -> dg.TableSchema:
+def column_schema(schema: "Schema") -> dg.TableSchema:
     """Return the columns of an Iceberg table with their types and documentation."""
     columns = [dg.TableColumn(each.name, str(each.field_type), each.doc) for each in schema.fields]
     return dg.TableSchema(columns=columns)

@@ -1,20 +1,49 @@
-"""Resources of the assets: the job to run, and the lakehouse of the corpus."""
+"""Resources of the assets: the job to run, and the lakehouse of the corpus. The launchpad shows a field per setting of a job."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args, get_origin
 
 import dagster as dg
-from pydantic import Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr, create_model
 
-from dlac_pipeline.dagster.config import JobSpecConfig
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+
+
+def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
+    """Return a Dagster config class with the fields, defaults and descriptions of a pydantic model and its parts.
+
+    Dagster checks names, types and choices. The model's own validators run when the spec is built from the configuration.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        annotation: Any = field.annotation
+        described: dict[str, Any] = {"description": field.description}
+        if _is_model(annotation):
+            annotation = dagster_config(annotation)
+            if not field.is_required():
+                described["default_factory"] = annotation
+        elif get_origin(annotation) is list and _is_model(get_args(annotation)[0]):
+            annotation = list[dagster_config(get_args(annotation)[0])]  # type: ignore[misc]  # made at run time
+            described["default"] = []
+        elif not field.is_required():
+            described["default"] = field.get_default(call_default_factory=True)
+        fields[name] = (annotation, Field(**described))
+    config: type[dg.Config] = create_model(f"{model.__name__}Config", __base__=dg.Config, **fields)
+    return config
+
+
+def _is_model(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+JobSpecConfig = dagster_config(JobSpec)
 
 
 class JobResource(dg.ConfigurableResource[Any]):

@@ -1,7 +1,5 @@
 """Settings of Dagster that are in no job spec: $DLAC_HOME/orchestration.toml, which each tick reads again."""
 
-from __future__ import annotations
-
 import logging
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dagster runs that train: recognition, their job specs, and the queue that lets a training run have one trainer at a time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A batch as a plain dict, for what walks through dicts: pinning, collators, moves between devices."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal, get_args

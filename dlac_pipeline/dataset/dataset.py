@@ -1,7 +1,5 @@
 """One rank's batches as an `IterableDataset` with a position."""
 
-from __future__ import annotations
-
 import json
 import os
 from bisect import bisect_left
@@ -14,19 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.dataset import state as states
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, make_empty, remove_empty_slots
-from dlac_pipeline.dataset.state import (
-    State,
-    base_of,
-    check_last_batch,
-    check_position,
-    check_requested,
-    cursors_of,
-    make_state,
-    merge_states,
-    read_state,
-    start_of,
-)
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
@@ -80,7 +67,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         self._agreeing = False
         """True while a loader that agrees with the other ranks on the end starts its workers."""
         self._step = leg.start_step
-        self._cursors = start_of(leg, self.key_groups)
+        self._cursors = states.start_of(leg, self.key_groups)
         self._base: int | None = None
         """The step after which the workers of a DataLoader began to take turns."""
         self._iteration = 0
@@ -120,7 +107,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         self._iteration += 1
         return self._batches(self._iteration)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> states.State:
         """Return the consumer's position as JSON data of a few KB.
 
         Call it between the step of the last batch and the next batch.
@@ -131,7 +118,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         part: dict[str, Any] | None = None
         if worker is not None:  # a part of the state of a StatefulDataLoader, which puts it back into the same worker
             part = {"base": self._step if self._base is None else self._base, "of": worker.num_workers}
-        return make_state(
+        return states.make_state(
             self.leg,
             step=self._step,
             cursors=self._cursors if self._streamed else None,
@@ -139,14 +126,14 @@ class DlacDataset(IterableDataset[DictBatch]):
             worker=part,
         )
 
-    def gathered_state(self) -> State:
+    def gathered_state(self) -> states.State:
         """Return the state with the parts of all ranks. All of them call it at the same step."""
         if self._group is None or not self._streamed:
             return self.state_dict()
         tree = RankTree(self.rank, self.world_size, self._group)
         parts = tree.gather(json.dumps(self.state_dict()).encode())
         gathered = tree.broadcast(None if parts is None else b"[" + b",".join(parts) + b"]")
-        return merge_states(json.loads(gathered))
+        return states.merge_states(json.loads(gathered))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position of a state: a counted one of any rank, or a streamed one of this rank or merged.
@@ -159,15 +146,15 @@ class DlacDataset(IterableDataset[DictBatch]):
             ResumeMismatch: the state was read with other settings, of another table, or lacks key groups of this rank.
             TableReplaced, PinLost: the table was created again, or its snapshot is gone.
         """
-        state = read_state(state)
-        check_last_batch(state, self.last_batch)
+        state = states.read_state(state)
+        states.check_last_batch(state, self.last_batch)
         leg = Leg.from_json(state["leg"]["json"])
         if leg != self.leg:
-            check_requested(self.spec, leg)
+            states.check_requested(self.spec, leg)
             self.leg, self._opened = leg, None
-        check_position(state, self._open().order)
-        self._cursors = cursors_of(state, leg, self.key_groups)
-        self._step, self._base = state["step"], base_of(state)
+        states.check_position(state, self._open().order)
+        self._cursors = states.cursors_of(state, leg, self.key_groups)
+        self._step, self._base = state["step"], states.base_of(state)
         self._begun_in = None
         self._iteration += 1
 
@@ -184,7 +171,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         device: Device | None = None,
         pin_memory: bool | None = None,
         **options: Any,
-    ) -> DlacLoader:
+    ) -> "DlacLoader":
         """Return a `DataLoader` over this dataset through which `state_dict()` knows what the consumer received.
 
         `inputs` turns a batch into the model's inputs, in the workers if they exist. The loader then yields that. `device` is

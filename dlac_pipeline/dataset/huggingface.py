@@ -1,7 +1,5 @@
 """A Hugging Face `Trainer` that keeps the dataset's state beside its checkpoints."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A `DataLoader` that reports to its dataset what the consumer received."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

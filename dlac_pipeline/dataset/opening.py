@@ -1,7 +1,5 @@
 """Opening of a dataset: a job spec or single settings in, a new plan or the position of a state."""
 
-from __future__ import annotations
-
 import json
 import operator
 import os

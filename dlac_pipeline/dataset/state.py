@@ -1,7 +1,5 @@
 """State of a dataset as JSON data: made, merged over ranks, read, and checked against the requested settings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -227,10 +225,8 @@ def check_requested(spec: JobSpec, leg: Leg) -> None:
             f"with:\n{describe_differences(differing, bound='saved')}\n"
             "give the saved values again, or begin without the state"
         )
-    plans = Plans(lakehouse)
     for source, mine in zip(spec.sources, leg.sources, strict=True):
-        for plan_id in mine.start.live_plan_ids:
-            plans.check_files(plan_id, table=source.table)
+        Plans(lakehouse).check_files(mine.start.live_plan_ids, table=source.table)
 
 
 def start_of(leg: Leg, key_groups: range) -> Cursors:

@@ -4,8 +4,6 @@ torch's agent restarts ranks by count, and stops all of them as soon as it sees 
 progress, and first collects the reasons of all ranks. So it asks this agent to start and to stop, and watches the ranks itself.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

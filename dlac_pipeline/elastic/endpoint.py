@@ -3,8 +3,6 @@
 A network that has gone silent may block a call without an end, so none is made on the caller's thread.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -4,8 +4,6 @@ One server serves all attempts of a supervisor. It starts beside the supervisor'
 imports that while the server does.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

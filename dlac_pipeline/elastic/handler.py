@@ -6,8 +6,6 @@ The agent then stops its ranks with SIGTERM, so that they commit a checkpoint, a
 of its own ranks, also those that follow from a lost node. The first rank claims the run (`training_run("job.toml")`).
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

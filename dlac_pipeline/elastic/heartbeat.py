@@ -16,8 +16,6 @@ and rounds begin at the milliseconds since 1970 and count up: older ones are low
 name the nodes that they are for by random ids, and count for these only.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Collection, Iterable

@@ -5,8 +5,6 @@ no thread and open no accelerator. In: environment variable PRELOAD_VARIABLE. Ou
 server ended, in a file.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

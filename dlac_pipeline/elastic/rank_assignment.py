@@ -3,8 +3,6 @@
 In: what the nodes offer. Out: the members of a round, the leader first, and how many ranks each has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -57,7 +55,7 @@ class RoundPlan:
     members: tuple[Member, ...]
 
     @classmethod
-    def form(cls, members: tuple[Member, ...], *, number: int, port: int) -> RoundPlan:
+    def form(cls, members: tuple[Member, ...], *, number: int, port: int) -> "RoundPlan":
         """Return the plan of a round with all its members."""
         ranks = sum(member.ranks for member in members)
         return cls(number=number, port=port, nodes=len(members), world_size=ranks, members=members)
@@ -67,7 +65,7 @@ class RoundPlan:
         """True if all members are known."""
         return len(self.members) == self.nodes
 
-    def part(self, place: int) -> RoundPlan:
+    def part(self, place: int) -> "RoundPlan":
         """Return the plan with the leader and one other member, of the same size however many nodes there are."""
         return replace(self, members=(self.members[0], self.members[place]) if place else self.members[:1])
 
@@ -100,7 +98,7 @@ class RoundPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> RoundPlan:
+    def of(cls, message: Mapping[str, Any]) -> "RoundPlan":
         """Return the plan that `message()` made."""
         members = tuple(Member(**{**member, "offer": Offer(**member["offer"])}) for member in message["members"])
         return cls(**{**message, "members": members})

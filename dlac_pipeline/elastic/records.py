@@ -4,8 +4,6 @@ A node that leads reads the whole plan. Each other member reads its own part, wh
 written over that of the round before. A member whose part a stranger has overwritten reads the whole plan.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

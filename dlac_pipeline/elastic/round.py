@@ -4,8 +4,6 @@ The leader claims the run, announces the resume point, watches all ranks, and de
 node starts its ranks and follows the leader's announcements. A single node leads, and has no others.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -117,7 +115,7 @@ class Round:
         moved_on = self.leads and beat.has_moved_on(slot)
         return beat.is_lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))
 
-    def __enter__(self) -> Round:
+    def __enter__(self) -> "Round":
         return self
 
     def __exit__(

@@ -5,8 +5,6 @@ In: torch's store, a secret. Out: JSON messages by name. A message is encrypted 
 An overwritten message counts as missing, and its writer writes it again.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -49,7 +47,7 @@ class Sealed:
 class SealedStore:
     """Messages under the prefix of one run."""
 
-    def __init__(self, store: Store, secret: str, prefix: str) -> None:
+    def __init__(self, store: "Store", secret: str, prefix: str) -> None:
         """All users of one prefix have the same secret."""
         store.set_timeout(timedelta(seconds=_WAIT_S))
         self._store = store

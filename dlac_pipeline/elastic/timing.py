@@ -1,7 +1,5 @@
 """Timing of heartbeats and rounds. Only the clock of the node itself counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from dlac_pipeline.spec.launch_spec import LaunchSpec

@@ -4,8 +4,6 @@ In: options as torchrun takes them. Out: settings by name. torchrun's own parser
 that would change nothing here, or something that the job spec decides, are refused.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ pyiceberg does not fsync what it writes locally, so a commit that SQLite made du
 cut removes. Object stores acknowledge durably and need no change.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import secrets

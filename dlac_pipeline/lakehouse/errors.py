@@ -1,60 +1,24 @@
 """Errors of DLAC, one class per failure. `exit_code` is the exit status of a process that ends with it.
 
 DlacError
-├── BadInput                  the request cannot be met as written
-│   ├── SpecInvalid           a job spec, a name or an option is wrong
-│   ├── ResumeMismatch        resuming would change something that the leg binds
-│   ├── CatalogMisconfigured  the catalog's address or credentials are wrong
-│   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun
-│   ├── NoSuchCheckpoint      the run is known, a checkpoint or a checkpoint's name is not
-│   ├── NoSuchJobSpec         the job spec of a known run is not on this node
-│   ├── UnsupportedColumn     a column cannot become a tensor
-│   ├── UnsupportedSnapshot   the snapshot has an id or a schema that cannot be recorded or found
-│   ├── UnsupportedDeletes    the snapshot has delete files that cannot be applied
-│   ├── TableReplaced         the table was dropped and created again since the plan
-│   ├── EmptyPlan             a pass would have no live row
-│   ├── ScriptInvalid         the training script cannot be run, or does not do its part
-│   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
-│   ├── LogsMissing           the logs of an attempt are not on this node, or no longer
-│   ├── NothingToRehearse     no kept checkpoint has a committed successor
-│   ├── TokenizerUnreadable   a tokenizer cannot be loaded, or lacks a token
-│   └── FormatTooNew          written by a newer DLAC
-├── LakehouseError            the lakehouse did not do its part
-│   ├── CatalogUnreachable
-│   │   └── CatalogHostUnknown  the name of its host does not resolve
-│   ├── MetadataLost          the metadata file of a table is missing or cannot be read
-│   ├── PinLost               the tag that keeps the snapshot alive is gone or moved
-│   ├── AppendHistoryLost     rows appended to a source since its plan cannot be identified any more
-│   └── DataFileUnreadable
-├── LedgerError               the ledger refused
-│   ├── Fenced                a newer attempt owns the run
-│   ├── RunBusy               another launch of this run is alive
-│   ├── RunFinished
-│   ├── SteppedAside          another recovery claimed the run first
-│   ├── HeadMoved             the head is not my parent under my own attempt
-│   ├── LedgerOlderThanStore  the catalog was restored from a backup that lacks committed checkpoints
-│   ├── RowsBetween           rows were appended to the run since those that a commit was made from
-│   ├── CommitConflict        `main` moved under a commit (retried by the commit loop)
-│   └── CommitOutcomeUnknown  the catalog was unavailable past the deadline
+├── BadInput
+│   ├── SpecInvalid, ResumeMismatch, CatalogMisconfigured, ScriptInvalid, TransformFailed, TokenizerUnreadable, FormatTooNew
+│   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun, NoSuchCheckpoint, NoSuchJobSpec, LogsMissing
+│   └── UnsupportedColumn, UnsupportedSnapshot, UnsupportedDeletes, TableReplaced, EmptyPlan, NothingToRehearse
+├── LakehouseError
+│   ├── MetadataLost, PinLost, AppendHistoryLost, DataFileUnreadable
+│   └── CatalogUnreachable
+│       └── CatalogHostUnknown
+├── LedgerError
+│   ├── Fenced, RunBusy, RunFinished, SteppedAside, HeadMoved, LedgerOlderThanStore
+│   └── RowsBetween, CommitConflict, CommitOutcomeUnknown
 ├── CheckpointError
-│   ├── StoreUnavailable      the checkpoint store is not writable, full or unavailable
-│   ├── CheckpointDamaged     a file is missing, truncated or altered
-│   ├── CheckpointUnsafe      a file contains more than tensors and plain values
-│   ├── NoRestorableCheckpoint
-│   ├── CursorMismatch        a restored or reported cursor differs from the order
-│   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
-└── TrainingFailed            the ranks died
-    ├── NoProgress            several attempts in a row committed nothing
-    ├── LossNotFinite         the loss is NaN or infinite, or the weights are
-    ├── ScriptFailed          the training script raised the same exception at the same place twice in a row
-    ├── LeftUnfinished        the script ended well, and the run has not
-    ├── NodesMissing          fewer nodes than the job wants came together
-    ├── ClusterRefused        the cluster's scheduler does not take the job
-    ├── ClusterSilent         the cluster's scheduler does not answer any more. The job is left as it is
-    └── Preempted             the ranks exited at their deadline without a checkpoint
+│   ├── StoreUnavailable, CheckpointDamaged, CheckpointUnsafe
+│   └── NoRestorableCheckpoint, CursorMismatch, WorldSizeUnsupported
+└── TrainingFailed
+    ├── NoProgress, LossNotFinite, ScriptFailed, LeftUnfinished, Preempted
+    └── NodesMissing, ClusterRefused, ClusterSilent
 """
-
-from __future__ import annotations
 
 from typing import ClassVar
 
@@ -250,7 +214,7 @@ class RowsBetween(LedgerError):
 
 
 class CommitConflict(LedgerError):
-    """`main` of a table moved between the read and the commit. The commit did not land."""
+    """`main` of a table moved between the read and the commit. The commit did not land. The commit loop retries it."""
 
 
 class CommitOutcomeUnknown(LedgerError):

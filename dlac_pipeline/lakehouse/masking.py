@@ -3,8 +3,6 @@
 The net is wide: a harmless value that looks like a secret is masked as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """JSON that every reader takes: without NaN and Infinity, which Python writes and no standard knows."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The one policy by which commits and storage requests are repeated: until they are answered, or for too long."""
 
-from __future__ import annotations
-
 import errno
 import random
 import threading
@@ -13,10 +11,13 @@ import tenacity
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict
 
-_FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
+_FINAL = frozenset(
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "EEXIST")
+)
 _REFUSED = (
     "ACCESS_DENIED",
     "NO_SUCH_BUCKET",
+    "NoSuchBucket",
     "INVALID_ACCESS_KEY_ID",
     "SIGNATURE_DOES_NOT_MATCH",
     "Bucket does not exist",

@@ -1,7 +1,5 @@
 """An exception that DLAC does not expect: one line for people, and a file with the traceback for who mends it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import tempfile

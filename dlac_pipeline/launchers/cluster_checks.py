@@ -1,7 +1,5 @@
 """Checks of a job spec for a cluster: what its scheduler would ignore, cut, or lose with a pod is refused by name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The nodes recover without help (`launchers/node_process.py`). Their events come 
 lost. The ledger records whether the run is finished: a scheduler's "completed" only means that no process is left.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -15,14 +13,6 @@ from typing import TypeVar
 
 from dlac_pipeline.checkpoint.commit.local_copies import nodes_with_newest
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.errors import (
-    ClusterRefused,
-    ClusterSilent,
-    DlacError,
-    NoSuchCheckpoint,
-    NoSuchRun,
-    TrainingFailed,
-)
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
@@ -106,7 +96,7 @@ class ClusterJob:
         try:
             return self._scheduler.submit(self._request, near)
         except Exception as err:  # whatever Slurm's commands or the client of Kubernetes raise
-            raise ClusterRefused(
+            raise errors.ClusterRefused(
                 f"expected {self._scheduler.name} to take the job of run {self._request.spec.run!r}, found "
                 f"{type(err).__name__}: {err}; `dlac train --render` shows the job"
             ) from err
@@ -211,7 +201,7 @@ class ClusterJob:
             return False
         if self._events.is_done or self._is_finished():
             return True
-        raise ClusterSilent(
+        raise errors.ClusterSilent(
             f"{expected}, {found}, for {bears_s:.0f} s; the job is left as it is, and may still train: look with `dlac status "
             f"{self._request.spec.run} --watch`, and cancel it with {self._scheduler.name}'s own commands"
         ) from err
@@ -243,9 +233,9 @@ class ClusterJob:
         if not done and self._is_finished():
             return Outcome(ending="finished", attempts=0, step=self._head_step() or 0)
         if not done and failed:
-            raise errors.error_from_kind(failed[-1]["kind"], failed[-1]["message"], default=TrainingFailed)
+            raise errors.error_from_kind(failed[-1]["kind"], failed[-1]["message"], default=errors.TrainingFailed)
         if not done and state == "PREEMPTED" and not self._stop.is_set():
-            raise TrainingFailed(
+            raise errors.TrainingFailed(
                 f"expected {self._scheduler.name} to queue job {job} again after its preemption, found it ended at step "
                 f"{self._head_step()}: start the run again, `dlac train` resumes it"
             )
@@ -254,7 +244,7 @@ class ClusterJob:
             return Outcome(ending=last["ending"], attempts=last["attempts"], step=last["step"])
         if self._stop.is_set() and (step := self._head_step()) is not None:
             return Outcome(ending="stopped", attempts=0, step=step)
-        raise TrainingFailed(
+        raise errors.TrainingFailed(
             f"expected job {job} to report how it ended, found {state or 'nothing'} in {self._scheduler.name}: read its "
             "logs there"
         )
@@ -271,7 +261,7 @@ class ClusterJob:
         return self._query(lambda ledger: _step_of_head(ledger, self._request.spec.run))
 
     def _query(self, question: Callable[[Ledger], Answer]) -> Answer | None:
-        with suppress(DlacError):
+        with suppress(errors.DlacError):
             return question(Ledger(connect(self._request.spec.lakehouse)))
         return None
 
@@ -280,5 +270,5 @@ def _step_of_head(ledger: Ledger, run: str) -> int:
     """Return the step of the last checkpoint, or 0 before the first."""
     try:
         return int(ledger.restorable(run).step)
-    except (NoSuchCheckpoint, NoSuchRun):
+    except (errors.NoSuchCheckpoint, errors.NoSuchRun):
         return 0

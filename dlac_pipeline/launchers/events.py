@@ -3,8 +3,6 @@
 In: pieces of each log. Out: each event once, and the last event of each node in the latest start of its job.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ Nodes that hold the newest checkpoint are preferred by an affinity of the pods, 
 room. Pods hold copies only in a folder of the node: where `checkpoint.local` is on no host mount, no node is preferred.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -6,8 +6,6 @@ after a checkpoint. The run continues if enough other nodes are left. Exit statu
 UNFINISHED_EXIT_CODE if the node exited before, or the status of the error.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -2,8 +2,6 @@
 noticed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

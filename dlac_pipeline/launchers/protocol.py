@@ -4,8 +4,6 @@ In: a request. Out: events, and the end of the run. Recovery happens beside the 
 cluster submits a job in which every node runs a supervisor, and follows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
@@ -66,7 +64,7 @@ def render_job(request: Request) -> str:
     return _cluster_job(request.model_copy(update={"spec": shown}), lambda event: None).render()
 
 
-def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob:
+def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> "ClusterJob":
     from dlac_pipeline.launchers.cluster_job import ClusterJob
     from dlac_pipeline.launchers.kubernetes import Kubernetes
     from dlac_pipeline.launchers.slurm import Slurm

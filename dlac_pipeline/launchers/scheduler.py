@@ -1,7 +1,5 @@
 """Interface of a scheduler to `ClusterJob`, and the parts of a request that both schedulers share."""
 
-from __future__ import annotations
-
 import math
 import re
 import secrets

@@ -1,7 +1,5 @@
 """A launcher under an orchestrator: events as lines of JSON on standard output, and an end when another launch takes over."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ A handler interrupts the main thread, which may wait for the event that the answ
 that took the lock would wait for itself. So it only writes a byte, which needs no lock.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

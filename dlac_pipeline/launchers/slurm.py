@@ -6,8 +6,6 @@ if the node is down. So the job requires those of the nodes that are idle when i
 (`scontrol update ReqNodeList=`) once the job has been pending for half a minute.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -12,8 +12,6 @@ A supervisor whose run was claimed by another launch exits, and does not wait un
 Little is imported before the request is read: the ranks' imports run beside those of the supervisor.
 """
 
-from __future__ import annotations
-
 import sys
 
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Adoption: a run that begins from a foreign checkpoint. Its first checkpoint, at step 0, has an unknown history."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,12 +1,9 @@
 """Checks of the sources of a new branch: their plans, their history of appends, and the rows that exclusions leave."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pyiceberg.table import Table
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid
@@ -16,6 +13,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec

@@ -4,8 +4,6 @@ Its first checkpoint, at step 0, has the parent's files. A `fork` row names the 
 beginning, as the job spec of the new run states.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
 from dlac_pipeline.lakehouse.durable_io import fsync_directory
@@ -24,6 +21,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ForkRow, NameRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, make_below, path_at, sync_file
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce

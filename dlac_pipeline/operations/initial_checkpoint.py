@@ -1,7 +1,5 @@
 """Beginning of a run from an existing state: its claim, and its first checkpoint, at step 0."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -9,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.checkpoint.collectives import failure_named
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
-from dlac_pipeline.checkpoint.failures import failure_named
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing, tiers_of
 from dlac_pipeline.checkpoint.training_config import config_digest

@@ -4,8 +4,6 @@ The ledger is read only when it has new rows. The launch folder is on the node w
 committed facts are known.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from contextlib import suppress
@@ -19,12 +17,12 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of, lineage_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.operations.status import Standing, standing_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.choose_leg import leg_of
-from dlac_pipeline.supervise.claims import attempts_without_progress, launch_folder_of
+from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.rank_events import read_total_steps
 
@@ -124,7 +122,7 @@ class LiveStatus:
         return standing
 
     def _folder(self) -> Path | None:
-        folder = launch_folder_of(self._rows, self._fence.attempt)
+        folder = claim_of(self._rows, self._fence.attempt).launch_folder
         return Path(folder) if folder else None
 
     def _signs_of_life(self) -> list[RankHeartbeat]:

@@ -1,7 +1,5 @@
 """Pending work of a run that follows its tables: the rows that a launch could train. Of all tables only mirrors are written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.external.mirror import load_version

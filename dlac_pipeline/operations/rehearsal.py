@@ -1,7 +1,5 @@
 """Result of a rehearsal: for each step the loss that production recorded, and the loss of the rehearsal."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -5,8 +5,6 @@ rehearsal makes no claim, no ledger row, no file in the run's folders or in the 
 needs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Ranks of a rehearsal: their start in a sandbox, and the losses of the steps that they repeat."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import closing

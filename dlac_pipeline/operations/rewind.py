@@ -4,14 +4,11 @@ All checks precede the one append that opens the branch. They find whatever woul
 checkpoint, a missing snapshot, a lost history of appends, or a predicate that does not fit the table.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import LedgerError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -20,6 +17,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
 from dlac_pipeline.lakehouse.ledger.run_rows import restorable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.branch_checks import check_branch, check_files
 from dlac_pipeline.operations.seen_rows import first_checkpoint, seen_before
 from dlac_pipeline.plan.legs.choice import check_sources

@@ -3,8 +3,6 @@
 The owner holds a lock in the folder. The kernel releases it when the owner dies.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Rows that a checkpoint was trained on, among those that a rewind leaves out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """State of a run, from its ledger rows and the processes of this node, and the command to type next."""
 
-from __future__ import annotations
-
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,17 +14,16 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, finished_of_rows, idle_kind
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    checkpoint_rows,
+    claim_of,
+    fence_of_rows,
+    finished_of_rows,
+    idle_kind,
+)
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
 from dlac_pipeline.spec.launch_spec import NODES
-from dlac_pipeline.supervise.claims import (
-    attempts_without_progress,
-    last_reason,
-    launch_folder_of,
-    launcher_of,
-    left_in_order,
-    trained_attempts,
-)
+from dlac_pipeline.supervise import claims
 from dlac_pipeline.supervise.liveness.launch_liveness import LaunchLiveness, liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
@@ -93,7 +90,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "checkpoint_interval_why": None if head is None else head.why,
         "checkpoints": len(checkpoint_rows(rows)),
         "attempt": fence.attempt,
-        "attempts_without_progress": 0 if finished else attempts_without_progress(rows),
+        "attempts_without_progress": 0 if finished else claims.attempts_without_progress(rows),
         "excluded_by_rewinds": [each.where for each in exclusions_in_force(rows)],
         "recoveries": sum(each.outcome == "resumed" for each in recoveries),
         "gave_up": given_up[-1] if given_up and not finished else None,
@@ -182,7 +179,7 @@ def _describe_lost(rows: list[LedgerRow], run: str, attempt: int, signs: LaunchL
     note = f"attempt {attempt} has no process on this node any more, {ago}"
     if not signs.here:
         note = f"attempt {attempt} on node {signs.host or '(not recorded)'}, {ago}"
-    launched_by = launcher_of(rows, attempt)
+    launched_by = claims.launcher_of(rows, attempt)
     if launched_by:
         note += f"; the sensor of Dagster run {launched_by} recovers it"
     return Standing(state="dead" if signs.here else "silent", note=note, command=_resume(rows, run, attempt))
@@ -195,18 +192,18 @@ def _holder(signs: LaunchLiveness, run: str) -> str:
 
 def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:
     """Return the end of an attempt that reported it or took its last checkpoint to exit, or None for another attempt."""
-    folder = launch_folder_of(rows, attempt)
+    folder = claim_of(rows, attempt).launch_folder
     ending = read_ending(Path(folder)) if folder else None
-    reason = last_reason(rows, attempt)
-    if ending == "caught_up" or (left_in_order(rows, attempt) and reason == "end"):
+    reason = claims.last_reason(rows, attempt)
+    if ending == "caught_up" or (claims.left_in_order(rows, attempt) and reason == "end"):
         return "caught up"
-    stopped = ending is not None or (left_in_order(rows, attempt) and reason != NODES)
+    stopped = ending is not None or (claims.left_in_order(rows, attempt) and reason != NODES)
     return "stopped" if stopped else None
 
 
 def _resume(rows: list[LedgerRow], run: str, attempt: int) -> tuple[str, ...]:
     """Return the command that resumes a run. It names a job spec if the one of the last launch is not on this node."""
-    folder = launch_folder_of(rows, max(trained_attempts(rows), default=0))
+    folder = claim_of(rows, max(claims.trained_attempts(rows), default=0)).launch_folder
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
     return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
@@ -217,6 +214,6 @@ def _total_steps(rows: list[LedgerRow]) -> int | None:
     head = checkpoint_rows(rows).get(fence.head or "")
     if finished_of_rows(rows):
         return None if head is None else head.step
-    folder = launch_folder_of(rows, fence.attempt)
+    folder = claim_of(rows, fence.attempt).launch_folder
     announced = read_total_steps(Path(folder)) if folder else None
     return announced if announced is not None or head is None else head.total_steps

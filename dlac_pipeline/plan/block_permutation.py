@@ -4,8 +4,6 @@ The inverse is one line of integer SQL. The scripts `row_positions`, `dead_posit
 of `audit/sql` repeat both directions. A change of a permutation is another order (`cut.ORDER_VERSION`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import gcd
 

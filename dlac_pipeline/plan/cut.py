@@ -4,8 +4,6 @@ A pass is cut once. The place of its slices is a pure function of (units, cut se
 may add skipped rows later. They never move a slice, nor a row within its block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -42,7 +40,7 @@ class Slices:
     rows: Ints
     live: Ints
 
-    def part(self, start: int, stop: int) -> Slices:
+    def part(self, start: int, stop: int) -> "Slices":
         """The slices start .. stop-1."""
         chosen = slice(start, stop)
         return Slices(self.unit[chosen], self.first[chosen], self.rows[chosen], self.live[chosen])

@@ -6,8 +6,6 @@ NumPy's generators may change between versions, so the order is built on splitmi
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

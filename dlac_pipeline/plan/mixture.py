@@ -5,8 +5,6 @@ sources. The bins are as wide as their weights. P is prime and a/P near the gold
 each source's share within a few samples, and a key group sees every u once in P samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ n is the cursors after it. It is known for counted sources only (a row is a samp
 next row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

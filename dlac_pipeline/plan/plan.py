@@ -1,8 +1,7 @@
 """Plans that are written: a plan's row and work units, and the plans that a process has read, each once."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,14 +80,9 @@ class Plans:
         check_pinned(self.lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
         return row
 
-    def check_files(self, plan_id: str, *, table: str) -> None:
-        """Check that the data files of a plan exist, if they are those of another format, which no pin protects.
-
-        Raises:
-            PinLost: some are gone.
-        """
-        if split_identifier(table) is not None:
-            plan = self.load(plan_id, table=table)
+    def check_files(self, plan_ids: Iterable[str], *, table: str) -> None:
+        """Check that the data files of plans exist, if no pin protects them as they are of another format. Raises `PinLost`."""
+        for plan in [self.load(each, table=table) for each in plan_ids if split_identifier(table) is not None]:
             check_files_exist(self.lakehouse, table, plan.row.snapshot_id, plan.units.file_paths)
 
     def load(self, plan_id: str, *, table: str | None = None) -> Plan:

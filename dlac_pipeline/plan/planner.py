@@ -1,7 +1,5 @@
 """From a source to a plan: pin the snapshot, list its row groups, write them down as work units under a content id."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Callable, Mapping
@@ -34,9 +32,12 @@ from dlac_pipeline.lakehouse.ledger.plans import (
 )
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.rows.columns import check_columns, check_names
+from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
+
+_FACTS = ("source_table", "table_uuid", "snapshot_id", "tag", "schema_id", "row_filter", "columns", "exclude")
+"""Fields of a plan's row that do not depend on its units."""
 
 
 def make_plan(
@@ -122,7 +123,7 @@ def _check_schema(schema: Schema, source: SourceSpec) -> None:
         check_names(schema, source.columns)
         load_transform(source.transform)
     else:
-        check_columns(schema, source.columns, source.ragged, source.nullable)
+        kinds_of(schema, source.columns, source.ragged, source.nullable)
     parse_filter(source.planned_filter, schema)
 
 
@@ -174,26 +175,14 @@ def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> 
         )
     if all(len(group.dead) == plan.units.dead_rows(unit) for unit, group in enumerate(groups)):
         return plan
-    row = plan.row
-    return _find_or_write(
-        lakehouse,
-        groups,
-        source_table=row.source_table,
-        table_uuid=row.table_uuid,
-        snapshot_id=row.snapshot_id,
-        tag=row.tag,
-        schema_id=row.schema_id,
-        row_filter=row.row_filter,
-        columns=row.columns,
-        exclude=row.exclude,
-        base_plan_id=row.base_plan_id or row.plan_id,
-    )
+    facts = {name: getattr(plan.row, name) for name in _FACTS}
+    return _find_or_write(lakehouse, groups, **facts, base_plan_id=plan.row.base_plan_id or plan.row.plan_id)
 
 
 def _find_or_write(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
     """The plan of these row groups, found or written."""
-    named = ("table_uuid", "snapshot_id", "schema_id", "row_filter", "columns", "exclude", "base_plan_id")
-    content = {**{name: facts[name] for name in named}, "units": _digest(groups)}
+    content = {name: facts[name] for name in facts if name not in ("source_table", "tag")}
+    content["units"] = _digest(groups)
     plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
     found = find_plan(lakehouse, plan_id)
     if found is not None:

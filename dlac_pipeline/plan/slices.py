@@ -1,7 +1,5 @@
 """Slices of the passes that a run enters: computed from the cut of a pass, written before a row of the ledger names the cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict

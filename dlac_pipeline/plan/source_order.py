@@ -4,8 +4,6 @@ In: the source's state when the leg began (open cuts, cursors, rows dealt, plans
 group since then, its cursor after it, and the source's state when the leg ends.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class SourceStart:
     open: tuple[OpenCut, ...] = ()
 
     @classmethod
-    def fresh(cls, key_groups: int, upcoming: Sequence[tuple[str, int]]) -> SourceStart:
+    def fresh(cls, key_groups: int, upcoming: Sequence[tuple[str, int]]) -> "SourceStart":
         """The start of a source of which nothing was read."""
         return cls(cursors=(Cursor(),) * key_groups, dealt=(0,) * key_groups, upcoming=tuple(upcoming))
 
@@ -98,7 +96,7 @@ class Stretch:
         rows = self.block.rows_of(live_start, live_stop)
         return rows if self.portion is None else rows - self.block.base[self.portion[0]]
 
-    def portions(self, slices_at_once: Sequence[int]) -> Iterator[Stretch]:
+    def portions(self, slices_at_once: Sequence[int]) -> "Iterator[Stretch]":
         """Divide the rows of an unshuffled block by its slices, of which each number in `slices_at_once` are decoded together."""
         ends = np.cumsum(self.block.slices.live)
         first = 0

@@ -1,7 +1,5 @@
 """The work units of a plan as columns: what the order is computed from, without a Python object per unit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """From rows of decoded columns to the tensors of a batch, or of several full batches at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A rank's batch for one optimizer step: tensors, the valid samples, and the cursors after it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -50,7 +48,7 @@ class Batch:
         """The tensor of one column."""
         return self.tensors[column]
 
-    def copy_with(self, copies: DeviceCopies) -> Batch:
+    def copy_with(self, copies: DeviceCopies) -> "Batch":
         """Return the batch with its tensors, `valid` and `source` where `copies` brings them."""
         if not copies.acts:
             return self

@@ -1,7 +1,5 @@
 """From a block's slices to Arrow: row groups are decoded, and kept while several key groups have slices of them."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -149,7 +147,7 @@ class BlockDecoder:
         lengths = pc.list_value_length(column).drop_null()
         return int(lengths[0].as_py()) if len(lengths) else None
 
-    def _decoder_of(self, name: str) -> BlockDecoder:
+    def _decoder_of(self, name: str) -> "BlockDecoder":
         """A decoder of one column."""
         mapping, values = self._name_mapping, self._partition_values
         return BlockDecoder(self._io, self._schema, [name], name_mapping=mapping, partition_values=values)

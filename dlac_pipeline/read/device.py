@@ -4,8 +4,6 @@ In: tensors in host memory, in dicts, lists and tuples. Out: the same with tenso
 same contents. Where there is no accelerator nothing is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

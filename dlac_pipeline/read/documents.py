@@ -4,8 +4,6 @@ A row gives any number of items (tokens, samples). A row that gives none is pass
 consumed. A row that is rejected is passed over too, and named with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

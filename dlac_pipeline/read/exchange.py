@@ -1,7 +1,5 @@
 """Numbers of a batch that is read ahead, summed over all ranks: started when it is read, looked at when it is handed out."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

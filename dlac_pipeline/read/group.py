@@ -1,7 +1,5 @@
 """One key group's part of each batch: its slots are shared out among the sources by the schedule, and filled from streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,8 +11,8 @@ from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.line import BlockAdvance
 from dlac_pipeline.read.streams import Columns, RowStream, Stream
 
-OpenStream = Callable[[int, Cursor], Stream]
-"""(source, cursor) -> that source's stream of this key group."""
+OpenStream = Callable[[int, int, Cursor], Stream]
+"""(source, key group, cursor) -> stream."""
 
 
 @dataclass(slots=True)
@@ -71,33 +69,22 @@ class GroupReader:
         self._mixture = mixture
         self._group = part.group
         self._slots = part.slots
-        self._low, self._high = part.low, part.high
+        self.low, self.high = part.low, part.high
+        """The slots that the rank works on."""
+        self.width = part.high - part.low
         self._wanted = (part.low, part.high)
         self._at = samples_before
         self._open_stream = open_stream
         self._cursors = list(cursors)
-        self._streams = {source: open_stream(source, cursor) for source, cursor in enumerate(cursors) if active[source]}
+        self._streams = {
+            source: open_stream(source, part.group, cursor) for source, cursor in enumerate(cursors) if active[source]
+        }
         self._active = tuple(active)
-
-    @property
-    def width(self) -> int:
-        """Slots that the rank works on."""
-        return self._high - self._low
-
-    @property
-    def low(self) -> int:
-        """The first slot that the rank works on."""
-        return self._low
-
-    @property
-    def high(self) -> int:
-        """The slot after the last one that the rank works on."""
-        return self._high
 
     @property
     def has_last_slot(self) -> bool:
         """True if this rank reports for the key group, if ranks share it."""
-        return self._high == self._slots
+        return self.high == self._slots
 
     @property
     def cursors(self) -> list[Cursor]:
@@ -117,7 +104,7 @@ class GroupReader:
 
         Without `give` only the cursors move, and no pieces are made.
         """
-        self._wanted = (self._low, self._high) if give else (0, 0)
+        self._wanted = (self.low, self.high) if give else (0, 0)
         before, present = self.cursors, self.present
         batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
         if self._fill(batch, 0, self._slots, present):
@@ -165,11 +152,11 @@ class GroupReader:
             rows, places = run.rows, None
             if not whole or len(rows) < schedule.size:
                 batch, slot = np.nonzero(mine)
-                inside = (slot >= self._low) & (slot < self._high)
-                rows, places = rows[inside], (batch * self.width + slot - self._low)[inside]
+                inside = (slot >= self.low) & (slot < self.high)
+                rows, places = rows[inside], (batch * self.width + slot - self.low)[inside]
             pieces.append((run.columns, rows, places))
         self._at += schedule.size
-        return GroupRun(pieces, schedule[:, self._low : self._high], cursors)
+        return GroupRun(pieces, schedule[:, self.low : self.high], cursors)
 
     def _schedule(self, batches: int) -> Ints:
         """The source of each slot of the next batches, int64 [batches, slots]."""
@@ -199,14 +186,14 @@ class GroupReader:
         batch.advances += [(source, advance) for advance in given.advances]
         at = low
         for columns, rows in given.pieces:
-            batch.pieces.append((columns, rows, slots[at : at + len(rows)] - self._low))
+            batch.pieces.append((columns, rows, slots[at : at + len(rows)] - self.low))
             at += len(rows)
         return given.count
 
     def _reopen(self, cursors: Sequence[Cursor]) -> None:
         for source, stream in self._streams.items():
             stream.close()
-            self._streams[source] = self._open_stream(source, cursors[source])
+            self._streams[source] = self._open_stream(source, self._group, cursors[source])
 
 
 def _ready_rows(stream: Stream) -> int:

@@ -1,7 +1,5 @@
 """Tables laid end to end into one: columns are copied into one leased array each, where their types allow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -7,8 +7,6 @@ recorded with the next row of their block. After the last one, they are recorded
 the line has ended. So the cursor is the end of the last advance, and what follows a cursor depends on nothing else.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ Fresh pages are expensive: the kernel clears each, and in a virtual machine the 
 take as long as decoding into it. A leased array returns automatically once nothing refers to it any more.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import weakref

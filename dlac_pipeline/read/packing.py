@@ -1,7 +1,5 @@
 """Packing: documents of one key group's blocks in, sequences of T tokens out, or, without packing, samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Blocks are prepared in background threads, ahead of need, within a byte budget."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import OrderedDict

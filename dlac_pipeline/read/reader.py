@@ -7,32 +7,29 @@
 Resume requires an unchanged leg. The number of ranks may change.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.plan.order import LegOrder, ReaderState
-from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.read.assemble import assemble, assemble_run
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots
+from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.streams import Columns, Stream
+from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import Array, ColumnKind
+
+if TYPE_CHECKING:
+    from dlac_pipeline.read.opening.open_leg import OpenLeg
 
 _RUN_BYTES = 2**24
 """Bytes of batches that are gathered together, in one array per column: large enough for large pages of the kernel."""
-OpenStream = Callable[[int, int, Cursor], Stream]
-"""(source, key group, cursor) -> stream."""
 
 
 class Counts(Protocol):
@@ -72,16 +69,6 @@ class _Upcoming:
     counts: Counts
 
 
-class BatchColumns(Protocol):
-    """Columns of a leg's batches."""
-
-    def kinds(self) -> dict[str, ColumnKind]:
-        """The columns that are known beforehand."""
-
-    def probe(self) -> Columns:
-        """Columns of some rows: for a rank that has none, what the others have."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadStart:
     """Start of one rank's reader: the rank of `world_size`, the step after which it reads, and the cursors there."""
@@ -97,8 +84,7 @@ class RankReader:
 
     def __init__(
         self,
-        order: LegOrder,
-        columns: BatchColumns,
+        opened: "OpenLeg",
         open_stream: OpenStream,
         prefetch: Prefetcher,
         buffers: Buffers,
@@ -106,6 +92,7 @@ class RankReader:
         *,
         exchange: Exchange = alone,
     ) -> None:
+        order = opened.order
         rank, world_size, step = start.rank, start.world_size, start.step
         batch_size, per_group = order.settings.batch_size, order.settings.samples_per_group
         if batch_size % world_size:
@@ -113,11 +100,11 @@ class RankReader:
                 f"expected a number of ranks that divides the batch size {batch_size}, found {world_size}"
             )
         self._order = order
-        self._kinds = columns.kinds()
+        self._kinds = opened.kinds()
         self._lengths: dict[str, int] = {}
         self._ready: deque[Batch] = deque()
         self._buffers = buffers
-        self._columns = columns
+        self._opened = opened
         self._world_size = world_size
         self._step = step
         self._slots = batch_size // world_size
@@ -137,7 +124,7 @@ class RankReader:
                 ),
                 samples_before=order.samples(step),
                 cursors=[cursors[group] for cursors in start.state],
-                open_stream=partial(_of_group, open_stream, group),
+                open_stream=open_stream,
             )
             for group in self.groups
         ]
@@ -299,7 +286,7 @@ class RankReader:
             for columns, rows, slots in each.pieces
         ]
         if not self._lengths:
-            self._learn(pieces[0][0] if pieces else self._columns.probe())
+            self._learn(pieces[0][0] if pieces else self._opened.probe())
         arrays: dict[str, Array] = {}
         for name, kind in self._kinds.items():
             mine = [(columns[name], rows, slots) for columns, rows, slots in pieces]
@@ -313,7 +300,3 @@ class RankReader:
             self._lengths[name] = column.values.shape[1] if listed else 0
             length = self._lengths[name] if listed else None
             self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length))
-
-
-def _of_group(open_stream: OpenStream, group: int, source: int, cursor: Cursor) -> Stream:
-    return open_stream(source, group, cursor)

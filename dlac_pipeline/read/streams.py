@@ -1,7 +1,5 @@
 """Samples of one key group from one source, from a cursor on: rows as they are, or what a transform and packing make of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -86,7 +84,7 @@ class SourceBlocks(Generic[Prepared]):
         self._prepare = prepare
         self._size_of = size_of
 
-    def walk(self, group: int, cursor: Cursor) -> BlockWalk[Prepared]:
+    def walk(self, group: int, cursor: Cursor) -> "BlockWalk[Prepared]":
         """The blocks of a key group from a cursor on."""
         return BlockWalk(self, self._prefetch, group, cursor)
 

@@ -11,8 +11,6 @@ The schema and the source's declarations determine the tensors of a column, neve
     declared nullable          also: name.valid [rows], bool; a null reads as zeros, or as empty
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,26 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyiceberg import types as ice
 from pyiceberg.schema import Schema
-from pyiceberg.types import (
-    BinaryType,
-    BooleanType,
-    DateType,
-    DoubleType,
-    FixedType,
-    FloatType,
-    IcebergType,
-    IntegerType,
-    ListType,
-    LongType,
-    StringType,
-    TimestampNanoType,
-    TimestampType,
-    TimestamptzNanoType,
-    TimestamptzType,
-    TimeType,
-    UUIDType,
-)
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
@@ -48,16 +28,16 @@ from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 _ITEMS: dict[type, type[np.generic]] = {
-    BooleanType: np.bool_,
-    IntegerType: np.int32,
-    LongType: np.int64,
-    FloatType: np.float32,
-    DoubleType: np.float64,
-    **dict.fromkeys((DateType, TimeType, TimestampType, TimestamptzType), np.int64),
-    **dict.fromkeys((TimestampNanoType, TimestamptzNanoType), np.int64),
+    ice.BooleanType: np.bool_,
+    ice.IntegerType: np.int32,
+    ice.LongType: np.int64,
+    ice.FloatType: np.float32,
+    ice.DoubleType: np.float64,
+    **dict.fromkeys((ice.DateType, ice.TimeType, ice.TimestampType, ice.TimestamptzType), np.int64),
+    **dict.fromkeys((ice.TimestampNanoType, ice.TimestamptzNanoType), np.int64),
 }
-_BYTES = (StringType, BinaryType)
-_FIXED_BYTES = (FixedType, UUIDType)
+_BYTES = (ice.StringType, ice.BinaryType)
+_FIXED_BYTES = (ice.FixedType, ice.UUIDType)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,14 +86,14 @@ class Column:
         used = self.values if offsets is None else self.values[int(offsets[0]) : int(offsets[-1])]
         return sum(array.nbytes for array in (used, offsets, self.valid) if array is not None)
 
-    def part(self, first: int, rows: int) -> Column:
+    def part(self, first: int, rows: int) -> "Column":
         """The rows first .. first+rows-1, as a view."""
         valid = None if self.valid is None else self.valid[first : first + rows]
         if self.offsets is None:
             return Column(self.values[first : first + rows], None, valid)
         return Column(self.values, self.offsets[first : first + rows + 1], valid)
 
-    def copy(self) -> Column:
+    def copy(self) -> "Column":
         """Return the same rows in arrays of their own, so that the viewed memory may be freed."""
         valid = None if self.valid is None else self.valid.copy()
         if self.offsets is None:
@@ -165,29 +145,18 @@ def check_names(schema: Schema, names: Sequence[str]) -> None:
             raise NoSuchColumn(f"expected column {name!r} in the table, found only {fields!r}")
 
 
-def check_columns(
-    schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()
-) -> None:
-    """Check that every named column exists and can become a tensor, as declared.
-
-    Raises:
-        NoSuchColumn, UnsupportedColumn: it does not, or cannot.
-    """
-    kinds_of(schema, names, ragged, nullable)
-
-
-def _kind_of(name: str, column_type: IcebergType, ragged: bool, nullable: bool) -> ColumnKind:
+def _kind_of(name: str, column_type: ice.IcebergType, ragged: bool, nullable: bool) -> ColumnKind:
     if isinstance(column_type, _BYTES):
         return ColumnKind(name=name, items=np.dtype(np.uint8), ragged=True, nullable=nullable)
-    listed = isinstance(column_type, ListType)
+    listed = isinstance(column_type, ice.ListType)
     if ragged and not listed:
         raise UnsupportedColumn(
             f"expected a list column among the ragged ones, found {name!r} of type {column_type}: do not declare it ragged"
         )
     if isinstance(column_type, _FIXED_BYTES):
-        width = 16 if isinstance(column_type, UUIDType) else len(column_type)
+        width = 16 if isinstance(column_type, ice.UUIDType) else len(column_type)
         return ColumnKind(name=name, items=np.dtype(np.uint8), width=width, nullable=nullable)
-    items = _ITEMS.get(type(column_type.element_type if isinstance(column_type, ListType) else column_type))
+    items = _ITEMS.get(type(column_type.element_type if isinstance(column_type, ice.ListType) else column_type))
     if items is None:
         raise UnsupportedColumn(
             f"expected column {name!r} to be a number, boolean, date, time, timestamp, fixed[n], uuid, string, binary, or a "

@@ -4,8 +4,6 @@ Texts stay texts: a text that spells out a special token does not become that to
 is truncated or padded, whatever the file defines. The reader adds the tokens that begin and end a document.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from itertools import chain

@@ -9,8 +9,6 @@ input row of each output row, in non-decreasing order: missing numbers are dropp
 several. Without it, output row i comes from input row i.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Cluster section of a job spec: the nodes on which a run trains, for the scheduler."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Request to a launcher: a job, and how it takes the run over. It travels as JSON."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Mapping
@@ -21,21 +19,35 @@ REQUEST_FILE_VARIABLE = "DLAC_REQUEST_FILE"
 """Environment variable that names a file with the request: on Kubernetes it is a secret."""
 
 
-class Request(Section):
+class LaunchChoices(Section):
+    """Takeover of a run by a launch. The defaults start a run, or resume one that no launch is training."""
+
+    replaces: int | None = Field(
+        default=None, ge=0, lt=2**31, description="Failed attempt to recover. Unset: the current one."
+    )
+    recovers: str = Field(
+        default="",
+        description="Ended run of the orchestrator that this one resumes. An attempt that it claims late is replaced as well.",
+    )
+    takeover: bool = Field(default=False, description="Fence off a launch that is still alive. False: be refused.")
+    wait_s: float = Field(
+        default=0.0, ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for another launch to exit."
+    )
+    noticed_by: str = Field(
+        default=OPERATOR, description="Finder of the failure: an operator, or the sensor that requested this run."
+    )
+    noticed_at: float | None = Field(
+        default=None, ge=0, le=1e11, description="Time of that, in seconds since the epoch. Unset: the launch's begin."
+    )
+
+
+class Request(LaunchChoices):
     """Request of an orchestrator."""
 
     spec: JobSpec
     """Resolved."""
     plan_ids: tuple[str, ...] = ()
     repin: bool = False
-    replaces: int | None = Field(default=None, ge=0, lt=2**31)
-    takeover: bool = False
-    wait_s: float = Field(default=0.0, ge=0, le=LONGEST_WAIT_S)
-    recovers: str = ""
-    """The orchestrator's ended run that this one resumes. A claim of that run after `replaces` is replaced as well."""
-    noticed_by: str = OPERATOR
-    noticed_at: float | None = Field(default=None, ge=0, le=1e11)
-    """Moment at which the failure was noticed, in seconds since the epoch. Unset: the start of this supervisor."""
     launched_by: str = ""
     """The orchestrator's run. Empty: none, and a takeover is noticed at the next commit only."""
     fence_look_s: float = Field(default=10.0, gt=0, le=LONGEST_WAIT_S)

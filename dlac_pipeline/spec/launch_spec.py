@@ -1,7 +1,5 @@
 """The launch section of a job spec: how the ranks are started, watched and recovered."""
 
-from __future__ import annotations
-
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -251,7 +249,7 @@ class LaunchSpec(Section):
         return url
 
     @model_validator(mode="after")
-    def _nodes_meet(self) -> LaunchSpec:
+    def _nodes_meet(self) -> "LaunchSpec":
         if self.max_nodes > MOST_NODES:
             raise ValueError(f"expected launch.nodes of at most {MOST_NODES}, found {self.nodes!r}")
         if self.min_nodes > self.max_nodes:

@@ -4,8 +4,6 @@ Every number of a section has a least and a greatest value. Without them a libra
 (inf, nan, true) or beyond them: after the run was claimed, or not at all.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches

@@ -3,8 +3,6 @@
 In: a job spec, and the failure before. Out: events, the end of the attempt, and a row in `recoveries` if it recovered.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

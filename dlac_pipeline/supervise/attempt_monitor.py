@@ -3,8 +3,6 @@
 In: heartbeats of all ranks. Out: events, and a row in `recoveries` if the attempt recovers from a failure.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The attempt observes its ranks and its round, passes each observation to `AttemptMachine.observe`, and acts on the decision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum, auto
 

@@ -1,7 +1,5 @@
 """Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,13 +9,7 @@ from typing import Any
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.lakehouse.errors import (
-    CheckpointDamaged,
-    LedgerError,
-    NoRestorableCheckpoint,
-    NoSuchTable,
-    SpecInvalid,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, starts_over
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
@@ -32,8 +24,8 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     PlannedSnapshot,
 )
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
-from dlac_pipeline.plan.legs.follow import LegRequest, Unreadable, leaving_out, next_leg
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
+from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
@@ -71,7 +63,7 @@ class LegChooser:
         self.unsure = False
         """True if the head looked damaged before the claim, and its leg was not checked."""
         if options.plans and len(options.plans) != len(spec.sources):
-            raise SpecInvalid(
+            raise errors.SpecInvalid(
                 f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(options.plans)}: "
                 "name them in the order of the sources, or none"
             )
@@ -84,7 +76,7 @@ class LegChooser:
             return self.at(rows, None)
         try:
             manifest = manifest_of(head, tiers_of(self._spec))
-        except CheckpointDamaged:  # the claim finds the damage again and handles it, unless this read was stale
+        except errors.CheckpointDamaged:  # the claim finds the damage again and handles it, unless this read was stale
             self.unsure = True
             return leg_of(rows, head.checkpoint_id)
         return self.at(rows, manifest)
@@ -102,8 +94,7 @@ class LegChooser:
         for source, mine in zip(self._spec.sources, leg.sources, strict=True):
             for plan_id in mine.start.plan_ids:
                 self._plans.check(plan_id, table=source.table)
-            for plan_id in mine.start.live_plan_ids:
-                self._plans.check_files(plan_id, table=source.table)
+            self._plans.check_files(mine.start.live_plan_ids, table=source.table)
         return next_leg(
             self._plans,
             excluding(self._spec, exclusions_in_force(rows)),
@@ -144,7 +135,7 @@ class LegChooser:
         """
         again = starts_over(rows)
         if checkpoint_rows(rows) and not again:
-            raise NoRestorableCheckpoint(
+            raise errors.NoRestorableCheckpoint(
                 f"every checkpoint on the lineage of run {self._spec.run!r} is quarantined: {way_out(self._spec.run, rows)}"
             )
         spec = _as_it_began(excluding(self._spec, exclusions_in_force(rows)), rows) if again else self._spec
@@ -169,7 +160,7 @@ class LegChooser:
     def _table_uuids(self) -> dict[str, str]:
         found = {}
         for source in self._spec.sources:
-            with suppress(NoSuchTable):  # reported with its name where the leg needs the table
+            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
                 found[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
         return found
 
@@ -241,7 +232,7 @@ def leg_of(rows: list[LedgerRow], checkpoint_id: str) -> Leg:
     legs = {row.checkpoint_id: row.record for row in rows if isinstance(row, LegRow)}
     at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
     if at is None:
-        raise LedgerError(
+        raise errors.LedgerError(
             f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"
         )
     return Leg.from_record(legs[at])

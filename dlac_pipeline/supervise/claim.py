@@ -3,8 +3,6 @@
 Every failure has the same four steps: claim, resolve, load, resume. A recovery that is killed anywhere can be started again.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket
@@ -18,13 +16,7 @@ from typing import Any
 from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
-from dlac_pipeline.lakehouse.errors import (
-    CheckpointDamaged,
-    NoRestorableCheckpoint,
-    RunFinished,
-    SteppedAside,
-    StoreUnavailable,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
@@ -81,7 +73,7 @@ class ResumePoint:
         return json.dumps(asdict(self), default=str)
 
     @classmethod
-    def from_json(cls, text: str) -> ResumePoint:
+    def from_json(cls, text: str) -> "ResumePoint":
         """Return the resume point that `to_json` wrote."""
         return cls(**json.loads(text))
 
@@ -211,7 +203,7 @@ def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
     """
     current = Ledger(lakehouse).state(run).fence.attempt
     if attempt is not None and current != attempt:
-        raise SteppedAside(
+        raise errors.SteppedAside(
             f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
             "owns the run; nothing to do"
         )
@@ -224,7 +216,7 @@ def check_unfinished(state: RunState) -> None:
         RunFinished: the run is finished.
     """
     if state.finished:
-        raise RunFinished(
+        raise errors.RunFinished(
             f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
         )
 
@@ -258,7 +250,7 @@ def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head:
     quarantine(ledger, attempt, damaged=damaged, head_after=None if head is None else head.checkpoint_id)
     rows = ledger.rows(attempt.run, kinds=HEAD_KINDS)
     if head is None:
-        raise NoRestorableCheckpoint(
+        raise errors.NoRestorableCheckpoint(
             f"none of the checkpoints on the lineage of run {attempt.run!r} can be restored; damaged: {damaged!r}; "
             f"{way_out(attempt.run, rows)}"
         )
@@ -270,7 +262,7 @@ def _mark_head(head: Manifest, known: Mapping[str, CheckpointRow], tiers: Tiers)
     files, folder = tiers.files.hurried(), tiers.durable_run()
     try:
         mark = commit_marked(folder, head.ledger_uuid, files)
-    except StoreUnavailable:  # the copy on this node is whole
+    except errors.StoreUnavailable:  # the copy on this node is whole
         return
     newest = known.get("" if mark is None else mark.checkpoint_id)
     if newest is None or newest.seq < known[head.checkpoint_id].seq:
@@ -288,7 +280,7 @@ def _newest_whole(
             try:
                 row = restorable[name]
                 return restore(row, tiers, partial(verifying, row.step), verify=verify), damaged
-            except CheckpointDamaged as err:
+            except errors.CheckpointDamaged as err:
                 damaged[name] = str(err)
     return None, damaged
 

@@ -1,7 +1,5 @@
 """Facts from the claims of a run: the launcher, place and spec of each attempt, and the attempt that a launch may replace."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -20,18 +18,13 @@ _ON_THE_WAY = ("steps", "seconds", "auto")
 """Reasons for checkpoints after which training continues. Other reasons are the end of the run and a request to stop."""
 
 
-def launch_folder_of(rows: Sequence[LedgerRow], attempt: int) -> str:
-    """Return the launch folder that an attempt's claim names, or an empty string."""
-    return claim_of(rows, attempt).launch_folder
-
-
 def launch_folders_of(rows: Sequence[LedgerRow], attempt: int) -> list[Path]:
     """Return the launch folders of an attempt that exist on this node: the leader's, and those of nodes that follow.
 
     The attempt's claim names the leader's folder. Nodes that follow name no folder in the ledger, and are recognized by the
     resume point in their folders.
     """
-    named = launch_folder_of(rows, attempt)
+    named = claim_of(rows, attempt).launch_folder
     if not named:
         return []
     led = [path.parent for path in sorted(Path(named).parent.glob("launch-*/resume.json")) if _resumes(path, attempt)]
@@ -50,18 +43,13 @@ def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
     return [row.attempt for row in rows if isinstance(row, ClaimRow) and row.trains]
 
 
-def node_of(rows: Sequence[LedgerRow], attempt: int) -> str:
-    """Return the node that claimed an attempt, or an empty string if its claim names none."""
-    return claim_of(rows, attempt).host
-
-
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> JobSpec:
     """Return the job spec of an attempt, from its launch folder, with the places of `lakehouse`.
 
     Raises:
         NoSuchJobSpec: the job spec is not on this node.
     """
-    folder = launch_folder_of(rows, attempt)
+    folder = claim_of(rows, attempt).launch_folder
     if not folder:
         raise NoSuchJobSpec(
             f"expected a job spec that DLAC launched run {run!r} with, found none: name one with --spec FILE"
@@ -118,17 +106,8 @@ def launcher_of(rows: Sequence[LedgerRow], attempt: int) -> str:
 
 def claimed_by(rows: Sequence[LedgerRow], attempt: int) -> str:
     """Return the orchestrator's run that launched an attempt. Empty if it was started by hand or trains nothing."""
-    return "" if idle(rows, attempt) else claim_of(rows, attempt).launched_by
-
-
-def rendezvous_of(rows: Sequence[LedgerRow], attempt: int) -> str:
-    """Return the rendezvous of an attempt's nodes, or an empty string if it had one node."""
-    return claim_of(rows, attempt).rendezvous
-
-
-def idle(rows: Sequence[LedgerRow], attempt: int) -> bool:
-    """Return True if an attempt only adopted, rewound or forked, and trained nothing."""
-    return not claim_of(rows, attempt).trains
+    claim = claim_of(rows, attempt)
+    return claim.launched_by if claim.trains else ""
 
 
 def to_replace(
@@ -143,7 +122,7 @@ def to_replace(
     - The orchestrator's own run claimed it, and its job was started again.
     """
     current = max((row.attempt for row in rows if isinstance(row, ClaimRow)), default=0)
-    same_place = bool(rendezvous) and rendezvous_of(rows, current) == rendezvous
+    same_place = bool(rendezvous) and claim_of(rows, current).rendezvous == rendezvous
     late = bool(recovers) and current > wanted and claimed_by(rows, current) == recovers
     again = bool(launched_by) and launcher_of(rows, current) == launched_by
     return current if same_place or late or again else wanted

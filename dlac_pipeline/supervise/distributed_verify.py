@@ -4,8 +4,6 @@ The leader names the checkpoint to resume from. Each node reads the manifest and
 reads itself what another node cannot read, finds damaged, or has not read in time.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +11,6 @@ from functools import partial
 from heapq import heapreplace
 from typing import Any
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import (
     Done,
     FileEntry,
@@ -29,6 +26,7 @@ from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.elastic.sealed_store import Message
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 PROVE, PROVED = "prove", "proved"
 """Messages: the leader names the checkpoint. The other nodes report how much of their part they have read, and the result."""

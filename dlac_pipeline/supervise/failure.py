@@ -3,8 +3,6 @@
 In: exits and heartbeats of ranks. Out: a `Failure`, for the restart policy and for the record of the recovery.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Sequence
@@ -15,9 +13,10 @@ from typing import Any
 from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.claims import idle, launch_folder_of, left_in_order
+from dlac_pipeline.supervise.claims import left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.all_ranks import LOST, AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
@@ -119,9 +118,9 @@ def failure_of_attempt(
     Return None for an attempt that only adopted, rewound or forked, and for one that exited in order and is started again by
     an operator.
     """
-    if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
+    if not claim_of(rows, attempt).trains or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
         return None
-    folder = launch_folder_of(rows, attempt)
+    folder = claim_of(rows, attempt).launch_folder
     found = read_heartbeats(Path(folder)) if folder else []
     appended = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and row.seq]
     heartbeats_at = [*(progress.at for progress in found), *appended]

@@ -1,13 +1,10 @@
 """The checkpoint of the resume point, on every node of an attempt. Its claimer has verified it on one of them."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.engines import Engine
-from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.restore.conversion import load_state
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng

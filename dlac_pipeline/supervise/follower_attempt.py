@@ -3,8 +3,6 @@
 In: the resume point from the leader. Out: the leader's verdict, or this node's own if the leader is lost.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -48,7 +46,7 @@ class AttemptVerdict:
         return asdict(self)
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> AttemptVerdict:
+    def from_message(cls, message: Mapping[str, Any]) -> "AttemptVerdict":
         """Return the verdict of a message."""
         restart, error = message["restart"], message["error"]
         return cls(

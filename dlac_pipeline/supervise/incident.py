@@ -3,8 +3,6 @@
 A recovery that fails before that step has a row too, and so has a run that is given up.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import asdict

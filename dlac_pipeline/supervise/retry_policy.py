@@ -1,7 +1,5 @@
 """Times for which a launch retries an unavailable catalog, and waits for a silent launch."""
 
-from __future__ import annotations
-
 from dlac_pipeline.spec.launch_request import OPERATOR
 
 RETRY_WITHIN_S = 180.0

@@ -1,7 +1,5 @@
 """Facts that all attempts of one supervisor share, and the requests to stop or to leave."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

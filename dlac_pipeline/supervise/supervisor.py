@@ -3,8 +3,6 @@
 In: a job spec. Out: events for listeners, a row in `recoveries` per recovery, and the end of the run.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -14,20 +12,7 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import VERDICT, Round
-from dlac_pipeline.lakehouse.errors import (
-    CatalogUnreachable,
-    CommitOutcomeUnknown,
-    DlacError,
-    NodesMissing,
-    RunBusy,
-    RunFinished,
-    SpecInvalid,
-    SteppedAside,
-    StoreUnavailable,
-    TrainingFailed,
-    error_from_kind,
-    error_kind,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
@@ -112,14 +97,14 @@ class Supervisor:
         """
         spec = self._spec
         if not Path(spec.launch.script).is_file():
-            raise SpecInvalid(
+            raise errors.SpecInvalid(
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
         try:
             with closing(self._starter):
                 self._starter.begin(spec)
                 return self._run()
-        except (CatalogUnreachable, StoreUnavailable, RunBusy):
+        except (errors.CatalogUnreachable, errors.StoreUnavailable, errors.RunBusy):
             if not self._stop.is_set() or self._attempts:
                 raise
             return self._outcome("stopped")  # the stop came while it waited for the catalog, the store or the lock
@@ -146,7 +131,7 @@ class Supervisor:
             while True:
                 try:
                     round_ = self._next_round(launch)
-                except RunFinished as err:
+                except errors.RunFinished as err:
                     return self._conclude(self._finished_before(takeover, err))
                 except EndedElsewhere as ended:
                     return self._conclude(AttemptVerdict.from_message(ended.message))
@@ -165,7 +150,7 @@ class Supervisor:
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error
-            raise error_from_kind(kind, message, default=TrainingFailed)
+            raise errors.error_from_kind(kind, message, default=errors.TrainingFailed)
         return self._outcome(verdict.ending or "stopped")
 
     def _outcome(self, ending: Ending) -> Outcome:
@@ -181,7 +166,7 @@ class Supervisor:
         takeover = launch.takeover
         try:
             return launch.membership.next_round(takeover.replaces or 0, self._stop, takeover.check_unfinished)
-        except NodesMissing:
+        except errors.NodesMissing:
             if self._failure is not None and takeover.replaces is not None and takeover.holds_lock:
                 launch.restart_policy.record_given_up(self._failure, takeover.replaces)
             raise
@@ -192,15 +177,15 @@ class Supervisor:
         Raises:
             DlacError: the error that ends the run. The other nodes have received it.
         """
-        error: DlacError | None = None
+        error: errors.DlacError | None = None
         try:
             verdict = self._attempt(launch, round_)
-        except DlacError as err:
+        except errors.DlacError as err:
             if launch.takeover.others_resumed(round_, err):
                 failure = planned_end(f"other nodes resumed the run: {err}", step=self._step)
                 verdict = AttemptVerdict(restart=failure)
             else:
-                error, verdict = err, AttemptVerdict(error=(error_kind(err), str(err)), step=self._step)
+                error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
         if verdict.restart is None and not self._leaving.is_set():
             # before this node exits, because it may serve the rendezvous
@@ -228,7 +213,7 @@ class Supervisor:
         try:
             if takeover.lead():
                 launch.restart_policy.follow_others()
-        except RunFinished as err:
+        except errors.RunFinished as err:
             return self._finished_before(takeover, err)
         options = replace(self._options, plans=takeover.plans)
         while True:
@@ -238,7 +223,7 @@ class Supervisor:
             self._attempts += 1
             try:
                 return self._run_attempt(launch, attempt)
-            except SteppedAside:
+            except errors.SteppedAside:
                 if round_.others or not takeover.replace_late_claim():
                     raise
                 self._attempts -= 1  # a launch that stepped aside was no attempt
@@ -252,9 +237,9 @@ class Supervisor:
         """
         try:
             end = attempt.run()
-        except RunFinished as err:
+        except errors.RunFinished as err:
             return self._finished_before(launch.takeover, err)
-        except (CatalogUnreachable, CommitOutcomeUnknown):
+        except (errors.CatalogUnreachable, errors.CommitOutcomeUnknown):
             if attempt.number or not self._stop.is_set():
                 raise
             end = attempt.end_before_training()  # the stop came while it waited
@@ -271,11 +256,13 @@ class Supervisor:
             self._options = replace(self._options, unreadable=(*self._options.unreadable, *left_out))
         return AttemptVerdict(restart=self._failure, attempt=attempt.number, step=attempt.step)
 
-    def _finished_before(self, takeover: Takeover, err: RunFinished) -> AttemptVerdict:
+    def _finished_before(self, takeover: Takeover, err: errors.RunFinished) -> AttemptVerdict:
         """Return the verdict for a run that was finished before this claim: the failed attempt had committed everything."""
         if self._failure is None:
             raise err
         if self._failure.blames_script:
-            raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.describe()}")
+            raise errors.TrainingFailed(
+                f"the run is finished, but its script failed afterwards: {self._failure.describe()}"
+            )
         attempt, step = takeover.finish_of_run()
         return AttemptVerdict(ending="finished", attempt=attempt, step=step)

@@ -3,25 +3,18 @@
 The lock and the look for other launches are a courtesy that refuses a second launch early. Safety depends on the fence alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.lakehouse.errors import (
-    CatalogUnreachable,
-    DlacError,
-    LakehouseError,
-    SteppedAside,
-    StoreUnavailable,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, FinishRow
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
-from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
+from dlac_pipeline.supervise.claims import to_replace
 from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervision import Supervision
@@ -46,7 +39,7 @@ class Takeover:
         self._lock = ExitStack()
         self._has_followed = False
 
-    def __enter__(self) -> Takeover:
+    def __enter__(self) -> "Takeover":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -85,20 +78,20 @@ class Takeover:
         self.replaces = late
         return True
 
-    def others_resumed(self, round_: Round, err: DlacError) -> bool:
+    def others_resumed(self, round_: Round, err: errors.DlacError) -> bool:
         """Return True if nodes of this rendezvous resumed the run while this leader was cut off. It joins them again."""
         rendezvous = self._spec.launch.rendezvous
-        if isinstance(err, CatalogUnreachable):
+        if isinstance(err, errors.CatalogUnreachable):
             return round_.cut_off
-        if not rendezvous or not isinstance(err, SteppedAside):
+        if not rendezvous or not isinstance(err, errors.SteppedAside):
             return False
         ledger = self._supervision.ledger
         attempt = self._retry(ledger.state, self._spec.run).fence.attempt
-        return rendezvous == rendezvous_of(self._retry(ledger.rows, self._spec.run, kinds=(ClaimRow,)), attempt)
+        return rendezvous == claim_of(self._retry(ledger.rows, self._spec.run, kinds=(ClaimRow,)), attempt).rendezvous
 
     def check_unfinished(self) -> None:
         """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
-        with suppress(LakehouseError):
+        with suppress(errors.LakehouseError):
             check_unfinished(self._supervision.ledger.state(self._spec.run))
 
     def finish_of_run(self) -> tuple[int, int]:
@@ -147,5 +140,7 @@ class Takeover:
 
     def _retry(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Call a function that needs the catalog or the store, and retry it during an outage."""
-        retrying = self._supervision.retrying(CatalogUnreachable, StoreUnavailable, replaces=self.replaces)
+        retrying = self._supervision.retrying(
+            errors.CatalogUnreachable, errors.StoreUnavailable, replaces=self.replaces
+        )
         return retrying(call, *args, **kwargs)

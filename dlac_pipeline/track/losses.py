@@ -1,7 +1,5 @@
 """The loss of a step, read late: it goes into host memory while the device computes the next step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ alone determines consumption it keeps a reference and a flag per step, and the l
 a checkpoint is taken. Of streamed sources it keeps the readers' reports, joined per block.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,7 +79,7 @@ class ReaderStateTracker:
             for moved in moves:
                 yield _advance(source, group, moved)
 
-    def take(self) -> ReaderStateTracker:
+    def take(self) -> "ReaderStateTracker":
         """Return the record since the last checkpoint was taken, and begin the record for the next one."""
         taken = copy.copy(self)
         self.committed_step = self.step

@@ -4,13 +4,11 @@ Every rank receives a message at the same step. Rank 0 keeps the clock and repor
 nodes want to join. Any rank reports its termination notice.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,58 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.train.preemption import Preemption, fits
 from dlac_pipeline.train.termination_notice import Notices
+
+
+def fits(sync: StepSync, leave_s: float) -> bool:
+    """Return True if a checkpoint can be committed in the rest of `leave_s`. All ranks use the same message and agree.
+
+    Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends a commit that takes too long.
+    """
+    return sync.notice_age_s + sync.needed_s <= leave_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preemption:
+    """The end of a preempted run."""
+
+    notice: str
+    deadline_s: float
+    step: int
+    """The last finished step."""
+    head: str | None
+    head_step: int
+    batch_size: int
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that the next attempt repeats."""
+        return self.step - self.head_step
+
+    def event(self) -> dict[str, Any]:
+        """Return the event for listeners."""
+        return {
+            "event": "preempted",
+            "notice": self.notice,
+            "deadline_s": self.deadline_s,
+            "step": self.step,
+            "committed": self.lost_steps == 0,
+            "lost_steps": self.lost_steps,
+            "lost_rows": self.lost_steps * self.batch_size,
+            "message": self.message(),
+        }
+
+    def message(self) -> str:
+        """Return the message for the log."""
+        request = f"asked to exit ({self.notice}), within {self.deadline_s:g} s"
+        head = "the start" if self.head is None else f"checkpoint {self.head!r} of step {self.head_step}"
+        if not self.lost_steps:
+            return f"{request}: {head} is committed, nothing is lost"
+        return (
+            f"{request}: no time for a checkpoint of step {self.step}; {head} stays the head, and {self.lost_steps} steps "
+            f"({self.lost_steps * self.batch_size} rows) must be repeated"
+        )
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,15 +1,13 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
-from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import seed_rng

@@ -1,15 +1,12 @@
 """Communicator of a rank: its place among the ranks, their process group, and the messages that DLAC sends over it."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.step_sync import StepSyncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.read.exchange import Waits, summing_over

@@ -1,7 +1,5 @@
 """From a resume point to an open attempt of one rank: the reader of its leg, the tracker, and the checkpoint manager."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Recoveries without a supervisor: rank 0 records how the recovery from a failure went."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """End of a run: its finish in the ledger, the release of pins, and the event that names the ending."""
 
-from __future__ import annotations
-
 import logging
 
 from dlac_pipeline.checkpoint.collectives import RankTree

@@ -3,21 +3,19 @@
 Without a supervisor rank 0 claims the run and notifies the other ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.failures import failing_together
-from dlac_pipeline.checkpoint.files import make_below
+from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.supervise.choose_leg import ResumeOptions

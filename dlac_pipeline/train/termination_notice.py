@@ -4,8 +4,6 @@ A thread receives signals even while the main thread waits in a collective or fo
 deadline passes: a rank that is stuck must not outlive its node's remaining time.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -12,8 +12,6 @@ Under `dlac train` the launch folder names the run and the rank. Under torchrun 
 spec: `training_run("job.toml")`. Rank 0 then claims the run itself.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -32,23 +30,17 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import open_attempt
 from dlac_pipeline.train.own_recovery import OwnRecoveries
 from dlac_pipeline.train.run_end import end_run, release_old_pins
-from dlac_pipeline.train.startup import (
-    await_resume_point,
-    claim_run,
-    job_spec,
-    make_own_folder,
-    open_lakehouse,
-)
 
 
 @contextmanager
-def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> Iterator[TrainingRun]:
+def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "Iterator[TrainingRun]":
     """Yield the training run of this rank. The run joins the process group, gets its attempt, and cleans up at the end.
 
     A script may leave the context before the run is over, between two steps, at the same step on all ranks. The attempt then
@@ -63,7 +55,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> I
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
-        run = TrainingRun(folder, job_spec(folder, spec), takeover=takeover, held=held)
+        run = TrainingRun(folder, startup.job_spec(folder, spec), takeover=takeover, held=held)
         try:
             yield run
             run.leave()
@@ -93,13 +85,13 @@ class TrainingRun:
         self.world_size = self._communicator.world_size
         self._policy = CheckpointPolicy(spec, self.rank, folder, self._events)
         held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
-        self._lakehouse = open_lakehouse(spec, supervised=folder is not None)
+        self._lakehouse = startup.open_lakehouse(spec, supervised=folder is not None)
         self._recoveries = OwnRecoveries(self._lakehouse, spec, self._events)
         plans = Plans(self._lakehouse)
         if folder is None:
             self._claim_itself(plans, takeover=takeover, held=held)
         else:
-            self.resume_point = await_resume_point(folder)
+            self.resume_point = startup.await_resume_point(folder)
         self._attempt = open_attempt(spec, plans, self.resume_point, self._communicator)
         self._policy.resumed(self.resume_point, self._lakehouse)
         self._checkpointing = Checkpointing(
@@ -111,9 +103,11 @@ class TrainingRun:
     def _claim_itself(self, plans: Plans, *, takeover: bool, held: ExitStack) -> None:
         """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""
         began = time.time()
-        self.resume_point = point = claim_run(plans, self.spec, self._communicator, takeover=takeover, held=held)
+        self.resume_point = point = startup.claim_run(
+            plans, self.spec, self._communicator, takeover=takeover, held=held
+        )
         with self._communicator.failing_together(doing="making the launch folder"):
-            folder = make_own_folder(self.spec, point.nonce)
+            folder = startup.make_own_folder(self.spec, point.nonce)
             self._heartbeat.close()
             self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)

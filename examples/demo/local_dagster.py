@@ -39,8 +39,15 @@ _ENDS_WITHIN_S = 2.0
 class LocalDagster:
     """Dagster with its storage in `home`/dagster and the lakehouse in `home`. Use it inside `running()`."""
 
-    def __init__(self, home: Path, *, settings: Mapping[str, Any] | None = None, workspace: Path = WORKSPACE) -> None:
-        """`settings` are further sections of dagster.yaml, such as `storage`."""
+    def __init__(
+        self,
+        home: Path,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        workspace: Path = WORKSPACE,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`settings` are further sections of dagster.yaml, such as `storage`. `variables` are added to the environment."""
         self.home = home.resolve()
         self._workspace = str(workspace)
         self._folder = self.home / "dagster"
@@ -49,6 +56,7 @@ class LocalDagster:
         (self._folder / "dagster.yaml").write_text(yaml.safe_dump(merged))
         self.environment = {
             **os.environ,
+            **(variables or {}),
             "DAGSTER_HOME": str(self._folder),
             "DLAC_HOME": str(self.home),
             "PYTHONUNBUFFERED": "1",

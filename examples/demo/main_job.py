@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlac_pipeline.dagster.sensors.continual import run_config_of
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
@@ -49,12 +50,19 @@ _Found = TypeVar("_Found")
 class Demo:
     """One demo in one home folder."""
 
-    def __init__(self, home: Path, report: Path, console: Console) -> None:
-        self._dagster = LocalDagster(home)
+    def __init__(self, home: Path, report: Path, console: Console, *, catalog: str | None, store: str) -> None:
+        """`catalog` and `store` are the places of tables and of checkpoints, or None and "" for the home folder."""
+        variables = {} if catalog is None else {"DLAC_CATALOG": catalog}
+        self._dagster = LocalDagster(home, variables=variables)
         self._report = report
         self._console = console
         self._screen = Screen(console)
-        self._spec = read_spec(JOB).resolved(self._dagster.home)
+        job = read_spec(JOB)
+        places = {
+            "lakehouse": LakehouseConfig(name=catalog),
+            "checkpoint": job.checkpoint.model_copy(update={"store": store}),
+        }
+        self._spec = job.model_copy(update=places).resolved(self._dagster.home)
         self._timings: dict[str, float] = {}
 
     def run(self) -> bool:
@@ -174,13 +182,17 @@ def main(
         Path, typer.Option(help="Folder of the demo's lakehouse; one of an earlier demo is emptied first.")
     ] = Path("demo-lakehouse"),
     report: Annotated[Path, typer.Option(help="Folder of report.json and report.html.")] = Path("demo-report"),
+    catalog: Annotated[
+        str | None, typer.Option(help="Catalog of the tables, by its name in PyIceberg's configuration.")
+    ] = None,
+    store: Annotated[str, typer.Option(help="Address of the checkpoint store, such as s3://bucket/checkpoints.")] = "",
 ) -> None:
     """Run the main job on real input: plan, train, crash, recover, audit, report."""
     console = Console()
     try:
         check_checkout()
         empty_home(home)
-        held = Demo(home, report, console).run()
+        held = Demo(home, report, console, catalog=catalog, store=store).run()
     except DlacError as err:
         console.print(Text.assemble(("error:", "red"), f" {type(err).__name__}: {err}"), soft_wrap=True)
         sys.exit(err.exit_code)

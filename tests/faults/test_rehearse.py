@@ -15,10 +15,11 @@ import pytest
 
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.operations.rehearse import rehearse_run
 from dlac_pipeline.operations.sandbox import PREFIX
-from dlac_pipeline.supervise.claims import launch_folder_of, spec_of_attempt
+from dlac_pipeline.supervise.claims import spec_of_attempt
 from jobs.definitions import defs
 from tests.conftest import wait_until
 from tests.integration.test_cli import dlac
@@ -173,10 +174,10 @@ def test_rehearsal_job_covers_every_run(arena: Arena, tmp_path: Path) -> None:
     assert "2 losses bit-identical" in (both.description or "")
     launched = spec_of_attempt(arena.lakehouse, arena.rows("drifts"), "drifts", 1)
     changed = launched.model_copy(update={"launch": launched.launch.model_copy(update={"env": {"NOISE_SEED": "1"}})})
-    (Path(launch_folder_of(arena.rows("drifts"), 1)) / "spec.json").write_text(changed.model_dump_json())
+    (Path(claim_of(arena.rows("drifts"), 1).launch_folder) / "spec.json").write_text(changed.model_dump_json())
     (differing,) = evaluations(runs=["steady", "drifts", "nobody"])
     assert (differing.passed, differing.severity) == (False, dg.AssetCheckSeverity.ERROR)
     assert (differing.description or "").startswith("drifts: steps")
     assert "2 of 2 losses differ" in (differing.description or "")
     rows = [record.data for record in differing.metadata["rehearsals"].value.records]  # type: ignore[union-attr]  # a table
-    assert {row.run: row["identical"] for row in rows} == {"steady": True, "drifts": False, "nobody": ""}
+    assert {row["run"]: row["identical"] for row in rows} == {"steady": True, "drifts": False, "nobody": ""}

@@ -170,7 +170,9 @@ def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
     arena.table()
     following = FollowedJob(arena, nodes="2", **SLOW)
     following.wait_for("checkpoint")
-    rank = next(one for one in psutil.process_iter(["name", "cmdline"]) if RANK.match(" ".join(one.info["cmdline"])))
+    rank = next(
+        one for one in psutil.process_iter(["name", "cmdline"]) if RANK.match(" ".join(one.info["cmdline"] or ()))
+    )
     rank.kill()
     assert following.outcome().ending == "finished"
     assert "Restarts=0" in slurm.job(following.number)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.checkpoint.engines import TorchState
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, FinishRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:

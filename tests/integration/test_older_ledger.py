@@ -27,10 +27,11 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.iceberg.metadata_files import TableFolder
 from dlac_pipeline.lakehouse.ledger import older_ledger
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.older_ledger import WarehouseReader, check_warehouse, commit_marked, newer_in_store
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse, commit_marked, newer_in_store
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena, wait_until
@@ -313,7 +314,7 @@ def test_mark_without_step_counts(arena: Arena) -> None:
     """A commit mark proves its checkpoint, whatever its step is."""
     said = {"ledger_uuid": "u", "run": "r", "checkpoint_id": "c", "step": None}
     (arena.home / "committed-u.json").write_text(json.dumps(said))
-    proof = commit_marked(str(arena.home), "u", WarehouseReader(arena.lakehouse))
+    proof = commit_marked(str(arena.home), "u", StoreFiles())
     assert proof is not None
     assert (proof.checkpoint_id, proof.step) == ("c", 0)
 
@@ -377,7 +378,7 @@ def test_old_attempts_are_not_listed(lost: bool, monkeypatch: pytest.MonkeyPatch
     passes: list[str] = []
     monkeypatch.setattr(older_ledger, "checkpoint_rows", counted(checkpoint_rows, passes))
     ledger = cast(Ledger, SimpleNamespace(table_uuid="u", rows=lambda *_, **__: rows))
-    newer = newer_in_store(ledger, "r", "store/r", store, rows=rows)
+    newer = newer_in_store(ledger, "r", "store/r", cast(StoreFiles, store), rows=rows)
     assert (newer is not None) == lost
     assert store.listed == ["store/r", "store/r/attempt-0020", *(["store/r/attempt-0021"] if lost else [])]
     assert len(passes) <= 2

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dlac_pipeline import training_run
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.lakehouse.errors import (
@@ -27,6 +26,7 @@ from dlac_pipeline.lakehouse.errors import (
     TableReplaced,
 )
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan

@@ -14,7 +14,6 @@ from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.commit.retention import Retention
-from dlac_pipeline.checkpoint.files import StoreFiles, path_at
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
@@ -30,6 +29,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     RetireRow,
     VerifyRow,
 )
+from dlac_pipeline.lakehouse.store_files import StoreFiles, path_at
 from dlac_pipeline.operations import rehearse
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until

@@ -35,7 +35,7 @@ from pyiceberg.types import (
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 from dlac_pipeline.read.assemble import Piece, assemble
-from dlac_pipeline.rows.columns import ColumnKind, check_columns, kinds_of, to_column
+from dlac_pipeline.rows.columns import ColumnKind, kinds_of, to_column
 
 LONGS = ListType(100, LongType(), element_required=False)
 TYPES: dict[str, IcebergType] = {
@@ -167,16 +167,16 @@ def test_nulls_inside_lists_are_refused() -> None:
 def test_columns_without_tensor_are_refused(name: str) -> None:
     """Decimals, structs and lists of strings are refused in planning."""
     with pytest.raises(UnsupportedColumn, match=name):
-        check_columns(SCHEMA, [name])
+        kinds_of(SCHEMA, [name])
 
 
 def test_declarations_are_checked() -> None:
     """A declared column must exist, and only lists are declared ragged. Strings are ragged without a declaration."""
-    check_columns(SCHEMA, ["text", "tokens"], ragged=["tokens"], nullable=["text"])
+    kinds_of(SCHEMA, ["text", "tokens"], ragged=["tokens"], nullable=["text"])
     with pytest.raises(NoSuchColumn, match="'nothing'"):
-        check_columns(SCHEMA, ["text"], nullable=["nothing"])
+        kinds_of(SCHEMA, ["text"], nullable=["nothing"])
     with pytest.raises(UnsupportedColumn, match="a list column among the ragged ones, found 'big'"):
-        check_columns(SCHEMA, ["big"], ragged=["big"])
+        kinds_of(SCHEMA, ["big"], ragged=["big"])
     assert kind("text").tensors == ("text", "text.offsets")
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
-from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
+from dlac_pipeline.checkpoint.commit.ledger_rows import Vote, agreed_reader_state
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.train.open_attempt import check_restored

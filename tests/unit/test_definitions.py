@@ -11,8 +11,7 @@ from dagster import SubmitRunContext
 from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 
-from dlac_pipeline.dagster.config import JobSpecConfig
-from dlac_pipeline.dagster.resources import LakehouseResource
+from dlac_pipeline.dagster.resources import JobSpecConfig, LakehouseResource
 from dlac_pipeline.dagster.training_runs import TrainingRunCoordinator, raw_spec_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import JobSpec

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 from dlac_pipeline.supervise import distributed_verify
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier, NodeVerifiers, parts_of
 from tests.launched_nodes import rounds, silence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dlac_pipeline.checkpoint.failures import failure_named
-from dlac_pipeline.checkpoint.failures import name_failure as failure_message
+from dlac_pipeline.checkpoint.collectives import failure_named
+from dlac_pipeline.checkpoint.collectives import name_failure as failure_message
 from dlac_pipeline.lakehouse.errors import (
     CheckpointError,
     DataFileUnreadable,

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets, mask_setting
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, unpack

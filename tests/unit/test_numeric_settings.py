@@ -39,7 +39,7 @@ def models() -> set[type[BaseModel]]:
     while pending:
         pending += (below := pending.pop().__subclasses__())
         found |= {each for each in below if each.__module__.startswith("dlac_")}
-    return {each for each in found if each.__module__ != "dlac_pipeline.dagster.config"}
+    return {each for each in found if each.__module__ != "dlac_pipeline.dagster.resources"}
 
 
 def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:

@@ -10,10 +10,10 @@ import pytest
 
 from dlac_pipeline.checkpoint.commit import removal
 from dlac_pipeline.checkpoint.commit.retention import Retention
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow, RetireRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 

@@ -11,10 +11,10 @@ from threading import Barrier
 import pytest
 
 from dlac_pipeline.checkpoint.engines.deepspeed_state import _recorder
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.durable_io import DurableFileIO, write_durably
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 AT_ONCE = 4
 

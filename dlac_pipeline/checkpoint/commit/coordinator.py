@@ -1,7 +1,5 @@
 """The coordinator's part of a checkpoint: from all ranks' votes to the manifest and the ledger's commit, or why there is none."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -10,11 +8,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
-from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vote
+from dlac_pipeline.checkpoint.collectives import failure_named, name_failure
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vote, agreed_reader_state
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of
 from dlac_pipeline.checkpoint.commit.retention import Retention
-from dlac_pipeline.checkpoint.failures import failure_named, name_failure
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
@@ -202,7 +199,7 @@ class Committer:
                 fsync_directory(ancestor)  # the names of the folders themselves
             write_durably(folder / MANIFEST, content)
         if self._tiers.store is not None:
-            self._tiers.files.write(self._tiers.manifest_uri(name), content, within=self._tiers.durable_run())
+            self._tiers.files.write(self._tiers.manifest_uri(name), content, within=self._tiers.durable_run(), new=True)
         return content_digest(content)
 
     def _begin(self) -> None:

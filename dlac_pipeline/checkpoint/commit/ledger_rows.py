@@ -1,11 +1,14 @@
-"""The ledger rows of a checkpoint: the checkpoint's own, the leg when it is new, and an advance for every block it moved."""
+"""The ledger rows and the reader state of a checkpoint, from the votes of the ranks.
 
-from __future__ import annotations
+Rows: the checkpoint's own, the leg when it is new, and an advance for every block it moved. Nothing is committed where ranks, or
+the order, disagree about the reader state.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow, LegRow, QuarantinedRowsRow
@@ -96,3 +99,29 @@ class RowMaker:
             plan_id = order.open_cut_of(pass_index).plan_id
             self._cuts[source, pass_index] = cut_id_of(plan_id, order.cut_of(pass_index))
         return self._cuts[source, pass_index]
+
+
+def agreed_reader_state(order: LegOrder, votes: Sequence[Vote], step: int) -> list[list[list[int]]]:
+    """Return the cursors that the readers reported, by source and key group.
+
+    Where a step determines every cursor, each is compared with it. Ranks that share a key group must agree.
+
+    Raises:
+        CursorMismatch: a reader has another cursor, or is at another step.
+    """
+    state = [[list(c) for c in cursors] for cursors in order.reader_state(step)] if order.counted else None
+    reported: dict[int, list[list[int]]] = {}
+    for rank, vote in enumerate(votes):
+        if vote["step"] != step:
+            raise CursorMismatch(f"expected rank {rank} at step {step}, found step {vote['step']}")
+        for group, cursors in zip(vote["groups"], vote["cursors"], strict=bool(vote["cursors"])):
+            expected = reported.setdefault(group, cursors) if state is None else [each[group] for each in state]
+            if cursors != expected:
+                raise CursorMismatch(
+                    f"expected the cursors of key group {group} at {expected} after step {step}, rank {rank} "
+                    f"reported {cursors}: the reader and the order disagree; nothing was committed"
+                )
+    if state is not None:
+        return state
+    groups = range(order.settings.key_groups)
+    return [[reported[group][source] for group in groups] for source in range(len(order.sources))]

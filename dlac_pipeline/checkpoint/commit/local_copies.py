@@ -4,8 +4,6 @@ The ledger records which nodes have them, so that the next job is placed there. 
 checkpoint of each attempt records them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -4,8 +4,6 @@ In: addresses of folders that no run needs. Out: the folders are removed from th
 Otherwise a warning, once, and another try after the next checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import threading

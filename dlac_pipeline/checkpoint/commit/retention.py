@@ -5,13 +5,10 @@ is never selected again (`removal`). An interrupted removal continues after the 
 includes what replaced attempts had staged and never committed, which no row can ever name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from dlac_pipeline.checkpoint.commit.removal import Removal
-from dlac_pipeline.checkpoint.files import below
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.commits import names_of
@@ -26,6 +23,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     RetireRow,
     RewindRow,
 )
+from dlac_pipeline.lakehouse.store_files import below
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 _OUT = (RetireRow, QuarantinedCheckpointRow)

@@ -4,8 +4,6 @@ An adapter saves what its rank owns and reports the files that it wrote. Durabil
 manager. An adapter only ever receives a folder whose digests are verified.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed engines, through their own save path."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -15,9 +13,9 @@ from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.universal import INFO, load_rest, loading_universal, safe_classes, to_universal
-from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid, WorldSizeUnsupported
+from dlac_pipeline.lakehouse.store_files import make_below
 
 
 class DeepSpeedState:

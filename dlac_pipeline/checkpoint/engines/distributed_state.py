@@ -1,7 +1,5 @@
 """PyTorch state that ranks share out among them (FSDP2, DTensor) or repeat (DDP)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +14,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.shards import PlainLoadPlanner, PlainSavePlanner, ShardReader, ShardWriter
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 
-class DistributedState:
+class DistributedState(Engine):
     """A model under FSDP2 (`fully_shard`), DDP, or neither.
 
     Every rank saves its part, replicas are saved once, any number of ranks loads it.
@@ -62,17 +60,9 @@ class DistributedState:
         )
         self._rest.load(folder, saved_world_size=saved_world_size)
 
-    def conversion(self, saved_world_size: int) -> Convert | None:
-        """Return None: parts are assembled when they are loaded."""
-        return None
-
     def modules(self) -> Mapping[str, Any]:
         """Return the sharded model and the other parts."""
         return {"model": self._model, **self._rest.modules()}
-
-    def step_applied(self) -> bool:
-        """Return True: PyTorch applies every step, unless the script reports otherwise to `step_done`."""
-        return True
 
     def _state(self) -> dict[str, Any]:
         """Return this rank's view, by names that do not depend on the number of ranks. Its tensors are those in use."""

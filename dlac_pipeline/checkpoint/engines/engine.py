@@ -1,7 +1,5 @@
 """The interface of a training engine to the Checkpoint Manager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,14 +34,16 @@ class Engine(Protocol):
         """
 
     def conversion(self, saved_world_size: int) -> Convert | None:
-        """Return the conversion of a checkpoint of so many ranks for these ranks, or None if `load` takes it as it is.
+        """Return the conversion of a checkpoint of so many ranks for these ranks. None (most engines): `load` takes it as it is.
 
         Raises:
             WorldSizeUnsupported: no conversion exists.
         """
+        return None
 
     def modules(self) -> Mapping[str, Any]:
         """Return the modules whose weights a checkpoint has, by name. Parts that are no modules may be among them."""
 
     def step_applied(self) -> bool:
-        """Return True if the engine applied the last optimizer step (false on an fp16 overflow)."""
+        """Return False if the engine skipped the last optimizer step, as on an fp16 overflow. Most engines apply each."""
+        return True

@@ -4,8 +4,6 @@ In: an engine's state. Out: the same with Python's numbers in place of NumPy's. 
 objects are never changed.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

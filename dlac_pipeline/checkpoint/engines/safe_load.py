@@ -1,7 +1,5 @@
 """Safe loading of files that others may have written: tensors and plain values only, never code."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

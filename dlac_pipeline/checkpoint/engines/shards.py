@@ -5,8 +5,6 @@ only. Its own files name their parts in a pickle, which can run code. Here every
 index in plain values records their places.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +44,27 @@ _FORMAT_VERSION = 1
 _INDEX = "shards-index.pt"
 
 
-class ShardWriter(StorageWriter):
+class _AsPlanned:
+    """Common part of writer and reader: DCP's plans are followed as they are, and DCP chooses neither by a path."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing. One is made for every checkpoint."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Return the plans."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return False."""
+        return False
+
+
+class ShardWriter(_AsPlanned, StorageWriter):
     """Passes every rank's parts, and at the coordinator the index, to `write`.
 
     A failure is kept, not raised. DCP would continue without this rank's answer, and the vote reports it later.
@@ -92,22 +110,6 @@ class ShardWriter(StorageWriter):
         """Note the rank."""
         self._rank_file = f"shards-{kwargs['rank']:05d}.pt"
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """One is made for every checkpoint."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """DCP never chooses this writer by a path."""
-        return False
-
     def _hand_over(self, name: str, state: Callable[[], Any]) -> None:
         try:
             self._write(self._folder / name, state())
@@ -115,7 +117,7 @@ class ShardWriter(StorageWriter):
             self.failure = err
 
 
-class ShardReader(StorageReader):
+class ShardReader(_AsPlanned, StorageReader):
     """Reads what `ShardWriter` wrote: any number of ranks, each the parts that it needs."""
 
     def __init__(self, folder: Path) -> None:
@@ -162,22 +164,6 @@ class ShardReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing: the index is read."""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """One is made for every load."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """DCP never chooses this reader by a path."""
-        return False
 
 
 class PlainSavePlanner(DefaultSavePlanner):

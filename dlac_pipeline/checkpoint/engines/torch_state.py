@@ -1,7 +1,5 @@
 """Replicated PyTorch state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.stage.copies import Write
 
 
-class TorchState:
+class TorchState(Engine):
     """Replicated PyTorch state (plain, or DistributedDataParallel): rank 0 saves it, every rank loads it.
 
     Give it anything with `state_dict` and `load_state_dict`: `TorchState(model=model, optimizer=optimizer)`.
@@ -68,17 +66,9 @@ class TorchState:
         tensors = {name: value for name, value in found[part].items() if isinstance(value, torch.Tensor)}
         return {_bare_name(name, places): tensor for name, tensor in tensors.items()}
 
-    def conversion(self, saved_world_size: int) -> Convert | None:
-        """Replicated state suits any number of ranks."""
-        return None
-
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""
         return self._parts
-
-    def step_applied(self) -> bool:
-        """Plain PyTorch applies every step."""
-        return True
 
 
 _WRAPPER = "module."

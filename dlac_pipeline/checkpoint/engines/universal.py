@@ -4,8 +4,6 @@ DeepSpeed's own conversion and load do most of it. What they leave out is done h
 ZeRO 3 the settings of parameter groups after the first.
 """
 
-from __future__ import annotations
-
 import io
 from argparse import Namespace
 from collections.abc import Iterator

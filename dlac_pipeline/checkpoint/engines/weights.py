@@ -1,7 +1,5 @@
 """A checkpoint's weights, whole and alone, whichever engine saved them and however many ranks had them."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from contextlib import redirect_stdout

@@ -10,8 +10,6 @@ record of its files that is written last. It is made under a unique name, and re
 No ledger row names it: it can always be made again, and is removed with its checkpoint.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -26,14 +24,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.engines.engine import Convert, Engine
-from dlac_pipeline.checkpoint.failures import failing_together
-from dlac_pipeline.checkpoint.files import StoreFiles, file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest, sync_file
 
 _log = logging.getLogger(__name__)
 _RECORD = "conversion.json"

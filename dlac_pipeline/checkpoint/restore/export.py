@@ -1,7 +1,5 @@
 """Export of a checkpoint as a file of weights, and its identification: the file's digest names the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import dataclass, replace
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from dlac_pipeline.checkpoint.files import file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
@@ -22,6 +19,7 @@ from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_expor
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
+from dlac_pipeline.lakehouse.store_files import file_digest, sync_file
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines.weights import Weights
@@ -80,7 +78,7 @@ def _hold_of(path: Path) -> str:
     return f"export:{socket.gethostname()}:{path.resolve()}"
 
 
-def _write_weights(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, part: str) -> Exported:
+def _write_weights(ledger: Ledger, manifest: Manifest, weights: "Weights", path: Path, part: str) -> Exported:
     about = {
         "format": "pt",
         "dlac.run": manifest.run,
@@ -112,7 +110,7 @@ def _write_weights(ledger: Ledger, manifest: Manifest, weights: Weights, path: P
     )
 
 
-def _save(weights: Weights, path: Path, about: dict[str, str]) -> None:
+def _save(weights: "Weights", path: Path, about: dict[str, str]) -> None:
     """Write the file.
 
     Raises:

@@ -1,7 +1,5 @@
 """Checkpoints that others wrote: what they are, and their files as an engine of ours loads them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,12 +1,9 @@
 """From a committed checkpoint to a verified local folder: the local copy, repaired from the store."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import StoreFiles, below
 from dlac_pipeline.checkpoint.manifest import (
     Done,
     FileEntry,
@@ -24,6 +21,7 @@ from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_name_of, fold
 from dlac_pipeline.lakehouse.durable_io import temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below
 
 Verify = Callable[[CheckpointRow, Manifest, StoreFiles, Done], None]
 

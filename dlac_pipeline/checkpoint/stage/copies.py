@@ -1,7 +1,5 @@
 """Writers of an engine's states: written at once, or copied now and written in the background."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable

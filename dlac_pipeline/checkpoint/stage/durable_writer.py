@@ -4,22 +4,45 @@ Threads make files durable while the next ones are written. A copy in front of t
 only if its digests match.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.files import sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry
-from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.durable_io import fsync_directory
+from dlac_pipeline.lakehouse.store_files import sync_file
+
+
+class Phases(dict[str, float]):
+    """Seconds by phase, of all threads that were in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adding = threading.Lock()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count the time spent inside to a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count these to a phase."""
+        with self._adding:
+            self[name] = self.get(name, 0.0) + seconds
+
 
 _THREADS = 4
 _NICE = 10

@@ -4,8 +4,6 @@ Large files bypass the page cache (O_DIRECT) where the file system can. A checkp
 takes half of the CPU time, and does not evict what training reads.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

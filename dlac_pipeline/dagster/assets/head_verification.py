@@ -1,18 +1,16 @@
 """Verification of a run's newest checkpoint. The result goes into the ledger and onto a page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from secrets import token_hex
 from typing import Any
 
-from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import Verification, list_checkpoints, verify_checkpoints
 from dlac_pipeline.dagster.metadata import sql_metadata
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import record_verified
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 
 def verify_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verification | None:

@@ -1,7 +1,5 @@
 """Page of the model for a training run: plots, its last checkpoints, its incidents, and SQL for further questions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, fields
 from typing import Any

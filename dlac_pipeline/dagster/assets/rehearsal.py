@@ -10,14 +10,7 @@ import dagster as dg
 from dlac_pipeline.dagster.metadata import table
 from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.dagster.training_runs import MODEL
-from dlac_pipeline.lakehouse.errors import (
-    CatalogUnreachable,
-    DlacError,
-    NoSuchJobSpec,
-    NoSuchRun,
-    NothingToRehearse,
-    StoreUnavailable,
-)
+from dlac_pipeline.lakehouse import errors
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -45,9 +38,15 @@ def rehearsed(
 
     try:
         done = rehearse_run(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
-    except (NothingToRehearse, NoSuchRun, NoSuchJobSpec, CatalogUnreachable, StoreUnavailable) as err:
+    except (
+        errors.NothingToRehearse,
+        errors.NoSuchRun,
+        errors.NoSuchJobSpec,
+        errors.CatalogUnreachable,
+        errors.StoreUnavailable,
+    ) as err:
         return RehearsedRun(run=run, holds=None, summary=str(err))
-    except DlacError as err:
+    except errors.DlacError as err:
         return RehearsedRun(run=run, holds=False, summary=f"{type(err).__name__}: {err}")
     facts = {name: getattr(done, name) for name in _FACTS}
     return RehearsedRun(run=run, holds=done.identical, summary=done.summary(), facts=facts)

@@ -6,8 +6,6 @@ dies. When Dagster interrupts this process, the supervisor is asked to stop, and
 This process starts a supervisor again that was killed, so that the recovery needs no sensor of Dagster's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

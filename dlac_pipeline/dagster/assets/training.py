@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dagster as dg
-from pydantic import Field
 
 from dlac_pipeline.dagster.assets.planning import Deps, metadata_of_this_run
 from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
@@ -20,33 +19,14 @@ from dlac_pipeline.dagster.failures import (
 from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.dagster.training_runs import MODEL, PLAN
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
-from dlac_pipeline.spec.launch_request import OPERATOR, Request
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
+from dlac_pipeline.spec.launch_request import OPERATOR, LaunchChoices, Request
 
 POOL = "trainers"
 """Pool whose limit is the number of training runs that this Dagster instance trains at once. Without one, no limit."""
 
 
-class LaunchConfig(Section, dg.Config):
+class LaunchConfig(LaunchChoices, dg.Config):
     """Takeover of the run by this launch. The defaults start a run, or resume one that no launch is training."""
-
-    replaces: int | None = Field(
-        default=None, ge=0, lt=2**31, description="Failed attempt to recover. Unset: the current one."
-    )
-    recovers: str = Field(
-        default="",
-        description="Ended Dagster run that this one resumes. An attempt that it claims late is replaced as well.",
-    )
-    takeover: bool = Field(default=False, description="Fence off a launch that is still alive. False: be refused.")
-    wait_s: float = Field(
-        default=0.0, ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for another launch to exit."
-    )
-    noticed_by: str = Field(
-        default=OPERATOR, description="Finder of the failure: an operator, or the sensor that requested this run."
-    )
-    noticed_at: float | None = Field(
-        default=None, ge=0, le=1e11, description="Time of that, in seconds since the epoch. Unset: the launch's begin."
-    )
 
 
 def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
@@ -84,12 +64,7 @@ def train_run(
         spec=spec,
         plan_ids=tuple(planned["plan_ids"]) if planned.get("is_new") else (),
         repin=config.replaces is None,
-        replaces=config.replaces,
-        recovers=config.recovers,
-        takeover=config.takeover,
-        wait_s=config.wait_s,
-        noticed_by=config.noticed_by,
-        noticed_at=config.noticed_at,
+        **config.model_dump(),
         launched_by=context.run_id,
     )
     last, served = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)

@@ -10,19 +10,13 @@ from pydantic import Field
 
 from dlac_pipeline.dagster.metadata import table
 from dlac_pipeline.dagster.resources import LakehouseResource
-from dlac_pipeline.lakehouse.errors import (
-    NoRestorableCheckpoint,
-    NoSuchCheckpoint,
-    NoSuchJobSpec,
-    NoSuchRun,
-    StoreUnavailable,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.spec.spec_problems import Section
 
 if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.files import StoreFiles
     from dlac_pipeline.checkpoint.listing import Verification
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 
 class VerifyConfig(Section, dg.Config):
@@ -59,9 +53,9 @@ def newest_checkpoints_verified(
         began = time.monotonic()
         try:
             verdict = verify_head(place, run, _files_of(place, run))
-        except (NoSuchCheckpoint, NoSuchRun, StoreUnavailable) as err:
+        except (errors.NoSuchCheckpoint, errors.NoSuchRun, errors.StoreUnavailable) as err:
             context.log.warning(f"{run}: {err}")
-        except NoRestorableCheckpoint as err:
+        except errors.NoRestorableCheckpoint as err:
             problems.append(str(err))
         else:
             if verdict is None:
@@ -98,7 +92,7 @@ def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.supervise.claims import last_spec
 
-    with suppress(NoSuchJobSpec):
+    with suppress(errors.NoSuchJobSpec):
         return tiers_of(last_spec(lakehouse, run)).files
     return None
 

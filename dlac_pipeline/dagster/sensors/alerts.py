@@ -6,8 +6,6 @@ silent when that is killed: hence sensors. Each looks at one ended run per tick 
 tick either sent its alert, or failed and is repeated as a whole. No alert is lost, and none is sent twice.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -4,8 +4,6 @@ It runs on a schedule, or as soon as a sensor sees a new snapshot. Both are off 
 needs a person is not requested again until its work changes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ class _Look:
     """Result of a look at one job spec."""
 
     spec: JobSpec | None
-    due: Due | None
+    due: "Due | None"
     message: str
 
 
@@ -127,7 +125,7 @@ def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Loo
 
 
 def _held_back(
-    instance: dg.DagsterInstance, lakehouse: Lakehouse, spec: JobSpec, found: Due, log: logging.Logger
+    instance: dg.DagsterInstance, lakehouse: "Lakehouse", spec: JobSpec, found: "Due", log: logging.Logger
 ) -> str:
     """Return why nothing is requested although new rows exist, as the rest of a sentence. Empty: it is requested."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -144,7 +142,7 @@ def _held_back(
     return f", but {given_up}; {_GOES_ON}" if given_up else ""
 
 
-def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logging.Logger) -> str:
+def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: logging.Logger) -> str:
     """Return the Dagster run that needs a person before the work is tried again, and the reason. Empty: none does.
 
     The newest one shows how it ended, and may be a recovery, or launched by hand. The newest that was requested here shows
@@ -188,7 +186,7 @@ def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.Dagster
         cursor = page[-1].run_id
 
 
-def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunRequest:
+def _request(spec: JobSpec, found: "Due", once_per_snapshot: bool) -> dg.RunRequest:
     return dg.RunRequest(
         run_key=_purpose(spec, found) if once_per_snapshot else None,
         run_config=run_config_of(spec),
@@ -196,7 +194,7 @@ def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunReques
     )
 
 
-def due_key(spec: JobSpec, found: Due) -> str:
+def due_key(spec: JobSpec, found: "Due") -> str:
     """Return the work and its start as a key: a Dagster run that ended well with it needs no successor.
 
     A head that was restored by a rewind differs from the same head at its commit: the training after it does not count.
@@ -204,7 +202,7 @@ def due_key(spec: JobSpec, found: Due) -> str:
     return f"{_purpose(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
 
 
-def _purpose(spec: JobSpec, found: Due) -> str:
+def _purpose(spec: JobSpec, found: "Due") -> str:
     """Return the snapshots to train, the last rewind, and the spec and script of the training."""
     from dlac_pipeline.checkpoint.training_config import config_digest  # of the script as well
 

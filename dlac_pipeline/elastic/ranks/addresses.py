@@ -3,8 +3,6 @@
 Without PyTorch: a supervisor starts without it.
 """
 
-from __future__ import annotations
-
 import socket
 from contextlib import suppress
 from ipaddress import ip_address

@@ -1,7 +1,5 @@
 """The environment of a job's ranks: allocator, threads, network interfaces, and what the job spec sets."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Files of a launch folder by rank, and their names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

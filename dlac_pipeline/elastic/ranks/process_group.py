@@ -3,8 +3,6 @@
 All other groups, DLAC's and DeepSpeed's, are made through this one's store.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

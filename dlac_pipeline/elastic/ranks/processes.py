@@ -3,8 +3,6 @@
 In: a function that starts processes of `multiprocessing`. Out: process ids and exit codes by rank.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -53,7 +51,7 @@ class RankProcesses:
     def __init__(
         self,
         ranks: range,
-        start: Callable[[RankProcesses], Processes],
+        start: "Callable[[RankProcesses], Processes]",
         *,
         abort: Callable[[], None],
         why_unknown: Callable[[], DlacError | None],
@@ -144,7 +142,7 @@ class RankProcesses:
         self._on_gone()
         return running
 
-    def _start(self, start: Callable[[RankProcesses], Processes]) -> None:
+    def _start(self, start: "Callable[[RankProcesses], Processes]") -> None:
         try:
             processes = start(self)
         except Exception as err:

@@ -3,8 +3,6 @@
 A rank ends with its supervisor, runs the training script as `__main__`, and records why that failed.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import json

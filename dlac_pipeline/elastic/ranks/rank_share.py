@@ -1,7 +1,5 @@
 """The share of an attempt's ranks that one node has."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 In: an exception. Out: fields of `ranks.group.Exit`. Standard library only, because every rank imports this before its script.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

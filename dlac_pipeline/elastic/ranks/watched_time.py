@@ -1,7 +1,5 @@
 """A clock that stops while this process is suspended, so that a paused supervisor does not report other nodes as silent."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

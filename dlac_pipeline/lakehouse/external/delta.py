@@ -1,7 +1,5 @@
 """Versions of a Delta Lake table: live files, partition values and deletion vectors, as the library deltalake reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,12 +30,6 @@ class DeltaSource:
     """A Delta Lake table at a location."""
 
     def __init__(self, location: str, options: Mapping[str, str], io: FileIO) -> None:
-        """Open the newest version.
-
-        Raises:
-            NoSuchTable: there is no Delta table.
-            UnsupportedSnapshot: the library does not know one of its features.
-        """
         self._location, self._options, self._io = location, dict(options), io
         table = self._open(None)
         self.newest = table.version()
@@ -48,12 +40,7 @@ class DeltaSource:
         return range(after + 1, until + 1)
 
     def read(self, number: int) -> ExternalVersion:
-        """Return a version.
-
-        Raises:
-            NoSuchSnapshot: there is no such version, or no longer.
-            UnsupportedSnapshot: it cannot be read exactly.
-        """
+        """Return a version. Raises `NoSuchSnapshot`, and `UnsupportedSnapshot` if it cannot be read exactly."""
         table = self._open(number)
         _check_features(table, f"version {number} of the Delta table {self._location!r}")
         columns = tuple(table.metadata().partition_columns)
@@ -130,11 +117,7 @@ class DeltaSource:
 
 
 def _check_features(table: DeltaTable, name: str) -> None:
-    """Check that all features of a version that matter to readers are applied here.
-
-    Raises:
-        UnsupportedSnapshot: it has others. The message names them.
-    """
+    """Check that all features of a version that matter to readers are applied here. Raises `UnsupportedSnapshot`."""
     schema = table.schema().to_json()
     mapping = table.metadata().configuration.get("delta.columnMapping.mode") or "none"
     found = [] if mapping == "none" else [f"columnMapping (mode {mapping!r})"]

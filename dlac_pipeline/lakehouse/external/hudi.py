@@ -4,8 +4,6 @@ The number of a version is the timestamp of its instant. Files have all columns 
 values. Rows in log files have no position, so a table with such rows is refused until it is compacted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 
@@ -25,11 +23,6 @@ class HudiSource:
     """A Hudi table at a location."""
 
     def __init__(self, location: str, options: Mapping[str, str], _: FileIO) -> None:
-        """Open the table.
-
-        Raises:
-            NoSuchTable: there is none, or it has no completed instant.
-        """
         self._location = location
         try:
             self._table = HudiTableBuilder.from_base_uri(location).with_storage_options(dict(options)).build()
@@ -54,12 +47,7 @@ class HudiSource:
         return sorted(number for number in self._instants if after < number <= until)
 
     def read(self, number: int) -> ExternalVersion:
-        """Return a version.
-
-        Raises:
-            NoSuchSnapshot: the timeline has no such instant.
-            UnsupportedSnapshot: it cannot be read exactly.
-        """
+        """Return a version. Raises `NoSuchSnapshot`, and `UnsupportedSnapshot` if it cannot be read exactly."""
         if number not in self._instants:
             raise NoSuchSnapshot(
                 f"expected a completed instant {number} in the Hudi table at {self._location!r}, found "

@@ -4,8 +4,6 @@ An identifier such as "delta:/data/events" is the name of such a table wherever 
 location has a slash, by which it differs from a table of a catalog that is named "delta".
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from blake3 import blake3

@@ -5,8 +5,6 @@ legs, readers and audits see an Iceberg table, and know no other format. `main` 
 is older than its head is a snapshot apart. See docs/design/0017-other-formats.md.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,33 +19,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector
+from pyiceberg import manifest
 from pyiceberg.exceptions import TableAlreadyExistsError
 from pyiceberg.io.pyarrow import PyArrowFileIO, _pyarrow_to_schema_without_ids, schema_to_pyarrow
-from pyiceberg.manifest import (
-    DataFile,
-    DataFileContent,
-    FileFormat,
-    ManifestContent,
-    ManifestEntry,
-    ManifestEntryStatus,
-    ManifestFile,
-    ManifestWriterV2,
-)
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
-from pyiceberg.table import Table, Transaction
+from pyiceberg.table import Table, Transaction, update
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Summary
-from pyiceberg.table.update import (
-    AddPartitionSpecUpdate,
-    AddSchemaUpdate,
-    AssertCurrentSchemaId,
-    AssertRefSnapshotId,
-    SetCurrentSchemaUpdate,
-    SetDefaultSpecUpdate,
-    TableUpdate,
-)
 from pyiceberg.table.update.snapshot import _OverwriteFiles
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import EMPTY_DICT, Record
@@ -63,14 +43,14 @@ from dlac_pipeline.lakehouse.errors import (
     UnsupportedSnapshot,
 )
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
-from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion, storage_options
+from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
-from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
-from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
+from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+from dlac_pipeline.lakehouse.s3_objects import SETTINGS
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.external.delta import DeltaSource
@@ -116,11 +96,7 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
 
 
 def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
-    """Check that planned data files of a version of another format still exist.
-
-    Raises:
-        PinLost: some are gone.
-    """
+    """Check that planned data files of a version of another format still exist. Raises `PinLost`."""
     io = PyArrowFileIO(lakehouse.config.catalog_properties())
     scheme, netloc, root = io.parse_location(identifier.partition(":")[2], io.properties)
     selector = FileSelector(root, recursive=True, allow_not_found=True)
@@ -144,8 +120,9 @@ def retained_snapshots(table: Table) -> set[int]:
     return {kept.snapshot_id for kept in table.metadata.snapshots}
 
 
-def _open_source(table_format: str, location: str, properties: Mapping[str, str]) -> ExternalTable:
-    options, io = storage_options(properties), PyArrowFileIO(dict(properties))
+def _open_source(table_format: str, location: str, properties: Mapping[str, str]) -> "ExternalTable":
+    options = {f"AWS_{theirs.upper()}": properties[ours] for ours, theirs in SETTINGS.items() if ours in properties}
+    options, io = {**options, "AWS_ALLOW_HTTP": "true"}, PyArrowFileIO(dict(properties))
     try:
         if table_format == "hudi":
             from dlac_pipeline.lakehouse.external.hudi import HudiSource
@@ -161,7 +138,7 @@ def _open_source(table_format: str, location: str, properties: Mapping[str, str]
         ) from err
 
 
-def _mirror(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number: int | None) -> Table:
+def _mirror(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", number: int | None) -> Table:
     wanted = source.newest if number is None else number
     table = _find_or_create(lakehouse, identifier, source, wanted)
     head = table.current_snapshot()
@@ -181,7 +158,7 @@ def _mirror(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number
     return table
 
 
-def _readable(source: ExternalTable, numbers: Sequence[int]) -> Iterator[ExternalVersion]:
+def _readable(source: "ExternalTable", numbers: Sequence[int]) -> Iterator[ExternalVersion]:
     """Yield the versions that can be read. The last one must. The one after a gap has the changes of the gap, too."""
     gap = len(numbers) > _MOST_STEPS
     for number in numbers[-1:] if gap else numbers:
@@ -196,7 +173,7 @@ def _readable(source: ExternalTable, numbers: Sequence[int]) -> Iterator[Externa
             gap = False
 
 
-def _find_or_create(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number: int) -> Table:
+def _find_or_create(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", number: int) -> Table:
     """Return the mirror. Replace that of another table, which was at the same location before."""
     with suppress(NoSuchTable):
         table = lakehouse.load(identifier)
@@ -221,16 +198,12 @@ def _find_or_create(lakehouse: Lakehouse, identifier: str, source: ExternalTable
 
 
 def _commit(lakehouse: Lakehouse, table: Table, version: ExternalVersion, *, on_main: bool) -> None:
-    """Add the snapshot of a version, unless another process was faster.
-
-    Raises:
-        CommitConflict: it was.
-    """
+    """Add the snapshot of a version. Raises `CommitConflict` if another process was faster."""
     metadata, head = table.metadata, table.current_snapshot()
     main = {"ref": MAIN_BRANCH, "snapshot-id": None if head is None else head.snapshot_id}
     unmoved = (  # sequence numbers on main grow, and so do ids of schemas
-        AssertRefSnapshotId.model_validate(main),
-        AssertCurrentSchemaId.model_validate({"current-schema-id": metadata.current_schema_id}),
+        update.AssertRefSnapshotId.model_validate(main),
+        update.AssertCurrentSchemaId.model_validate({"current-schema-id": metadata.current_schema_id}),
     )
     branch = MAIN_BRANCH if on_main else f"version-{version.number}"
     try:
@@ -280,16 +253,16 @@ def _spec(metadata: TableMetadata, schema: Schema, columns: Sequence[str]) -> Pa
     return next(same, PartitionSpec(*fields, spec_id=max(spec.spec_id for spec in metadata.partition_specs) + 1))
 
 
-def _layout_updates(metadata: TableMetadata, version: ExternalVersion) -> Iterator[TableUpdate]:
+def _layout_updates(metadata: TableMetadata, version: ExternalVersion) -> Iterator[update.TableUpdate]:
     """Make the version's schema and partitions those of the mirror."""
     schema = _schema(metadata, version.schema)
     spec = _spec(metadata, schema, version.partition_columns)
     if schema not in metadata.schemas:
-        yield AddSchemaUpdate(schema=schema)
-    yield SetCurrentSchemaUpdate.model_validate({"schema-id": schema.schema_id})
+        yield update.AddSchemaUpdate(schema=schema)
+    yield update.SetCurrentSchemaUpdate.model_validate({"schema-id": schema.schema_id})
     if spec not in metadata.partition_specs:
-        yield AddPartitionSpecUpdate(spec=spec)
-    yield SetDefaultSpecUpdate.model_validate({"spec-id": spec.spec_id})
+        yield update.AddPartitionSpecUpdate(spec=spec)
+    yield update.SetDefaultSpecUpdate.model_validate({"spec-id": spec.spec_id})
 
 
 class _VersionSnapshot(_OverwriteFiles):
@@ -313,7 +286,7 @@ class _VersionSnapshot(_OverwriteFiles):
             for file, rows in zip(added, pool.map(partial(ExternalFile.count_rows, io=table.io), added), strict=True):
                 self.append_data_file(_data_file(file.path, file.partition, record_count=rows, size=file.bytes))
         for path in before.keys() - kept:
-            self.delete_data_file(DataFile.from_args(file_path=path))
+            self.delete_data_file(manifest.DataFile.from_args(file_path=path))
         self._rewrites = version.only_rewrites
 
     def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
@@ -326,10 +299,10 @@ class _VersionSnapshot(_OverwriteFiles):
     def _build_delete_files_partition_predicate(self) -> None:
         """Read all manifests if files are removed. pyiceberg builds no predicate of some partition values, such as NaN."""
 
-    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
-        return lambda manifest: bool(self._deleted_data_files)
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[manifest.ManifestFile], bool]:
+        return lambda _: bool(self._deleted_data_files)
 
-    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+    def _process_manifests(self, manifests: list[manifest.ManifestFile]) -> list[manifest.ManifestFile]:
         """Add the manifest of one positional delete file for each partition with rows that died."""
         by_partition: dict[tuple[Any, ...], list[ExternalFile]] = defaultdict(list)
         for file in sorted(self._died, key=lambda file: file.path):
@@ -338,13 +311,13 @@ class _VersionSnapshot(_OverwriteFiles):
             return manifests
         written = [self._delete_file(partition, files) for partition, files in by_partition.items()]
         writer = self.new_manifest_writer(self._transaction.table_metadata.spec())
-        writer.kind = ManifestContent.DELETES
+        writer.kind = manifest.ManifestContent.DELETES
         with writer:
             for each in written:
-                writer.add(ManifestEntry.from_args(status=ManifestEntryStatus.ADDED, data_file=each))
+                writer.add(manifest.ManifestEntry.from_args(status=manifest.ManifestEntryStatus.ADDED, data_file=each))
         return [*manifests, writer.to_manifest_file()]
 
-    def _delete_file(self, partition: tuple[Any, ...], files: Sequence[ExternalFile]) -> DataFile:
+    def _delete_file(self, partition: tuple[Any, ...], files: Sequence[ExternalFile]) -> manifest.DataFile:
         paths = np.repeat([file.path for file in files], [len(file.dead) for file in files])
         rows = pa.table([pa.array(paths), np.concatenate([file.dead for file in files])], schema=_POSITIONS)
         places = self._transaction._table.location_provider()
@@ -354,39 +327,39 @@ class _VersionSnapshot(_OverwriteFiles):
         return _data_file(
             output.location,
             partition,
-            content=DataFileContent.POSITION_DELETES,
+            content=manifest.DataFileContent.POSITION_DELETES,
             record_count=len(rows),
             size=len(output),
             lower_bounds={PATH_FIELD_ID: files[0].path.encode()},
             upper_bounds={PATH_FIELD_ID: files[-1].path.encode()},
         )
 
-    def new_manifest_writer(self, spec: PartitionSpec) -> _Manifest:
+    def new_manifest_writer(self, spec: PartitionSpec) -> "_Manifest":
         """Return the writer of a manifest. An older spec may name columns that the current schema has no longer."""
         schemas = reversed(self._transaction.table_metadata.schemas)
         schema = next(each for each in schemas if all(each.find_column_name(part.source_id) for part in spec.fields))
         return _Manifest(spec, schema, self.new_manifest_output(), self._snapshot_id, self._compression)
 
 
-class _Manifest(ManifestWriterV2):
+class _Manifest(manifest.ManifestWriterV2):
     """A manifest of data files or of delete files. pyiceberg's own writer knows data files only."""
 
-    kind = ManifestContent.DATA
+    kind = manifest.ManifestContent.DATA
 
-    def content(self) -> ManifestContent:
+    def content(self) -> manifest.ManifestContent:
         """Return the kind of the files."""
         return self.kind
 
     @property
     def _meta(self) -> dict[str, str]:
-        return {**super()._meta, "content": "data" if self.kind == ManifestContent.DATA else "deletes"}
+        return {**super()._meta, "content": "data" if self.kind == manifest.ManifestContent.DATA else "deletes"}
 
 
-def _data_file(path: str, partition: tuple[Any, ...], *, size: int, **more: Any) -> DataFile:
-    return DataFile.from_args(
-        **{"content": DataFileContent.DATA, **more},
+def _data_file(path: str, partition: tuple[Any, ...], *, size: int, **more: Any) -> manifest.DataFile:
+    return manifest.DataFile.from_args(
+        **{"content": manifest.DataFileContent.DATA, **more},
         file_path=path,
-        file_format=FileFormat.PARQUET,
+        file_format=manifest.FileFormat.PARQUET,
         partition=Record(*partition),
         file_size_in_bytes=size,
     )

@@ -1,8 +1,5 @@
 """A version of a table of another format: its schema, and its data files with their partition values and dead rows."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +10,6 @@ from pyiceberg.io import FileIO
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
 from dlac_pipeline.lakehouse.iceberg.deletes import Ints
-
-_STORAGE_OPTIONS = {
-    "s3.endpoint": "AWS_ENDPOINT_URL",
-    "s3.access-key-id": "AWS_ACCESS_KEY_ID",
-    "s3.secret-access-key": "AWS_SECRET_ACCESS_KEY",
-    "s3.session-token": "AWS_SESSION_TOKEN",
-    "s3.region": "AWS_REGION",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +52,3 @@ class ExternalVersion:
     partition_columns: tuple[str, ...]
     files: tuple[ExternalFile, ...]
     only_rewrites: bool
-
-
-def storage_options(properties: Mapping[str, str]) -> dict[str, str]:
-    """Return pyiceberg's properties of an object store under the names that the readers of other formats use."""
-    found = {theirs: properties[ours] for ours, theirs in _STORAGE_OPTIONS.items() if ours in properties}
-    if found.get("AWS_ENDPOINT_URL", "").startswith("http://"):
-        found["AWS_ALLOW_HTTP"] = "true"
-    return found

@@ -3,8 +3,6 @@
 Conditions have no NOT: it is resolved when they are bound, so that a condition that is not true for a row needs no third value.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -79,7 +77,7 @@ class Condition(ABC):
     def paths(self) -> tuple[FieldPath, ...]:
         """The columns that it looks at."""
 
-    def simplify(self, known: Known) -> Condition:
+    def simplify(self, known: Known) -> "Condition":
         """Return what the facts leave open of it."""
         if not self.may_be_true(known):
             return NEVER

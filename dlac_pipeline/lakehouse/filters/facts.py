@@ -1,7 +1,5 @@
 """Facts about a column's values in a file or a row group, and what partition values prove of their source columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isnan
@@ -22,16 +20,7 @@ from pyiceberg.transforms import (
 )
 from pyiceberg.types import DecimalType, IcebergType, IntegerType
 
-from dlac_pipeline.lakehouse.filters.literals import (
-    DAY_NS,
-    FLOATS,
-    INTEGERS,
-    from_bytes,
-    from_python,
-    limits_of,
-    to_python,
-    unit_ns,
-)
+from dlac_pipeline.lakehouse.filters import literals
 
 _GREATEST_CHARACTER = "\U0010ffff"
 
@@ -80,7 +69,7 @@ def of_counts(
     return Facts(
         may_be_null=nulls != 0,
         may_have_value=nulls is None or nulls < rows,
-        may_be_nan=isinstance(kind, FLOATS) and nans != 0,
+        may_be_nan=isinstance(kind, literals.FLOATS) and nans != 0,
         lower=lower,
         upper=upper,
     )
@@ -92,13 +81,13 @@ def of_partition(transform: Transform[Any, Any], kind: IcebergType, value: Any) 
         return UNKNOWN
     if value is None:
         return ALL_NULL
-    value = from_python(kind, value) if _keeps_type(transform) else value
+    value = literals.from_python(kind, value) if _keeps_type(transform) else value
     if isinstance(transform, BucketTransform):
         return replace(NO_NULL, may_be_nan=False, hashed=_in_bucket(transform, kind, value))
     if isinstance(value, float) and isnan(value):
         return NO_NULL
     lower, upper = _range(transform, kind, value, value)
-    nan = isinstance(kind, FLOATS) and not isinstance(transform, IdentityTransform)
+    nan = isinstance(kind, literals.FLOATS) and not isinstance(transform, IdentityTransform)
     return Facts(may_be_null=False, may_be_nan=nan, lower=lower, upper=upper)
 
 
@@ -106,11 +95,11 @@ def of_summary(transform: Transform[Any, Any], kind: IcebergType, summary: Parti
     """Return the facts that a manifest's summary of one partition field proves of the field's source column."""
     if not _is_known(transform):
         return UNKNOWN
-    found = replace(UNKNOWN if summary.contains_null else NO_NULL, may_be_nan=isinstance(kind, FLOATS))
+    found = replace(UNKNOWN if summary.contains_null else NO_NULL, may_be_nan=isinstance(kind, literals.FLOATS))
     if isinstance(transform, BucketTransform) or summary.lower_bound is None or summary.upper_bound is None:
         return found
     stored = kind if _keeps_type(transform) else IntegerType()
-    least, greatest = from_bytes(stored, summary.lower_bound), from_bytes(stored, summary.upper_bound)
+    least, greatest = literals.from_bytes(stored, summary.lower_bound), literals.from_bytes(stored, summary.upper_bound)
     if least is None or greatest is None:
         return found
     lower, upper = _range(transform, kind, least, greatest)
@@ -139,10 +128,10 @@ def _keeps_type(transform: Transform[Any, Any]) -> bool:
 
 
 def _in_bucket(transform: BucketTransform[Any], kind: IcebergType, bucket: int) -> Callable[[Any], bool] | None:
-    if unit_ns(kind) == 1:
+    if literals.unit_ns(kind) == 1:
         return None  # engines disagree on the unit that is hashed
     bucket_of = transform.transform(kind)
-    return lambda value: bucket_of(to_python(kind, value)) == bucket
+    return lambda value: bucket_of(literals.to_python(kind, value)) == bucket
 
 
 def _range(transform: Transform[Any, Any], kind: IcebergType, least: Any, greatest: Any) -> tuple[Any, Any]:
@@ -159,8 +148,8 @@ def _range(transform: Transform[Any, Any], kind: IcebergType, least: Any, greate
 def _truncated(width: int, kind: IcebergType, least: Any, greatest: Any) -> tuple[Any, Any]:
     if isinstance(greatest, str | bytes):
         return least, _after_prefix(greatest)
-    if isinstance(kind, INTEGERS):
-        low, high = limits_of(kind)
+    if isinstance(kind, literals.INTEGERS):
+        low, high = literals.limits_of(kind)
         # Engines that overflow put the least values of the type among its greatest.
         return (None, None) if greatest > high - width else (None if least < low else least, greatest + width - 1)
     return (least, greatest + width - 1) if isinstance(kind, DecimalType) else (None, None)
@@ -180,7 +169,7 @@ def _after_prefix(prefix: Any) -> Any:
 
 def _in_time(transform: Transform[Any, Any], kind: IcebergType, least: int, greatest: int) -> tuple[Any, Any]:
     """Before 1970 some engines rounded towards 1970: such a partition may hold times of the unit before its own, too."""
-    unit = unit_ns(kind)
+    unit = literals.unit_ns(kind)
     if unit is None:
         return None, None
     first = least - 1 if least <= 0 else least
@@ -190,9 +179,9 @@ def _in_time(transform: Transform[Any, Any], kind: IcebergType, least: int, grea
 def _start_ns(transform: Transform[Any, Any], value: int) -> int:
     """Nanoseconds from 1970 to the start of an hour, day, month or year that is counted from 1970."""
     if isinstance(transform, HourTransform):
-        return value * DAY_NS // 24
+        return value * literals.DAY_NS // 24
     if isinstance(transform, MonthTransform | YearTransform):
         months = value * 12 if isinstance(transform, YearTransform) else value
-        return int(np.datetime64(months, "M").astype("datetime64[D]").astype(np.int64)) * DAY_NS
+        return int(np.datetime64(months, "M").astype("datetime64[D]").astype(np.int64)) * literals.DAY_NS
     assert isinstance(transform, DayTransform)
-    return value * DAY_NS
+    return value * literals.DAY_NS

@@ -5,8 +5,6 @@ sqlglot reads the text, in a dialect with the words and signs of filters alone: 
 
 # ruff: noqa: RUF012  sqlglot configures a dialect by class attributes
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from decimal import Decimal, DecimalException
@@ -20,18 +18,7 @@ from sqlglot.errors import ParseError, TokenError
 from sqlglot.tokenizer_core import Token, TokenType
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.filters.conditions import (
-    ALWAYS,
-    NEVER,
-    Condition,
-    FieldPath,
-    IsNan,
-    IsNull,
-    combine,
-    compare,
-    match_members,
-    match_pattern,
-)
+from dlac_pipeline.lakehouse.filters import conditions
 from dlac_pipeline.lakehouse.filters.literals import LiteralPlace, Value, hint_for, place_of
 
 _EXAMPLE = "\"length > 10 AND lang = 'en'\""
@@ -71,7 +58,7 @@ class _Filters(Dialect):
         NO_PAREN_FUNCTION_PARSERS = {}
 
 
-def parse_filter(text: str, schema: Schema) -> Condition:
+def parse_filter(text: str, schema: Schema) -> conditions.Condition:
     """Return the condition in `text`: all rows when it is empty.
 
     Raises:
@@ -79,7 +66,7 @@ def parse_filter(text: str, schema: Schema) -> Condition:
         NoSuchColumn: it names a column that the schema lacks.
     """
     if not text:
-        return ALWAYS
+        return conditions.ALWAYS
     if not text.strip():
         raise SpecInvalid(
             f"expected a filter such as {_EXAMPLE}, found the blank {text!r}: leave it out to select all rows"
@@ -136,34 +123,34 @@ class _Binder:
             found.append(token)
         return found
 
-    def bind(self, node: exp.Expr, *, negated: bool) -> Condition:
+    def bind(self, node: exp.Expr, *, negated: bool) -> conditions.Condition:
         """Return the condition that a node describes, or its opposite."""
         match node:
             case exp.Paren() | exp.Not():
                 return self.bind(node.this, negated=negated != isinstance(node, exp.Not))
             case exp.And() | exp.Or():
                 parts = [self.bind(part, negated=negated) for part in node.flatten()]
-                return combine(isinstance(node, exp.And) != negated, parts)
+                return conditions.combine(isinstance(node, exp.And) != negated, parts)
             case exp.Between(this=column, args={"low": low, "high": high}):
                 limits = exp.GTE(this=column, expression=low), exp.LTE(this=column, expression=high)
-                return combine(not negated, [self.bind(limit, negated=negated) for limit in limits])
+                return conditions.combine(not negated, [self.bind(limit, negated=negated) for limit in limits])
             case exp.Boolean():
-                return NEVER if node.this == negated else ALWAYS
+                return conditions.NEVER if node.this == negated else conditions.ALWAYS
         return self._atom(node, negated)
 
-    def _atom(self, node: exp.Expr, negated: bool) -> Condition:
+    def _atom(self, node: exp.Expr, negated: bool) -> conditions.Condition:
         match node:
             case exp.Is(expression=exp.Null()):
-                return IsNull(self._path(node.this), negated)
+                return conditions.IsNull(self._path(node.this), negated)
             case exp.Is() if node.expression.sql().lower() == "nan":
-                return IsNan(self._path(node.this), negated)
+                return conditions.IsNan(self._path(node.this), negated)
             case exp.Like():
                 return self._like(self._path(node.this), node.expression, negated != bool(node.args.get("negate")))
             case _ if type(node) in _SIGNS:
                 return self._comparison(node, _SIGNS[type(node)], negated)
         raise self.refusal(node)
 
-    def _comparison(self, node: exp.Expr, operator: str, negated: bool) -> Condition:
+    def _comparison(self, node: exp.Expr, operator: str, negated: bool) -> conditions.Condition:
         column, literals = node.this, node.expressions or [node.expression]
         if isinstance(node.expression, _NAMES) and not isinstance(column, _NAMES):
             column, literals, operator = node.expression, [column], _MIRRORED[operator]
@@ -171,8 +158,8 @@ class _Binder:
         path = self._path(column)
         places = [self._place(path, *each) for each in written]
         if operator in ("=", "!="):
-            return match_members(path, places, negated != (operator == "!="))
-        return compare(path, _OPPOSITE[operator] if negated else operator, places[0])
+            return conditions.match_members(path, places, negated != (operator == "!="))
+        return conditions.compare(path, _OPPOSITE[operator] if negated else operator, places[0])
 
     def _literal(self, node: exp.Expr) -> tuple[Value, str]:
         """Return the value of a literal, and how the text has it."""
@@ -193,13 +180,13 @@ class _Binder:
             raise self.refusal(name, "write bytes as pairs of hex digits, as in X'0aff'") from None
         raise self.refusal(node, "compare with literals, text in single quotes, and with NULL by IS NULL")
 
-    def _place(self, path: FieldPath, value: Value, written: str) -> LiteralPlace:
+    def _place(self, path: conditions.FieldPath, value: Value, written: str) -> LiteralPlace:
         place = place_of(path.kind, value)
         if place is None:
             raise self._incomparable(path, value, written, hint_for(path.kind))
         return place
 
-    def _incomparable(self, path: FieldPath, value: Value, written: str, wanted: str) -> SpecInvalid:
+    def _incomparable(self, path: conditions.FieldPath, value: Value, written: str, wanted: str) -> SpecInvalid:
         nan = isinstance(value, str) and value.strip().lower() == "nan"
         return SpecInvalid(
             f"expected column {path.name!r} of type {path.kind} to be compared with {wanted}, found {written} in filter "
@@ -207,7 +194,7 @@ class _Binder:
             + ("write IS NAN or IS NOT NAN" if nan else "write it in that form, or name another column")
         )
 
-    def _like(self, path: FieldPath, node: exp.Expr, negated: bool) -> Condition:
+    def _like(self, path: conditions.FieldPath, node: exp.Expr, negated: bool) -> conditions.Condition:
         pattern, written = self._literal(node)
         if not isinstance(path.kind, StringType):
             raise SpecInvalid(
@@ -216,9 +203,9 @@ class _Binder:
             )
         if not isinstance(pattern, str):
             raise self._incomparable(path, pattern, written, "a pattern in single quotes such as 'abc%'")
-        return match_pattern(path, pattern, negated)
+        return conditions.match_pattern(path, pattern, negated)
 
-    def _path(self, node: exp.Expr) -> FieldPath:
+    def _path(self, node: exp.Expr) -> conditions.FieldPath:
         """Return the column of this name. A column with dots in its name precedes a field in a struct."""
         parts = node.parts if isinstance(node, _NAMES) else [node]
         for part in parts:
@@ -231,7 +218,7 @@ class _Binder:
                 f"expected one of the columns {filter_names(self._schema)!r} in filter {self._text!r}, found "
                 f"{'.'.join(names)!r}: {_hint_inside(self._schema, names) or 'name one of these'}"
             )
-        return FieldPath(fields)
+        return conditions.FieldPath(fields)
 
 
 def filter_names(inside: Schema | StructType, prefix: str = "") -> list[str]:
@@ -249,7 +236,10 @@ def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
     for count in range(len(names) - 1, 0, -1):
         outer = _descend(schema.fields, names[:count])
         if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
-            name, kind = FieldPath(outer).name, "list" if isinstance(outer[-1].field_type, ListType) else "map"
+            name, kind = (
+                conditions.FieldPath(outer).name,
+                "list" if isinstance(outer[-1].field_type, ListType) else "map",
+            )
             return f"a filter cannot look into the {kind} {name!r}; write {name} IS NULL or IS NOT NULL, or name another column"
     return ""
 

@@ -4,8 +4,6 @@ A value is comparable as Python compares it: integers for numbers without a frac
 (in the unit of their type), floats, text, bytes (also of a uuid), and booleans.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from contextlib import suppress
@@ -17,59 +15,41 @@ from math import ceil, floor, inf, isinf, isnan
 from typing import Any
 from uuid import UUID
 
-from pyiceberg.types import (
-    BinaryType,
-    BooleanType,
-    DateType,
-    DecimalType,
-    DoubleType,
-    FixedType,
-    FloatType,
-    IcebergType,
-    IntegerType,
-    LongType,
-    StringType,
-    TimestampNanoType,
-    TimestampType,
-    TimestamptzNanoType,
-    TimestamptzType,
-    TimeType,
-    UUIDType,
-)
+from pyiceberg import types as ice
 
 Value = Decimal | str | bytes | bool
 DAY_NS = 86_400_000_000_000
-FLOATS = (FloatType, DoubleType)
-INTEGERS = (IntegerType, LongType)
+FLOATS = (ice.FloatType, ice.DoubleType)
+INTEGERS = (ice.IntegerType, ice.LongType)
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _INFINITE = re.compile(r"([+-]?)inf(?:inity)?", re.IGNORECASE)
 _DATE = re.compile(r"(\d{4})-(\d\d)-(\d\d)")
 _CLOCK = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?")
 _ZONE = re.compile(r"([+-])(\d\d):?(\d\d)?")
 _UNITS_NS: dict[type, int] = {
-    DateType: DAY_NS,
-    TimeType: 1_000,
-    TimestampType: 1_000,
-    TimestamptzType: 1_000,
-    TimestampNanoType: 1,
-    TimestamptzNanoType: 1,
+    ice.DateType: DAY_NS,
+    ice.TimeType: 1_000,
+    ice.TimestampType: 1_000,
+    ice.TimestamptzType: 1_000,
+    ice.TimestampNanoType: 1,
+    ice.TimestamptzNanoType: 1,
 }
-_ZONED = (TimestamptzType, TimestamptzNanoType)
-_WIDTHS: dict[type, int] = {IntegerType: 32, DateType: 32}
-_FLOAT_MAX = {FloatType: struct.unpack("<f", b"\xff\xff\x7f\x7f")[0], DoubleType: 1.7976931348623157e308}
+_ZONED = (ice.TimestamptzType, ice.TimestamptzNanoType)
+_WIDTHS: dict[type, int] = {ice.IntegerType: 32, ice.DateType: 32}
+_FLOAT_MAX = {ice.FloatType: struct.unpack("<f", b"\xff\xff\x7f\x7f")[0], ice.DoubleType: 1.7976931348623157e308}
 _FARTHEST = 400  # decimal places: beyond every type
 _HINTS: dict[type, str] = {
-    BooleanType: "true or false",
-    StringType: "text in single quotes",
-    BinaryType: "text in single quotes, or bytes such as X'0aff'",
-    FixedType: "text in single quotes, or bytes such as X'0aff'",
-    UUIDType: "a UUID in single quotes",
-    DateType: "a date such as DATE '2024-01-31'",
-    TimeType: "a time such as TIME '12:30:00'",
-    TimestampType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
-    TimestampNanoType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
-    TimestamptzType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
-    TimestamptzNanoType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
+    ice.BooleanType: "true or false",
+    ice.StringType: "text in single quotes",
+    ice.BinaryType: "text in single quotes, or bytes such as X'0aff'",
+    ice.FixedType: "text in single quotes, or bytes such as X'0aff'",
+    ice.UUIDType: "a UUID in single quotes",
+    ice.DateType: "a date such as DATE '2024-01-31'",
+    ice.TimeType: "a time such as TIME '12:30:00'",
+    ice.TimestampType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
+    ice.TimestampNanoType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
+    ice.TimestamptzType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
+    ice.TimestamptzNanoType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
 }
 
 
@@ -82,9 +62,9 @@ class LiteralPlace:
     at_least: Any
 
 
-def place_of(kind: IcebergType, literal: Value) -> LiteralPlace | None:
+def place_of(kind: ice.IcebergType, literal: Value) -> LiteralPlace | None:
     """Return the place of a literal among the values of `kind`, or None if they cannot be compared."""
-    if isinstance(kind, DecimalType):
+    if isinstance(kind, ice.DecimalType):
         greatest = 10**kind.precision - 1
         return _on_grid(_number(literal), 10**kind.scale, (-greatest, greatest))
     if isinstance(kind, INTEGERS):
@@ -97,60 +77,60 @@ def place_of(kind: IcebergType, literal: Value) -> LiteralPlace | None:
     return None if value is None else LiteralPlace(value, value, value)
 
 
-def hint_for(kind: IcebergType) -> str:
+def hint_for(kind: ice.IcebergType) -> str:
     """Return how literals of a type are written."""
     return _HINTS.get(type(kind), "a number" if kind.is_primitive else "IS NULL or IS NOT NULL")
 
 
-def from_arrow(kind: IcebergType, scalar: Any) -> Any:
+def from_arrow(kind: ice.IcebergType, scalar: Any) -> Any:
     """Return the comparable value of an Arrow scalar of a column's type."""
     if type(kind) in _UNITS_NS:
         return scalar.value
     return from_python(kind, scalar.as_py())
 
 
-def from_python(kind: IcebergType, value: Any) -> Any:
+def from_python(kind: ice.IcebergType, value: Any) -> Any:
     """Return the comparable value of a partition value or an Arrow value as Python has it."""
-    if isinstance(value, Decimal) and isinstance(kind, DecimalType):
+    if isinstance(value, Decimal) and isinstance(kind, ice.DecimalType):
         sign, digits, exponent = value.as_tuple()
         unscaled = Fraction(int("".join(map(str, digits)) or "0")) * Fraction(10) ** (int(exponent) + kind.scale)
         return int(-unscaled if sign else unscaled)
     return value.bytes if isinstance(value, UUID) else value
 
 
-def from_bytes(kind: IcebergType, stored: bytes) -> Any:
+def from_bytes(kind: ice.IcebergType, stored: bytes) -> Any:
     """Return the comparable value of a bound as Iceberg stores it, perhaps before its column was widened, or None."""
     if isinstance(kind, FLOATS):
         value = struct.unpack("<f" if len(stored) == 4 else "<d", stored)[0]
         return None if isnan(value) else value
-    if isinstance(kind, StringType):
+    if isinstance(kind, ice.StringType):
         with suppress(UnicodeDecodeError):  # cut in the middle of a character
             return stored.decode()
         return None
-    return stored if isinstance(kind, BinaryType | FixedType | UUIDType) else _whole(kind, stored)
+    return stored if isinstance(kind, ice.BinaryType | ice.FixedType | ice.UUIDType) else _whole(kind, stored)
 
 
-def _whole(kind: IcebergType, stored: bytes) -> int:
-    if isinstance(kind, DecimalType):
+def _whole(kind: ice.IcebergType, stored: bytes) -> int:
+    if isinstance(kind, ice.DecimalType):
         return int.from_bytes(stored, "big", signed=True)
     value = int.from_bytes(stored, "little", signed=True)
-    was_date = len(stored) == 4 and type(kind) in _UNITS_NS and not isinstance(kind, DateType)
+    was_date = len(stored) == 4 and type(kind) in _UNITS_NS and not isinstance(kind, ice.DateType)
     return value * DAY_NS // _UNITS_NS[type(kind)] if was_date else value
 
 
-def to_python(kind: IcebergType, value: Any) -> Any:
+def to_python(kind: ice.IcebergType, value: Any) -> Any:
     """Return a comparable value as Arrow and pyiceberg take it: the opposite of `from_python`."""
-    if isinstance(kind, DecimalType):
+    if isinstance(kind, ice.DecimalType):
         return Decimal((int(value < 0), tuple(int(digit) for digit in str(abs(value))), -kind.scale))
     return value
 
 
-def unit_ns(kind: IcebergType) -> int | None:
+def unit_ns(kind: ice.IcebergType) -> int | None:
     """Return the nanoseconds in one unit of a type of dates or times, or None for other types."""
     return _UNITS_NS.get(type(kind))
 
 
-def limits_of(kind: IcebergType) -> tuple[int, int]:
+def limits_of(kind: ice.IcebergType) -> tuple[int, int]:
     """Return the least and the greatest value of a type of integers."""
     half = 2 ** (_WIDTHS.get(type(kind), 64) - 1)
     return -half, half - 1
@@ -184,7 +164,7 @@ def _number(literal: Value) -> Fraction | None:
     return Fraction(literal)
 
 
-def _among_floats(kind: FloatType | DoubleType, literal: Value) -> LiteralPlace | None:
+def _among_floats(kind: ice.FloatType | ice.DoubleType, literal: Value) -> LiteralPlace | None:
     greatest = _FLOAT_MAX[type(kind)]
     infinite = _INFINITE.fullmatch(literal.strip()) if isinstance(literal, str) else None
     if infinite is not None:
@@ -195,7 +175,7 @@ def _among_floats(kind: FloatType | DoubleType, literal: Value) -> LiteralPlace 
         return None
     try:
         value = float(exact)
-        if isinstance(kind, FloatType):
+        if isinstance(kind, ice.FloatType):
             value = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:
         value = inf if exact > 0 else -inf
@@ -204,12 +184,12 @@ def _among_floats(kind: FloatType | DoubleType, literal: Value) -> LiteralPlace 
     return LiteralPlace(value, value, value)
 
 
-def _nanoseconds(kind: IcebergType, literal: Value) -> Fraction | None:
+def _nanoseconds(kind: ice.IcebergType, literal: Value) -> Fraction | None:
     """Nanoseconds since the epoch, or since midnight, of a date or time in quotes."""
     if not isinstance(literal, str):
         return None
     text = literal.strip()
-    if isinstance(kind, TimeType):
+    if isinstance(kind, ice.TimeType):
         clock = _CLOCK.fullmatch(text)
         return None if clock is None else _clock_ns(clock)
     day = _DATE.match(text)
@@ -250,15 +230,15 @@ def _zone_ns(text: str, *, zoned: bool) -> int | None:
     return (-1 if offset.group(1) == "-" else 1) * minutes * 60 * 10**9
 
 
-def _exact(kind: IcebergType, literal: Value) -> Any:
-    if isinstance(kind, BooleanType):
+def _exact(kind: ice.IcebergType, literal: Value) -> Any:
+    if isinstance(kind, ice.BooleanType):
         words = {"true": True, "false": False}
         return words.get(literal.strip().lower()) if isinstance(literal, str) else _of(bool, literal)
-    if isinstance(kind, StringType):
+    if isinstance(kind, ice.StringType):
         return _of(str, literal)
-    if isinstance(kind, BinaryType | FixedType):
+    if isinstance(kind, ice.BinaryType | ice.FixedType):
         return literal.encode() if isinstance(literal, str) else _of(bytes, literal)
-    if isinstance(kind, UUIDType) and isinstance(literal, str):
+    if isinstance(kind, ice.UUIDType) and isinstance(literal, str):
         try:
             return UUID(literal.strip()).bytes
         except ValueError:

@@ -5,8 +5,6 @@ walked in order, each by what its manifests did. Where a file of N mixes rows of
 tell them apart. Without either, new rows are read in the last snapshot that had them in a file of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,7 +31,7 @@ def changes(
     *,
     on_overwrite: OnOverwrite = "stop",
     identity_columns: Sequence[str] = (),
-) -> History:
+) -> "History":
     """Return the changes from snapshot `since` to snapshot `until`.
 
     `on_overwrite` decides on an overwrite for a run that follows the table:

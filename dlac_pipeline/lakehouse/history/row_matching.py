@@ -4,8 +4,6 @@ In: data files, each with its chosen rows. Out: one mask per file. Only the key 
 bytes of digest per row and spills to disk past its memory limit. A mask is one byte per row.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,7 +92,7 @@ def match(
     return sides[0].masks(), sides[1].masks()
 
 
-def _join(connection: duckdb.DuckDBPyConnection, old: _Side, new: _Side) -> int:
+def _join(connection: duckdb.DuckDBPyConnection, old: "_Side", new: "_Side") -> int:
     """Mark the rows of both sides that match.
 
     Return the number of pairs, which exceeds the rows of a side with a repeated key.

@@ -3,8 +3,6 @@
 In: two snapshots of a table. Out: the steps from one to the other, and the live rows of any data file on the way.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

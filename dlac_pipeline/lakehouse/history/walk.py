@@ -5,8 +5,6 @@ Two facts describe a data file: the planned files whose rows it may contain (`or
 and planned rows are followed until one is deleted from its new place.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ is its identity partition value, else its initial default, else null. The result
 `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,24 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyiceberg import types as ice
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
-from pyiceberg.types import (
-    BinaryType,
-    IcebergType,
-    ListType,
-    MapType,
-    NestedField,
-    StringType,
-    StructType,
-    TimestampNanoType,
-    TimestampType,
-    TimestamptzNanoType,
-    TimestamptzType,
-    UUIDType,
-)
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 
@@ -45,31 +30,38 @@ READ_BY_NAME = "dlac.read-by-name"
 _BY_NAME = NameMapping([])
 """The mapping of such a table: the names of whatever schema it is read with."""
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
-_PLAIN: dict[type, pa.DataType] = {StringType: pa.string(), BinaryType: pa.binary(), UUIDType: pa.binary(16)}
+_PLAIN: dict[type, pa.DataType] = {
+    ice.StringType: pa.string(),
+    ice.BinaryType: pa.binary(),
+    ice.UUIDType: pa.binary(16),
+}
 _CHUNK_BYTES = 2**31 - 1
 """The most that the values of one Arrow array of strings can take: its offsets have 32 bits."""
 _Found = tuple[pa.Field, MappedField | None]
 
 
-def open_parquet(stream: Any, fields: Iterable[NestedField], **options: Any) -> pq.ParquetFile:
+def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any) -> pq.ParquetFile:
     """Open a Parquet file of which these columns of a table are read. `options` are those of `ParquetFile`.
 
     Timestamps stored as INT96 can be any date from year 1 to 9999, which nanoseconds in 64 bits cannot, so they are read in
     the table's own unit.
     """
     kinds = {kind for field in fields for kind in _kinds_in(field.field_type)}
-    nanoseconds = kinds & {TimestampNanoType, TimestamptzNanoType} and not kinds & {TimestampType, TimestamptzType}
+    nanoseconds = kinds & {ice.TimestampNanoType, ice.TimestamptzNanoType} and not kinds & {
+        ice.TimestampType,
+        ice.TimestamptzType,
+    }
     return pq.ParquetFile(stream, coerce_int96_timestamp_unit="ns" if nanoseconds else "us", **options)
 
 
-def _kinds_in(kind: IcebergType) -> set[type]:
+def _kinds_in(kind: ice.IcebergType) -> set[type]:
     """The classes of a type and of those inside it."""
-    inside: list[IcebergType] = []
-    if isinstance(kind, StructType):
+    inside: list[ice.IcebergType] = []
+    if isinstance(kind, ice.StructType):
         inside = [field.field_type for field in kind.fields]
-    elif isinstance(kind, ListType):
+    elif isinstance(kind, ice.ListType):
         inside = [kind.element_type]
-    elif isinstance(kind, MapType):
+    elif isinstance(kind, ice.MapType):
         inside = [kind.key_type, kind.value_type]
     own: set[type] = {type(kind)}
     return own.union(*map(_kinds_in, inside))
@@ -104,13 +96,13 @@ def lacks_columns(
     return any(field.name in names and field.field_id not in in_file for field in schema.fields)
 
 
-def arrow_type(iceberg_type: IcebergType) -> pa.DataType:
+def arrow_type(iceberg_type: ice.IcebergType) -> pa.DataType:
     """The one Arrow type in which columns of an Iceberg type are handed on."""
-    if isinstance(iceberg_type, StructType):
+    if isinstance(iceberg_type, ice.StructType):
         return pa.struct([pa.field(field.name, arrow_type(field.field_type)) for field in iceberg_type.fields])
-    if isinstance(iceberg_type, ListType):
+    if isinstance(iceberg_type, ice.ListType):
         return pa.list_(pa.field("element", arrow_type(iceberg_type.element_type)))
-    if isinstance(iceberg_type, MapType):
+    if isinstance(iceberg_type, ice.MapType):
         return pa.map_(arrow_type(iceberg_type.key_type), arrow_type(iceberg_type.value_type))
     plain = _PLAIN.get(type(iceberg_type))
     return schema_to_pyarrow(iceberg_type, include_field_ids=False) if plain is None else plain
@@ -123,7 +115,7 @@ class _Column:
     `mapped` is the name mapping of the fields below it, if the file has no ids.
     """
 
-    field: NestedField
+    field: ice.NestedField
     in_file: str | None = None
     found: pa.DataType | None = None
     mapped: MappedField | None = None
@@ -166,7 +158,7 @@ class FileColumns:
         *,
         name_mapping: NameMapping | None = None,
         partition_values: Mapping[int, Any] = {},
-    ) -> FileColumns:
+    ) -> "FileColumns":
         """The way from a file with `file_schema` to the columns `names` of `schema`.
 
         `partition_values` are the file's identity partition values by source field id.
@@ -257,7 +249,7 @@ def _has_fields(arrow: pa.DataType) -> bool:
     return _has_fields(arrow.value_type) if _is_list(arrow) else pa.types.is_struct(arrow) or pa.types.is_map(arrow)
 
 
-def _column(field: NestedField, in_file: Mapping[int, _Found], partition_values: Mapping[int, Any]) -> _Column:
+def _column(field: ice.NestedField, in_file: Mapping[int, _Found], partition_values: Mapping[int, Any]) -> _Column:
     if field.field_id in in_file:
         found, mapped = in_file[field.field_id]
         if not _has_fields(found.type) and not _fits(found.type, arrow_type(field.field_type)):
@@ -395,15 +387,15 @@ def _narrow(array: Any, wanted: pa.DataType) -> Any:
     return pa.Array.from_buffers(wanted, len(array), [valid, pa.py_buffer((offsets - first).astype(np.int32)), values])
 
 
-def _projected(array: Any, found: Any, want: IcebergType, mapped: MappedField | None) -> Any:
+def _projected(array: Any, found: Any, want: ice.IcebergType, mapped: MappedField | None) -> Any:
     """Return a nested array of the file's type `found` with the fields of `want`, found by id. Nulls stay nulls."""
-    if isinstance(want, StructType) and pa.types.is_struct(found):
+    if isinstance(want, ice.StructType) and pa.types.is_struct(found):
         return _struct(array, found, want, mapped)
-    if isinstance(want, ListType) and _is_list(found):
+    if isinstance(want, ice.ListType) and _is_list(found):
         array = array.cast(pa.list_(array.type.value_field))
         values = _projected(array.values, found.value_type, want.element_type, _mapped_below(mapped, want.element_id))
         return pa.ListArray.from_arrays(_offsets(array), values, type=arrow_type(want), mask=_nulls(array))
-    if isinstance(want, MapType) and pa.types.is_map(found):
+    if isinstance(want, ice.MapType) and pa.types.is_map(found):
         keys = _projected(array.keys, found.key_type, want.key_type, _mapped_below(mapped, want.key_id))
         items = _projected(array.items, found.item_type, want.value_type, _mapped_below(mapped, want.value_id))
         return pa.MapArray.from_arrays(_offsets(array), keys, items, type=arrow_type(want), mask=_nulls(array))
@@ -412,7 +404,7 @@ def _projected(array: Any, found: Any, want: IcebergType, mapped: MappedField | 
     return _cast(array, arrow_type(want))
 
 
-def _struct(array: Any, found: Any, want: StructType, mapped: MappedField | None) -> Any:
+def _struct(array: Any, found: Any, want: ice.StructType, mapped: MappedField | None) -> Any:
     places = {_id_below(child, mapped): place for place, child in enumerate(found)}
     children = []
     for field in want.fields:

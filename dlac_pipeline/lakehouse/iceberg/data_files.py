@@ -6,8 +6,6 @@ rest that partitions leave undecided is the file's residual. Deletes are matched
 sequence number, partition, and path.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -120,7 +118,7 @@ def live_files(
     return sorted((_live_file(entry, deletes, pruning) for entry in data), key=lambda live: live.path)
 
 
-def _entries(io: FileIO, manifest_list: str, pruning: _Pruning) -> Iterator[tuple[ManifestContent, ManifestEntry]]:
+def _entries(io: FileIO, manifest_list: str, pruning: "_Pruning") -> Iterator[tuple[ManifestContent, ManifestEntry]]:
     """Return the live entries of all manifests that the filter leaves. Deletes are never pruned."""
     try:
         with AvroFile[ManifestFile](

@@ -4,8 +4,6 @@ Each delete file is read once, whatever the number of data files it applies to. 
 equality deletes are read, and only in row groups whose statistics overlap with the deleted values.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

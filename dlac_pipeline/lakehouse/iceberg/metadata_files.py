@@ -5,8 +5,6 @@ next number may be left by a commit that did not land. A file of a higher number
 state than it names now.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

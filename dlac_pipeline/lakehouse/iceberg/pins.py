@@ -4,8 +4,6 @@ A pin is a tag `dlac-pin-<snapshot id>`. The ledger shows which runs need it: th
 names its snapshot. Tables count by their uuid: a renamed table is the same.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +15,7 @@ from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, Unau
 from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table import Table
 
-from dlac_pipeline.lakehouse.errors import (
-    CommitConflict,
-    DataFileUnreadable,
-    LakehouseError,
-    NoSuchTable,
-    PinLost,
-    SpecInvalid,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
@@ -139,7 +130,7 @@ def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
     for name in sorted({str(plan["source_table"]) for plan in plans}):
         try:
             table = lakehouse.load(name)
-        except NoSuchTable:  # dropped since: there is nothing left to hold back
+        except errors.NoSuchTable:  # dropped since: there is nothing left to hold back
             continue
         found += _pins_of(table, name, plans, runs)
     return found
@@ -177,9 +168,9 @@ def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force
         return True
 
     try:
-        return retrying(of=CommitConflict)(once)
-    except CommitConflict as err:
-        raise PinLost(
+        return retrying(of=errors.CommitConflict)(once)
+    except errors.CommitConflict as err:
+        raise errors.PinLost(
             f"tag {tag!r} of {identifier!r} did not go away: {err}; other writers are busy, try again"
         ) from err
 
@@ -227,14 +218,14 @@ def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["
     try:
         return pin(lakehouse, identifier, snapshot_id)
     except NotImplementedError as err:
-        raise SpecInvalid(
+        raise errors.SpecInvalid(
             f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that pyiceberg cannot write this table's format "
             f'({err}): set pin = "none" for this source. {_UNTAGGED}'
         ) from err
-    except LakehouseError as err:
+    except errors.LakehouseError as err:
         if not _is_refusal(err):
             raise
-        raise SpecInvalid(
+        raise errors.SpecInvalid(
             f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that this source may only be read "
             f'({type(err.__cause__ or err).__name__}): set pin = "none" for this source, or have the right to tag it granted. '
             + _UNTAGGED
@@ -251,7 +242,7 @@ def _check_free(lakehouse: Lakehouse, table: Table, identifier: str, snapshot_id
     uses = _uses(table, snapshot_id, _plans(lakehouse), _runs(lakehouse))
     needed = [use.run for use in uses if use.needed]
     if needed:
-        raise SpecInvalid(
+        raise errors.SpecInvalid(
             f"expected no run to need snapshot {snapshot_id} of {identifier!r}, found {needed!r}: let them finish first, and "
             "retire what rewinds have left; with force they stop with PinLost as soon as the snapshot is expired"
         )
@@ -370,7 +361,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                 only[file.file_path] = owner if only.get(file.file_path, owner) == owner else None
                 sizes[file.file_path] = file.file_size_in_bytes
     except OSError as err:
-        raise DataFileUnreadable(
+        raise errors.DataFileUnreadable(
             f"expected the manifests of table {table_name(table)!r}, found {err}: restore them"
         ) from err
     files_of: dict[str, dict[str, int]] = defaultdict(dict)

@@ -3,8 +3,6 @@
 Iceberg records absolute paths, and so does the ledger. They stay as recorded. Each is translated where a file is opened.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -51,7 +49,7 @@ class Relocation:
         return {PROPERTY: json.dumps(self.moves)} if self.moves else {}
 
     @staticmethod
-    def of_properties(properties: Mapping[str, str]) -> Relocation:
+    def of_properties(properties: Mapping[str, str]) -> "Relocation":
         """Return the relocation that `properties` records."""
         recorded = properties.get(PROPERTY)
         return (

@@ -4,8 +4,6 @@ Each footer is read once, in background threads. A filter is decided as early as
 metrics, for a row group by its statistics. Only if those leave it undecided, the filter's columns are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -78,7 +76,7 @@ def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Co
         raise
 
 
-def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> list[_Predicate]:
+def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> "list[_Predicate]":
     """Return the conditions of the exclusions. Those that `schema` understands become one predicate."""
     parsed = [parse_exclusion(text, schema, table) for text in exclude]
     own = combine(False, [condition for names, condition in parsed if names is schema])
@@ -201,7 +199,7 @@ class _Planner:
         """One predicate for all files that share a residual, since preparing it costs more than asking it."""
         return self._predicates.setdefault(id(residual), _Predicate(self._schema, residual))
 
-    def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> _InFile:
+    def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> "_InFile":
         columns = FileColumns.of(
             parquet.schema_arrow,
             predicate.schema,

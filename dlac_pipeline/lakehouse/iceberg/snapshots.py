@@ -1,7 +1,5 @@
 """Pin a snapshot of a source table with a tag, so that expiry cannot take it away while a run reads it."""
 
-from __future__ import annotations
-
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 

@@ -1,7 +1,5 @@
 """Locks of an SQLite catalog: how long to wait for them, which process has one, and connections that report a long wait."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sqlite3
@@ -100,11 +98,11 @@ class ReportingConnection(sqlite3.Connection):
 class _ReportingCursor(sqlite3.Cursor):
     connection: ReportingConnection
 
-    def execute(self, *arguments: Any) -> _ReportingCursor:
+    def execute(self, *arguments: Any) -> "_ReportingCursor":
         self.connection.wait(super().execute, *arguments)
         return self
 
-    def executemany(self, *arguments: Any) -> _ReportingCursor:
+    def executemany(self, *arguments: Any) -> "_ReportingCursor":
         self.connection.wait(super().executemany, *arguments)
         return self
 

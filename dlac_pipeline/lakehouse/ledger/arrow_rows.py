@@ -1,7 +1,5 @@
 """Rows of the ledger from an Arrow table: each column is converted once, and no row is a dict in between."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat

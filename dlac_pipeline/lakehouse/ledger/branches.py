@@ -4,8 +4,6 @@ A `rewind` row begins a branch at its target, which is the head from then on. Ro
 They are not on the lineage of the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

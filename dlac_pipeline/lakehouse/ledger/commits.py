@@ -3,22 +3,12 @@
 Source: design.md sections 6.4 and 7.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlac_pipeline.lakehouse.errors import (
-    Fenced,
-    HeadMoved,
-    NoSuchCheckpoint,
-    RowsBetween,
-    RunFinished,
-    SpecInvalid,
-    SteppedAside,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, no_such_run, restorable
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
@@ -56,9 +46,9 @@ def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[s
         if fence.nonce == nonce:
             return None
         if state.finished:
-            raise RunFinished(f"run {run!r} is finished at checkpoint {fence.head!r} and takes no more attempts")
+            raise errors.RunFinished(f"run {run!r} is finished at checkpoint {fence.head!r} and takes no more attempts")
         if fence.attempt != replaces:
-            raise SteppedAside(
+            raise errors.SteppedAside(
                 f"expected attempt {replaces} of run {run!r} to be the current one, found attempt {fence.attempt}: "
                 "another launch owns the run; nothing to do"
             )
@@ -93,11 +83,11 @@ def commit_checkpoint(
         if fence.head == checkpoint_id:
             return None
         if fence.head != parent:
-            raise HeadMoved(
+            raise errors.HeadMoved(
                 f"expected {parent!r} to be the head of run {attempt.run!r} under attempt {attempt.number}, found {fence.head!r}"
             )
         if seq is not None and fence.seq != seq:
-            raise RowsBetween(f"expected {seq} to be the last seq of run {attempt.run!r}, found {fence.seq}")
+            raise errors.RowsBetween(f"expected {seq} to be the last seq of run {attempt.run!r}, found {fence.seq}")
         return Append(rows=rows, fence=replace(fence, seq=fence.seq + 1, head=checkpoint_id))
 
     return ledger.append(attempt.run, decide)
@@ -161,7 +151,7 @@ def name_checkpoint(
         if holder == named:
             return None
         if holder is not None:
-            raise SpecInvalid(
+            raise errors.SpecInvalid(
                 f"expected {name!r} to tag no checkpoint of run {run!r}, found it tags {holder!r}: choose another tag, or "
                 "remove this one with `dlac untag`"
             )
@@ -216,7 +206,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
         if name not in names:
             if removed:
                 return None  # an earlier try has landed
-            raise NoSuchCheckpoint(
+            raise errors.NoSuchCheckpoint(
                 f"expected a checkpoint of run {run!r} with tag {name!r}, found the tags {sorted(names)!r}"
             )
         removed = names[name]
@@ -245,7 +235,7 @@ def keep_checkpoint(
     try:
         yield ledger.restorable(run, checkpoint_id=named)
     finally:
-        with suppress(NoSuchCheckpoint):  # an operator took it away
+        with suppress(errors.NoSuchCheckpoint):  # an operator took it away
             unname_checkpoint(ledger, run, name)
 
 
@@ -273,7 +263,7 @@ def check_mine(state: RunState, attempt: Attempt) -> None:
     """
     fence = state.fence
     if state.finished or (fence.attempt, fence.nonce) != (attempt.number, attempt.nonce):
-        raise Fenced(
+        raise errors.Fenced(
             f"attempt {attempt.number} ({attempt.nonce}) of run {attempt.run!r} is fenced off: the run is "
             f"{'finished' if state.finished else 'owned'} by attempt {fence.attempt} ({fence.nonce}); this one stops for good"
         )

@@ -5,8 +5,6 @@ built on the same table object on which the fence was read. pyiceberg asserts th
 can have changed the fence in between. After any doubt the loop reads again and decides from the rows.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import defaultdict
@@ -21,7 +19,6 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
-from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
 from dlac_pipeline.lakehouse.ledger.run_rows import (
     Fence,
@@ -42,7 +39,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     names_of_kinds,
 )
 from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
-from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
+from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 T = TypeVar("T")
@@ -249,7 +246,7 @@ class _Tries:
         if relocation.moves:
             completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
         arrow = pa.Table.from_pylist([row.to_columns() for row in completed], schema=CONSUMPTION_ARROW)
-        with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
+        with committing(lakehouse, table) as transaction:
             properties = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
             transaction.append(arrow, snapshot_properties=properties)
             if wanted.finished:
@@ -257,7 +254,6 @@ class _Tries:
                     transaction.remove_properties(_property(run))
             else:
                 transaction.set_properties({_property(run): _cached(wanted.fence)})
-            expire_in(transaction)
         lakehouse.remember("consumption", table)
         return RunState(run=run, table=table, fence=wanted.fence, finished=wanted.finished)
 

@@ -12,27 +12,22 @@ evidence of a committed checkpoint that the ledger lacks:
 A place is read first, and the rows to compare with afterwards, so that concurrent commits raise no alarm.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import unquote, urlparse
+from typing import Any
 
-from pyarrow.fs import FileSelector
 from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.exceptions import ValidationError
 from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.io import FileIO
-from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import TableMetadataUtil
+from pyiceberg.table.snapshots import ancestors_of
 
-from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
+from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import TableFolder, version_of
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_rows
@@ -40,6 +35,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, RewindRow, names_of_kinds
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
@@ -48,16 +44,6 @@ _LOSSES = (CheckpointRow, RewindRow)
 _COLUMNS = ("run", "seq", "kind", "nonce", "checkpoint_id", "step", "manifest_uri")
 _COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_uri", "detail")
 Key = tuple[str, str, str, int, str]
-
-
-class StoreReader(Protocol):
-    """The part of a checkpoint store that the check needs."""
-
-    def children(self, address: str) -> list[str]:
-        """Return the names of files and folders in a folder. Empty if the folder does not exist."""
-
-    def read(self, address: str) -> bytes:
-        """Return all of a small file. Raise `FileNotFoundError` if it does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,30 +67,6 @@ class Newer:
     """Of the newest one that was found."""
     place: str
     """Address of the folder or the metadata file that proves it."""
-
-
-class WarehouseReader:
-    """Reads a store with the credentials of the lakehouse, once per file: for commands that know no job spec."""
-
-    def __init__(self, lakehouse: Lakehouse) -> None:
-        self._io = PyArrowFileIO(dict(lakehouse.config.properties))
-
-    def children(self, address: str) -> list[str]:
-        """Return the names of files and folders in a folder. Empty if the folder does not exist."""
-        if _is_local(address):
-            folder = Path(_path(address))
-            return sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-        scheme, netloc, path = PyArrowFileIO.parse_location(address)
-        found = self._io.fs_by_scheme(scheme, netloc).get_file_info(FileSelector(path, allow_not_found=True))
-        return sorted(info.base_name for info in found)
-
-    def read(self, address: str) -> bytes:
-        """Return all of a small file. Raise `FileNotFoundError` if it does not exist."""
-        if _is_local(address):
-            return Path(_path(address)).read_bytes()
-        scheme, netloc, path = PyArrowFileIO.parse_location(address)
-        with self._io.fs_by_scheme(scheme, netloc).open_input_stream(path) as stream:
-            return bytes(stream.read())
 
 
 class LedgerWatch:
@@ -158,8 +120,8 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
     check_warehouse(lakehouse, run, exists=bool(rows))
     for folder in _run_folders(rows):
         try:
-            newer = newer_in_store(ledger, run, folder, WarehouseReader(lakehouse), rows=rows)
-        except (OSError, ValueError) as err:
+            newer = newer_in_store(ledger, run, folder, _store_files(lakehouse), rows=rows)
+        except (StoreUnavailable, SpecInvalid) as err:
             _log.warning(
                 "expected to compare the ledger with the store %s, found %s: the comparison was left out", folder, err
             )
@@ -167,7 +129,7 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
         _refuse(lakehouse, newer, rows)
 
 
-def check_store(ledger: Ledger, run: str, folder: str, files: StoreReader) -> None:
+def check_store(ledger: Ledger, run: str, folder: str, files: StoreFiles) -> None:
     """Check that the run's folder in the store has no committed checkpoint that the ledger lacks.
 
     Raises:
@@ -179,12 +141,17 @@ def check_store(ledger: Ledger, run: str, folder: str, files: StoreReader) -> No
     _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)
 
 
+def _store_files(lakehouse: Lakehouse) -> StoreFiles:
+    """Return a store's files with the credentials of the lakehouse, each asked once: for commands that know no job spec."""
+    return StoreFiles(lakehouse.config.properties, deadline_s=0.0)
+
+
 def _rows_of(ledger: Ledger, run: str) -> list[LedgerRow]:
     return ledger.rows(run, kinds=(ClaimRow, CheckpointRow), columns=_COLUMNS_OF_RUN)
 
 
 def newer_in_store(
-    ledger: Ledger, run: str, folder: str, files: StoreReader, *, rows: Sequence[LedgerRow]
+    ledger: Ledger, run: str, folder: str, files: StoreFiles, *, rows: Sequence[LedgerRow]
 ) -> Newer | None:
     """Return a committed checkpoint in the run's folder that the ledger lacks, or None.
 
@@ -217,14 +184,14 @@ def mark_in(folder: str, ledger_uuid: str) -> str:
     return f"{folder}/committed-{ledger_uuid}.json"
 
 
-def commit_marked(folder: str, ledger_uuid: str, files: StoreReader) -> Proof | None:
+def commit_marked(folder: str, ledger_uuid: str, files: StoreFiles) -> Proof | None:
     """Return the checkpoint whose commit the mark in a run's folder proves, or None without a mark."""
     place = mark_in(folder, ledger_uuid)
     found = _json(place, files)
     return _proof_of(found, place) if found.get("checkpoint_id") else None
 
 
-def proven_parent(folder: str, files: StoreReader) -> Proof | None:
+def proven_parent(folder: str, files: StoreFiles) -> Proof | None:
     """Return the checkpoint that the manifest in a checkpoint's folder proves to be committed: its parent, if it has one."""
     found = _json(f"{folder}/{_MANIFEST}", files)
     return _proof_of({**found, "checkpoint_id": found["parent"]}, folder) if found.get("parent") else None
@@ -296,7 +263,8 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
         return None
     try:
         parent = _built_on(state)
-        if parent is not None and not (mine and parent in _history(table)):
+        history = (each.snapshot_id for each in ancestors_of(table.current_snapshot(), table.metadata))
+        if parent is not None and not (mine and parent in history):
             lost = rows.missing_rows(state, parent)
             if lost:
                 newest = max(lost, key=lambda row: (isinstance(row, CheckpointRow), row.step))
@@ -321,12 +289,12 @@ def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable
 
 def _lost_checkpoint(lakehouse: Lakehouse, lost: Sequence[LedgerRow], ledger_uuid: str, location: str) -> Newer | None:
     """Return the one of these rows' checkpoints that the mark in its store names."""
-    files = WarehouseReader(lakehouse)
+    files = _store_files(lakehouse)
     checkpoints = [row for row in lost if isinstance(row, CheckpointRow) and row.manifest_uri]
     for row in Ledger(lakehouse).translate(checkpoints):
         try:
             mark = commit_marked(row.manifest_uri.rsplit("/", 3)[0], ledger_uuid, files)
-        except (OSError, ValueError):  # a store that is unavailable proves nothing
+        except (StoreUnavailable, SpecInvalid):  # a store that is unavailable proves nothing
             continue
         if mark is None or mark.checkpoint_id != row.checkpoint_id:
             continue
@@ -372,7 +340,7 @@ def _run_folders(rows: list[LedgerRow]) -> list[str]:
     return list(dict.fromkeys(each for each in (*found, *claims) if each))
 
 
-def _unnamed_folders(folder: str, files: StoreReader, committed: Sequence[CheckpointRow]) -> list[str]:
+def _unnamed_folders(folder: str, files: StoreFiles, committed: Sequence[CheckpointRow]) -> list[str]:
     """Return the addresses of folders that no checkpoint's row names, of no attempt before the last that committed.
 
     The newest attempt and step come first.
@@ -403,34 +371,14 @@ def _built_on(state: Table) -> int | None:
     return None if parent is None else parent.snapshot_id
 
 
-def _history(table: Table) -> dict[int, int]:
-    """Return id -> sequence number of the retained snapshots from the current one back."""
-    return {each.snapshot_id: each.sequence_number or 0 for each in _ancestors(table)}
-
-
-def _ancestors(table: Table) -> Iterator[Any]:
-    snapshot = table.current_snapshot()
-    while snapshot is not None:
-        yield snapshot
-        snapshot = table.snapshot_by_id(snapshot.parent_snapshot_id or 0)
-
-
 def _key(row: CheckpointRow | RewindRow) -> Key:
     return row.run, row.kind, row.checkpoint_id or "", row.seq, row.nonce
 
 
-def _json(address: str, files: StoreReader) -> dict[str, Any]:
+def _json(address: str, files: StoreFiles) -> dict[str, Any]:
     """Return a JSON object. Empty if it is gone or cut short."""
     try:
         found = json.loads(files.read(address))
     except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _is_local(address: str) -> bool:
-    return urlparse(address).scheme in ("", "file")
-
-
-def _path(address: str) -> str:
-    return unquote(urlparse(address).path) if "://" in address else address

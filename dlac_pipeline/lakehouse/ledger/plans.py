@@ -4,8 +4,6 @@ Units are written first under a write id. The plan row is last, and only if no p
 follow the plan row to its write id, so a crash or a race leaves no half or double plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -15,11 +13,10 @@ from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from dlac_pipeline.lakehouse.errors import FormatTooNew, LakehouseError, SpecInvalid
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, equals, reachable
-from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, equals
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
-from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
-from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+from dlac_pipeline.lakehouse.maintenance.expiry import committing
+from dlac_pipeline.lakehouse.retrying import retrying
 
 WORK_UNITS_ARROW = schema_to_pyarrow(WORK_UNITS, include_field_ids=False)
 SLICES_ARROW = schema_to_pyarrow(SLICES, include_field_ids=False)
@@ -121,9 +118,8 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
         table = lakehouse.own(name)  # loaded before the look, so that a later commit makes this append fail
         if unless():
             return
-        with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
+        with committing(lakehouse, table) as transaction:
             transaction.append(rows)
-            expire_in(transaction)
 
     retrying()(once)
 

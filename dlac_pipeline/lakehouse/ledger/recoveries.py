@@ -1,7 +1,5 @@
 """The `recoveries` table: one row per recovery, with its phases, and one where a run was given up."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from datetime import datetime
 

@@ -3,8 +3,6 @@
 All facts about a run at one time come from rows of one read, because rows of two reads may differ.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -3,33 +3,33 @@
 Promise: a table or manifest of an older format version stays readable. Columns are only added, as optional ones.
 """
 
-from __future__ import annotations
+from collections.abc import Mapping
 
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import (
-    BooleanType,
-    DoubleType,
-    IcebergType,
-    IntegerType,
-    ListType,
-    LongType,
-    NestedField,
-    StringType,
-    StructType,
-    TimestamptzType,
-)
+from pyiceberg.types import DoubleType, IcebergType, ListType, LongType, NestedField, StructType
 
 FORMAT_VERSION = 1
 FORMAT_VERSION_PROPERTY = "dlac.format-version"
 
 
-def _fields(*columns: tuple[str, IcebergType], required: frozenset[str] = frozenset()) -> list[NestedField]:
-    return [
-        NestedField(field_id, name, column_type, required=name in required)
-        for field_id, (name, column_type) in enumerate(columns, start=1)
-    ]
+def _schema(columns: str, *, lists: Mapping[str, IcebergType] | None = None, required: str = "") -> Schema:
+    """Return the schema of columns that are written as in SQL. The place of a column is its field id: append only.
+
+    `lists` has the types of the columns of type `list`.
+    """
+    written = [column.split() for column in columns.split(",")]
+    return Schema(
+        *(
+            NestedField(field_id, name, lists[name] if lists and kind == "list" else kind, required=name == required)
+            for field_id, (name, kind) in enumerate(written, start=1)
+        )
+    )
+
+
+def _list_of(field_id: int, element: IcebergType) -> ListType:
+    return ListType(field_id, element, element_required=False)
 
 
 def _partitioned_by(schema: Schema, name: str) -> PartitionSpec:
@@ -37,138 +37,53 @@ def _partitioned_by(schema: Schema, name: str) -> PartitionSpec:
     return PartitionSpec(PartitionField(source_id=source, field_id=1000, transform=IdentityTransform(), name=name))
 
 
-PLANS = Schema(
-    *_fields(
-        ("plan_id", StringType()),
-        ("write_id", StringType()),
-        ("source_table", StringType()),
-        ("table_uuid", StringType()),
-        ("snapshot_id", LongType()),
-        ("tag", StringType()),
-        ("schema_id", IntegerType()),
-        ("row_filter", StringType()),
-        ("columns", StringType()),
-        ("units", LongType()),
-        ("rows", LongType()),
-        ("live_rows", LongType()),
-        ("bytes", LongType()),
-        ("created_at", TimestamptzType()),
-        ("format_version", IntegerType()),
-        ("exclude", StringType()),
-        ("base_plan_id", StringType()),
-    )
+PLANS = _schema(
+    """
+    plan_id string, write_id string, source_table string, table_uuid string, snapshot_id long, tag string, schema_id int,
+    row_filter string, columns string, units long, rows long, live_rows long, bytes long, created_at timestamptz,
+    format_version int, exclude string, base_plan_id string
+    """
 )
-
-_DEAD_RANGE = StructType(NestedField(101, "first", LongType()), NestedField(102, "rows", LongType()))
-
-WORK_UNITS = Schema(
-    *_fields(
-        ("write_id", StringType()),
-        ("unit", LongType()),
-        ("file_path", StringType()),
-        ("row_group", IntegerType()),
-        ("first_row", LongType()),
-        ("rows", LongType()),
-        ("live_rows", LongType()),
-        ("bytes", LongType()),
-        ("dead", ListType(100, _DEAD_RANGE, element_required=False)),
-    )
+WORK_UNITS = _schema(
+    """
+    write_id string, unit long, file_path string, row_group int, first_row long, rows long, live_rows long, bytes long,
+    dead list
+    """,
+    lists={
+        "dead": _list_of(100, StructType(NestedField(101, "first", LongType()), NestedField(102, "rows", LongType())))
+    },
 )
-
-SLICES = Schema(
-    *_fields(
-        ("cut_id", StringType()),
-        ("plan_id", StringType()),
-        ("pass", IntegerType()),
-        ("key_group", IntegerType()),
-        ("block", IntegerType()),
-        ("slice", IntegerType()),
-        ("unit", LongType()),
-        ("first_row", LongType()),
-        ("rows", LongType()),
-        ("live_rows", LongType()),
-        ("base", LongType()),
-        ("block_rows", LongType()),
-        ("block_live_rows", LongType()),
-        ("a", LongType()),
-        ("a_inv", LongType()),
-        ("c", LongType()),
-    )
+SLICES = _schema(
+    """
+    cut_id string, plan_id string, pass int, key_group int, block int, slice int, unit long, first_row long, rows long,
+    live_rows long, base long, block_rows long, block_live_rows long, a long, a_inv long, c long
+    """
 )
-
-CONSUMPTION = Schema(
-    *_fields(
-        ("run", StringType()),
-        ("seq", LongType()),
-        ("kind", StringType()),
-        ("attempt", IntegerType()),
-        ("nonce", StringType()),
-        ("checkpoint_id", StringType()),
-        ("parent", StringType()),
-        ("head_after", StringType()),
-        ("step", LongType()),
-        ("leg", IntegerType()),
-        ("committed_at", TimestamptzType()),
-        ("world_size", IntegerType()),
-        ("manifest_uri", StringType()),
-        ("manifest_digest", StringType()),
-        ("model_digest", StringType()),
-        ("applied_steps", LongType()),
-        ("skipped_steps", LongType()),
-        ("losses", ListType(100, DoubleType(), element_required=False)),
-        ("plan_id", StringType()),
-        ("cut_id", StringType()),
-        ("pass", IntegerType()),
-        ("key_group", IntegerType()),
-        ("source", IntegerType()),
-        ("block", IntegerType()),
-        ("position_start", LongType()),
-        ("position_end", LongType()),
-        ("first_step", LongType()),
-        ("last_step", LongType()),
-        ("rows_consumed", LongType()),
-        ("rows_dead", LongType()),
-        ("rows_quarantined", LongType()),
-        ("token_start", LongType()),
-        ("token_end", LongType()),
-        ("applied", BooleanType()),
-        ("detail", StringType()),
-        ("format_version", IntegerType()),
-        ("rows_filtered", LongType()),
-        ("filtered", ListType(110, LongType(), element_required=False)),
-        ("quarantined", ListType(111, LongType(), element_required=False)),
-        required=frozenset({"run"}),
-    )
+CONSUMPTION = _schema(
+    """
+    run string, seq long, kind string, attempt int, nonce string, checkpoint_id string, parent string, head_after string,
+    step long, leg int, committed_at timestamptz, world_size int, manifest_uri string, manifest_digest string,
+    model_digest string, applied_steps long, skipped_steps long, losses list, plan_id string, cut_id string, pass int,
+    key_group int, source int, block int, position_start long, position_end long, first_step long, last_step long,
+    rows_consumed long, rows_dead long, rows_quarantined long, token_start long, token_end long, applied boolean,
+    detail string, format_version int, rows_filtered long, filtered list, quarantined list
+    """,
+    lists={
+        "losses": _list_of(100, DoubleType()),
+        "filtered": _list_of(110, LongType()),
+        "quarantined": _list_of(111, LongType()),
+    },
+    required="run",
 )
-
-RECOVERIES = Schema(
-    *_fields(
-        ("run", StringType()),
-        ("seq", LongType()),
-        ("attempt", IntegerType()),
-        ("replaced_attempt", IntegerType()),
-        ("cause", StringType()),
-        ("noticed_by", StringType()),
-        ("failed_at", TimestamptzType()),
-        ("resumed_from", StringType()),
-        ("resumed_step", LongType()),
-        ("rows_replayed", LongType()),
-        ("detect_s", DoubleType()),
-        ("stop_s", DoubleType()),
-        ("claim_s", DoubleType()),
-        ("verify_s", DoubleType()),
-        ("load_s", DoubleType()),
-        ("first_step_s", DoubleType()),
-        ("total_s", DoubleType()),
-        ("outcome", StringType()),
-        ("format_version", IntegerType()),
-        ("schedule_s", DoubleType()),
-        ("convert_s", DoubleType()),
-        ("work_lost_s", DoubleType()),
-        required=frozenset({"run"}),
-    )
+RECOVERIES = _schema(
+    """
+    run string, seq long, attempt int, replaced_attempt int, cause string, noticed_by string, failed_at timestamptz,
+    resumed_from string, resumed_step long, rows_replayed long, detect_s double, stop_s double, claim_s double,
+    verify_s double, load_s double, first_step_s double, total_s double, outcome string, format_version int,
+    schedule_s double, convert_s double, work_lost_s double
+    """,
+    required="run",
 )
-
 TABLES: dict[str, tuple[Schema, PartitionSpec]] = {
     "plans": (PLANS, UNPARTITIONED_PARTITION_SPEC),
     "work_units": (WORK_UNITS, UNPARTITIONED_PARTITION_SPEC),

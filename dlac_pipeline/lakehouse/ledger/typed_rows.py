@@ -4,8 +4,6 @@ In: rows of the table `consumption`. Out: `LedgerRow`s, whose fields have the na
 the column `detail`. `to_columns` returns a row as the table has it. Times are UTC, names that end in `_s` are seconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -20,7 +18,7 @@ Columns = dict[str, Any]
 Purpose = Literal["adopts", "rewinds", "forks"]
 """Purpose of a claim whose attempt trains nothing."""
 _PURPOSES: tuple[Purpose, ...] = ("adopts", "rewinds", "forks")
-KINDS: dict[str, type[LedgerRow]] = {}
+KINDS: "dict[str, type[LedgerRow]]" = {}
 """Kind in the table -> its class. The empty kind is that of `OtherRow`."""
 _NOT_COMMITTED = datetime.fromtimestamp(0, UTC)
 _FIELDS = {"pass": "pass_index", "quarantined": ""}

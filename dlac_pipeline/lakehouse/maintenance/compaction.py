@@ -6,8 +6,6 @@ committers the merge loses, reads again and takes fewer files. A commit that los
 other conflict. Only data files change: no row, no `seq`, no property.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +17,7 @@ from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files, schema_to_
 from pyiceberg.table import FileScanTask, Table
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
-from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
+from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 UPKEEP_OF_SNAPSHOT = "dlac.upkeep"

@@ -5,8 +5,6 @@ delete what was listed and is still not named. The writer of a listed file had r
 has not landed, the catalog refuses it, and the writer repeats it with new files, as every writer of these tables does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +16,9 @@ from pyiceberg.table import Table
 from dlac_pipeline.lakehouse.errors import LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
-from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse
 from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
+from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 

@@ -4,8 +4,6 @@ Safe beside live committers and beside other upkeep, at any moment, and safe to 
 never touched.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS

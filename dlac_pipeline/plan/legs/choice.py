@@ -1,7 +1,5 @@
 """Leg that a job spec requests: the first one of a run, the committed one again, or an intended new one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

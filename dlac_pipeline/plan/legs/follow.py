@@ -4,10 +4,8 @@ What was dealt stays dealt: open cuts are never cut again. Rows that are exclude
 as never dealt, so that later passes level the key groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -19,7 +17,7 @@ from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
-from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, describe_differences
+from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, Unreadable, describe_differences
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.planner import exclude_rows, make_plan
@@ -31,17 +29,6 @@ _CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclud
 """Settings that a new leg may change."""
 Dead = dict[int, Ints]
 """Unit -> sorted offsets of rows that are skipped."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unreadable:
-    """A row group to leave out, because it is missing or does not decode, or rows of it that kill the ranks."""
-
-    path: str
-    row_group: int
-    reason: str
-    positions: tuple[int, ...] = ()
-    """Positions of the rows in the data file. Empty: the whole row group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,13 +144,7 @@ class _SourceTransition:
                 unit = units.get((each.path, each.row_group))
                 rows = 0 if unit is None else _live_rows_of(plan, unit, each)
                 if rows:
-                    found[each] = QuarantinedUnit(
-                        path=each.path,
-                        row_group=each.row_group,
-                        rows=rows,
-                        reason=each.reason,
-                        positions=each.positions,
-                    )
+                    found[each] = QuarantinedUnit(**asdict(each), rows=rows)
         return tuple(found.values())
 
     def _with_passes(self, start: SourceStart) -> SourceStart:

@@ -1,7 +1,5 @@
 """A leg: everything that determines the order of a range of steps, as one record that a resumed run is checked against."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,15 +19,21 @@ LEG_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantinedUnit:
-    """A row group, or rows of it, left out from a leg on: it does not decode, or they kill the ranks. `rows` of it were live."""
+class Unreadable:
+    """A row group to leave out, because it is missing or does not decode, or rows of it that kill the ranks."""
 
     path: str
     row_group: int
-    rows: int
     reason: str
     positions: tuple[int, ...] = ()
     """Positions of the rows in the data file. Empty: the whole row group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantinedUnit(Unreadable):
+    """A row group, or rows of it, left out from a leg on. `rows` of it were live."""
+
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +155,7 @@ class Leg:
         return record
 
     @classmethod
-    def from_json(cls, text: str) -> Leg:
+    def from_json(cls, text: str) -> "Leg":
         """The leg in `text`.
 
         Raises:
@@ -160,7 +164,7 @@ class Leg:
         return cls.from_record(json.loads(text))
 
     @classmethod
-    def from_record(cls, raw: Mapping[str, Any]) -> Leg:
+    def from_record(cls, raw: Mapping[str, Any]) -> "Leg":
         """Return the leg whose JSON has this content. Raises as `from_json`."""
         for name, known in (("format_version", LEG_VERSION), ("order_version", ORDER_VERSION)):
             if raw[name] != known:
@@ -182,7 +186,7 @@ class Leg:
             found |= {prefix + name: value for name, value in source.bound().items()}
         return found
 
-    def differences(self, wanted: Leg) -> dict[str, tuple[Any, Any]]:
+    def differences(self, wanted: "Leg") -> dict[str, tuple[Any, Any]]:
         """Return the differences of `wanted`: name -> this leg's value, and the requested one."""
         mine, theirs = self.bound(), wanted.bound()
         return {
@@ -191,7 +195,7 @@ class Leg:
             if mine.get(name) != theirs.get(name)
         }
 
-    def leaves_out_more_than(self, before: Leg | None) -> bool:
+    def leaves_out_more_than(self, before: "Leg | None") -> bool:
         """Return True if a source excludes or quarantines more than in the leg before."""
         known = [(set(each.exclude), set(each.quarantined)) for each in (before.sources if before else ())]
         known += [(set(), set())] * (len(self.sources) - len(known))
@@ -200,7 +204,7 @@ class Leg:
             for mine, (exclude, quarantined) in zip(self.sources, known, strict=False)
         )
 
-    def check_same(self, wanted: Leg) -> None:
+    def check_same(self, wanted: "Leg") -> None:
         """Check that `wanted`, made from the job spec, binds the same as this committed leg.
 
         Raises:

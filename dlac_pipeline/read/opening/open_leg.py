@@ -1,21 +1,23 @@
-"""From a leg to a rank's reader: plans and sources are opened, and checked against the leg."""
+"""From a leg to a rank's reader: plans and sources are opened, and checked against the leg. And the columns of its batches."""
 
-from __future__ import annotations
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import numpy as np
 
 from dlac_pipeline.plan.legs.choice import check_alike
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
+from dlac_pipeline.plan.source_order import Stretch
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.memory import Buffers
-from dlac_pipeline.read.opening.leg_columns import LegColumns
 from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
-from dlac_pipeline.read.opening.open_streams import StreamOpener
+from dlac_pipeline.read.opening.open_streams import open_streams
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.reader import Exchange, RankReader, ReadStart, alone
+from dlac_pipeline.read.streams import Columns
+from dlac_pipeline.rows.columns import Column, ColumnKind
 from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -65,23 +67,68 @@ class OpenLeg:
         batches = Buffers()
         prefetch = Prefetcher(
             threads=read.threads,
-            budget_bytes=budget_bytes
-            * 15
-            // 16,  # the rest is for uncounted memory, such as the rounding of allocators
+            # the rest is for uncounted memory, such as the rounding of allocators
+            budget_bytes=budget_bytes * 15 // 16,
             beside_bytes=lambda: batches.nbytes + sum(source.decoder.shared_bytes for source in self.sources),
         )
-        opener = StreamOpener(
-            leg=self.leg, order=self.order, sources=self.sources, tokenizer=self.tokenizer, prefetch=prefetch
-        )
         return RankReader(
-            self.order,
-            LegColumns(leg=self.leg, order=self.order, units=self.units, sources=self.sources),
-            opener.open_stream(),
+            self,
+            open_streams(self, prefetch),
             prefetch,
             batches,
             ReadStart(rank=rank, world_size=world_size, step=step, state=state),
             exchange=exchange,
         )
+
+    def kinds(self) -> dict[str, ColumnKind]:
+        """The columns that are known beforehand: not those that a transform makes."""
+        length = self.leg.sequences.length
+        if not length:
+            kinds = {name: kind for source in self.sources for name, kind in source.kinds.items()}
+            return {name: self._with_length(kind) for name, kind in kinds.items()}
+        items = {"tokens": np.int64, "document": np.int32, "position": np.int32}
+        return {
+            name: ColumnKind(name=name, items=np.dtype(kind), listed=True, length=length)
+            for name, kind in items.items()
+        }
+
+    def _with_length(self, kind: ColumnKind) -> ColumnKind:
+        """Return the kind with the length of its lists: that of the first list in the plans, the same on every rank."""
+        if not kind.listed or kind.ragged:
+            return kind
+        for source in self.sources:
+            for units in (self.units[plan_id] for plan_id in source.leg.start.live_plan_ids):
+                for unit in np.flatnonzero(units.live_rows).tolist():
+                    length = source.decoder.list_length(units, unit, kind.name)
+                    if length is not None:
+                        return replace(kind, length=length)
+        return replace(kind, length=0)
+
+    def probe(self) -> Columns:
+        """Columns of some rows: for a rank that has none, what the others have."""
+        if self.leg.sequences.length:
+            nothing = np.zeros((0, self.leg.sequences.length), dtype=np.int64)
+            return {name: Column(nothing) for name in self.kinds()}
+        for index, stretch in self._first_pass():
+            open_from = self.sources[index]
+            table = open_from.decoder.decode(stretch.cut.units, stretch.slices)
+            if not self.leg.streamed[index]:
+                return open_from.to_columns()(stretch, table)
+            found = open_from.to_samples()(stretch, table).columns
+            if found:  # a transform may make nothing of all rows of a block
+                return {name: Column(array) for name, array in found.items()}
+        return {}
+
+    def _first_pass(self) -> Iterator[tuple[int, Stretch]]:
+        """(source, stretch) of everything in the first pass of each source, from the leg's beginning."""
+        for index, source in enumerate(self.order.sources):
+            for group in range(self.leg.key_groups):
+                first: int | None = None
+                for stretch in source.stretches(group, 0):
+                    first = stretch.pass_index if first is None else first
+                    if stretch.pass_index != first:
+                        break
+                    yield index, stretch
 
 
 def open_leg(plans: Plans, leg: Leg, spec: JobSpec) -> OpenLeg:

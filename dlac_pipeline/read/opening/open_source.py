@@ -1,7 +1,5 @@
 """One source of a leg, opened: its decoder and transform, and how its decoded blocks become columns, samples or documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 

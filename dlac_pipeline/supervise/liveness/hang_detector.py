@@ -1,7 +1,5 @@
 """Failure detector of ranks that hang. In: their heartbeats. Out: an `Exit`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

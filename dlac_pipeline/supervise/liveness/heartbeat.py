@@ -1,7 +1,5 @@
 """Heartbeat of a rank: a small record in its launch folder, rewritten in place at every step in microseconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -4,8 +4,6 @@ A heartbeat is one small write. A step has three. Times exclude waits for other 
 measured: in reading, loading, and computing up to the loss.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ job is never refused, because its scheduler may start it again. A launch by an o
 run of the same orchestrator. Only the orchestrator can know if that run is alive.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import socket
@@ -15,11 +13,11 @@ import time
 from collections.abc import Callable
 
 from dlac_pipeline.lakehouse.errors import RunBusy
-from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of, fence_of_rows, finished_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
-from dlac_pipeline.supervise.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
+from dlac_pipeline.supervise.claims import claimed_by, last_reason, left_in_order
 from dlac_pipeline.supervise.liveness.launch_liveness import LaunchLiveness, liveness_of
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
@@ -98,7 +96,7 @@ def _watch_s(launch: LaunchLiveness) -> float:
 def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:
     """Return True if the current attempt may train elsewhere, so that only its heartbeats can decide."""
     attempt = fence_of_rows(rows).attempt
-    if not attempt or finished_of_rows(rows) or idle(rows, attempt):
+    if not attempt or finished_of_rows(rows) or not claim_of(rows, attempt).trains:
         return False
     # with NODES the run resumes on more nodes
     if left_in_order(rows, attempt) and last_reason(rows, attempt) != NODES:
@@ -106,7 +104,7 @@ def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiv
     if (launch.host, launch.local) == (socket.gethostname(), spec.checkpoint.local):
         return False  # the lock is the better evidence
     one_job = spec.launch.on != "here" or bool(launched_by and claimed_by(rows, attempt))
-    same_place = bool(spec.launch.rendezvous) and rendezvous_of(rows, attempt) == spec.launch.rendezvous
+    same_place = bool(spec.launch.rendezvous) and claim_of(rows, attempt).rendezvous == spec.launch.rendezvous
     return not (one_job or same_place)
 
 

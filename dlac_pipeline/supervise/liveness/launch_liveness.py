@@ -4,8 +4,6 @@ On this node the launch's lock decides, because the kernel releases it with its 
 be seen: the ledger, and its launch folder if that is shared.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from contextlib import suppress

@@ -3,8 +3,6 @@
 The lock is a courtesy that refuses a second launch early and clearly. Safety does not depend on the lock but on the fence.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

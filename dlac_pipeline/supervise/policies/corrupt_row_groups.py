@@ -1,12 +1,9 @@
 """The cause of an attempt's failure when a row group did not decode: damage, or an unavailable store."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
-from dlac_pipeline.plan.legs.follow import Unreadable
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.spec.job_spec import JobSpec

@@ -4,15 +4,12 @@ A row that kills each process that reads it ends every attempt in the same step.
 counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.plan.legs.follow import Unreadable
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import SourceOrder

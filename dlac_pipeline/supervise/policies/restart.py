@@ -3,32 +3,15 @@
 In: attempts and their failures. Out: row groups and rows to leave out, or the error that ends the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import tenacity
 
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.errors import (
-    BadInput,
-    CatalogUnreachable,
-    CheckpointError,
-    DataFileUnreadable,
-    DlacError,
-    LedgerError,
-    LossNotFinite,
-    NoProgress,
-    Preempted,
-    ScriptFailed,
-    StoreUnavailable,
-    TrainingFailed,
-)
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.retrying import retrying
-from dlac_pipeline.plan.legs.follow import Unreadable
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
@@ -38,7 +21,7 @@ from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import Supervision
 
-_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted, LossNotFinite)
+_TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors.Preempted, errors.LossNotFinite)
 """Errors of a rank that another attempt would meet again, here and now."""
 
 
@@ -75,7 +58,7 @@ class RestartPolicy:
             DlacError: no attempt follows, because it would end in the same way.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
-        if failure.kind == LossNotFinite.__name__:
+        if failure.kind == errors.LossNotFinite.__name__:
             self.record_given_up(failure, attempt.number)
         if not (attempt.others and self._concerns_this_node_only(failure)):
             self._raise_if_final(failure)
@@ -99,7 +82,7 @@ class RestartPolicy:
             self._crash_loop.undecided and self._crash_loop.in_a_row >= self._fruitless
         ):
             self.record_given_up(failure, attempt.number)
-            raise NoProgress(
+            raise errors.NoProgress(
                 f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: fix the cause, then train "
                 f"again; {_logs_of(self._spec.run, attempt.number, failure)}; the last one: {failure.describe()}"
             )
@@ -110,24 +93,26 @@ class RestartPolicy:
         self._failed += 1
         if most is not None and self._failed > most:
             self.record_given_up(failure, attempt)
-            raise TrainingFailed(
+            raise errors.TrainingFailed(
                 f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: fix the cause, "
                 f"then train again; {_logs_of(self._spec.run, attempt, failure)}; the last one: {failure.describe()}"
             )
 
     @property
     def _retry(self) -> tenacity.Retrying:
-        return retrying(RETRY_WITHIN_S, of=(CatalogUnreachable, StoreUnavailable), stop=self._supervision.stop)
+        return retrying(
+            RETRY_WITHIN_S, of=(errors.CatalogUnreachable, errors.StoreUnavailable), stop=self._supervision.stop
+        )
 
     def _concerns_this_node_only(self, failure: Failure) -> bool:
         """Return True if only this node fails, while it exits. The others continue."""
-        return failure.kind == Preempted.__name__ or self._supervision.leaving.is_set()
+        return failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set()
 
     def record_given_up(self, failure: Failure, attempt: int) -> None:
         """Write the row of a run that is given up. An error of the write is only a warning."""
         try:
             write_given_up(self._lakehouse, self._spec.run, attempt, failure)
-        except DlacError as err:
+        except errors.DlacError as err:
             self._supervision.publish({"event": "warning", "message": f"giving up was not recorded: {err}"})
 
     def _raise_if_final(self, failure: Failure) -> None:
@@ -138,7 +123,7 @@ class RestartPolicy:
         if self._supervision.stop.is_set():
             stuck = "the ranks were asked to leave and did not"
             what = stuck if failure.kind == STUCK else "an attempt that was to end failed"
-            raise TrainingFailed(
+            raise errors.TrainingFailed(
                 f"{what}: {failure.summary}; the committed checkpoints are kept, start the run again to resume after it"
             )
 
@@ -156,7 +141,7 @@ class RestartPolicy:
         if found is None:
             return ()
         if found.policy == "fail":
-            raise DataFileUnreadable(failure.message)
+            raise errors.DataFileUnreadable(failure.message)
         self._supervision.publish({"event": "quarantine", **asdict(found.unreadable)})
         return (found.unreadable,)
 
@@ -182,15 +167,15 @@ class RestartPolicy:
         return rows
 
 
-def _hopeless(run: str, attempt: int, failure: Failure) -> TrainingFailed:
+def _hopeless(run: str, attempt: int, failure: Failure) -> errors.TrainingFailed:
     """Return the error for a death that repeats with any rows."""
     logs = _logs_of(run, attempt, failure)
     if failure.script_raised:
-        return ScriptFailed(
+        return errors.ScriptFailed(
             f"expected the script of run {run!r} to get past an exception, found the same one at the same place in two attempts "
             f"in a row: fix the script, then train again; {logs}; {failure.describe()}"
         )
-    return NoProgress(
+    return errors.NoProgress(
         f"expected run {run!r} to get past step {failure.in_hand} without the rows that it died with, found the same death with "
         f"other rows: fix the cause, then train again; {logs}; {failure.describe()}"
     )

@@ -4,8 +4,6 @@ Reading and computing are compared over several steps. Rare phases (loading, che
 the ranks' own, without their waits for each other: in synchronous training all ranks' steps take the time of the slowest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -3,8 +3,6 @@
 Heartbeats and batches in hand of other nodes' ranks are copied to the leader's launch folder, in the leader's clock.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The ranks of one attempt on this node: heartbeats, exits, logs, and signals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Events of an attempt that rank 0 writes to its launch folder, and the supervisor and other programs read."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

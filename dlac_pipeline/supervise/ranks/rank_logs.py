@@ -4,8 +4,6 @@ Ranks write into their logs directly and do not know the bound. So the bound als
 children, and a rank outlives the process that enforces it. In: log files. Out: the files without their middle, and lines.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

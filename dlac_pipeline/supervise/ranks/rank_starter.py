@@ -3,8 +3,6 @@
 A supervisor begins with this before it imports the catalog. So nothing here imports PyArrow, pyiceberg or PyTorch at once.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from functools import partial

@@ -3,16 +3,14 @@
 In: a job spec, a round, a starter. Out: the ranks, as their supervisor watches them.
 """
 
-from __future__ import annotations
-
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter

@@ -1,27 +1,27 @@
 """Files of the checkpoint store at their addresses: on a mounted disk, or in an object store.
 
-Addresses are `file://` ones and what pyarrow's file systems serve (s3, gs, abfs, hdfs), with pyiceberg's properties
+Addresses are `file://` ones, `s3://` ones, and what pyarrow's file systems serve (gs, abfs, hdfs), with pyiceberg's properties
 (`s3.endpoint`, ...). What fails in passing is tried again, at growing random intervals, until a deadline.
 """
-
-from __future__ import annotations
 
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote
 
 import pyarrow.fs as pafs
 from blake3 import blake3
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
+from dlac_pipeline.lakehouse import s3_objects
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, make_folder_durably, temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.retrying import is_final, retrying
+from dlac_pipeline.lakehouse.s3_objects import S3Objects
 
 _CHUNK_BYTES = 8 << 20
 
@@ -35,17 +35,6 @@ class _Transient(Exception):
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
         self.cause = cause
-
-
-class _Backend(Protocol):
-    def make(self, path: str) -> None: ...
-    def put(self, source: Path, path: str, within: str) -> None: ...
-    def write(self, path: str, content: bytes, within: str) -> None: ...
-    def read(self, path: str) -> bytes: ...
-    def fetch(self, path: str, target: Path) -> None: ...
-    def digest(self, path: str) -> tuple[int, str]: ...
-    def children(self, path: str) -> list[str]: ...
-    def remove(self, path: str) -> None: ...
 
 
 def is_local(address: str) -> bool:
@@ -69,9 +58,10 @@ class StoreFiles:
     def __init__(self, properties: Mapping[str, str] | None = None, *, deadline_s: float = 60.0) -> None:
         """`deadline_s`: how long something that fails is tried again."""
         self._remote = PyArrowFileIO(dict(properties or {}))
+        self._buckets: dict[str, S3Objects] = {}
         self._deadline_s = deadline_s
 
-    def hurried(self) -> StoreFiles:
+    def hurried(self) -> "StoreFiles":
         """Return the same store for optional work, with retries for a few seconds only."""
         return StoreFiles(self._remote.properties, deadline_s=min(5.0, self._deadline_s))
 
@@ -81,18 +71,18 @@ class StoreFiles:
         Raises:
             StoreUnavailable: the store is full, refuses, or was unavailable past the deadline. So do all methods.
         """
-        self._tried(lambda backend, path: backend.make(path), address, "write to")
+        self._tried(lambda files, path: files.make(path), address, "write to")
 
     def put(self, source: Path, address: str, *, within: str) -> None:
         """Copy a local file to `address`, durably. No file is at `address` yet.
 
         `within` is the address of an existing folder above it. Only folders below that one are made.
         """
-        self._tried(lambda backend, path: backend.put(source, path, within), address, "write to")
+        self._tried(lambda files, path: files.put(source, path, within), address, "write to")
 
-    def write(self, address: str, content: bytes, *, within: str) -> None:
-        """Make a small file durable: whole, or not at all. `within` as in `put`."""
-        self._tried(lambda backend, path: backend.write(path, content, within), address, "write to")
+    def write(self, address: str, content: bytes, *, within: str, new: bool = False) -> None:
+        """Make a small file durable: whole, or not at all. `within` as in `put`. S3 refuses a `new` one of another writer."""
+        self._tried(lambda files, path: files.write(path, content, within, new=new), address, "write to")
 
     def read(self, address: str) -> bytes:
         """All of a small file.
@@ -100,7 +90,7 @@ class StoreFiles:
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._tried(lambda backend, path: backend.read(path), address, "read")
+        return self._tried(lambda files, path: files.read(path), address, "read")
 
     def fetch(self, address: str, target: Path) -> None:
         """Copy a file into a local one.
@@ -108,7 +98,7 @@ class StoreFiles:
         Raises:
             FileNotFoundError: there is none.
         """
-        self._tried(lambda backend, path: backend.fetch(path, target), address, "read")
+        self._tried(lambda files, path: files.fetch(path, target), address, "read")
 
     def digest(self, address: str) -> tuple[int, str]:
         """Bytes and BLAKE3 digest of a file's content.
@@ -116,17 +106,17 @@ class StoreFiles:
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._tried(lambda backend, path: backend.digest(path), address, "read")
+        return self._tried(lambda files, path: files.digest(path), address, "read")
 
     def children(self, address: str) -> list[str]:
         """Return the sorted names of files and folders in a folder. Empty if the folder does not exist."""
-        return self._tried(lambda backend, path: backend.children(path), address, "list")
+        return self._tried(lambda files, path: files.children(path), address, "list")
 
     def remove(self, address: str) -> None:
         """Remove a folder with all in it, if it exists."""
-        self._tried(lambda backend, path: backend.remove(path), address, "remove from")
+        self._tried(lambda files, path: files.remove(path), address, "remove from")
 
-    def _tried(self, call: Callable[[_Backend, str], Result], address: str, doing: str) -> Result:
+    def _tried(self, call: "Callable[[_Local | S3Objects | _Remote, str], Result]", address: str, doing: str) -> Result:
         tries = 0
 
         def attempt() -> Result:
@@ -153,10 +143,12 @@ class StoreFiles:
         except OSError as err:
             raise _unavailable(address, doing, err, "") from err
 
-    def _at(self, address: str) -> tuple[_Backend, str]:
+    def _at(self, address: str) -> "tuple[_Local | S3Objects | _Remote, str]":
         if is_local(address):
             return _LOCAL, str(path_at(address))
         scheme, netloc, path = PyArrowFileIO.parse_location(address)
+        if scheme in s3_objects.SCHEMES and s3_objects.serves(self._remote.properties):
+            return self._buckets.setdefault(netloc, S3Objects(netloc, self._remote.properties)), path
         try:
             return _Remote(self._remote.fs_by_scheme(scheme, netloc)), path
         except ValueError as err:
@@ -216,7 +208,7 @@ class _Local:
         for folder in (target.parent, *list(target.parents)[1:4]):  # the folders may be new themselves
             fsync_directory(folder)
 
-    def write(self, path: str, content: bytes, within: str) -> None:
+    def write(self, path: str, content: bytes, within: str, *, new: bool = False) -> None:
         make_below(path_at(within), Path(path).parent)
         write_durably(Path(path), content)
 
@@ -258,7 +250,7 @@ class _Remote:
         if stored != size:
             raise OSError(f"{stored} of {size} bytes arrived")
 
-    def write(self, path: str, content: bytes, within: str) -> None:
+    def write(self, path: str, content: bytes, within: str, *, new: bool = False) -> None:
         with self._files.open_output_stream(path) as target:
             target.write(content)
 
