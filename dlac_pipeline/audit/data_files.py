@@ -15,6 +15,7 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.lakehouse.errors import NoSuchTable
+from dlac_pipeline.lakehouse.external.mirror import retained_snapshots
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 _THREADS = 8
@@ -63,7 +64,7 @@ def _source_files(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -
         with suppress(NoSuchTable):
             table = lakehouse.load(name)
             tables[str(table.metadata.table_uuid)] = table
-    retained = {uuid: {kept.snapshot_id for kept in table.metadata.snapshots} for uuid, table in tables.items()}
+    retained = {uuid: retained_snapshots(table) for uuid, table in tables.items()}
     known = [plan for plan in plans if plan["table_uuid"] in tables]
     expired = {plan["plan_id"] for plan in known if plan["snapshot_id"] not in retained[plan["table_uuid"]]}
     return {plan["plan_id"]: tables[plan["table_uuid"]].io for plan in known}, expired

@@ -15,6 +15,7 @@ from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.legs.choice import requested_leg
 from dlac_pipeline.plan.legs.leg import Leg, describe_differences
 from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -226,6 +227,8 @@ def check_requested(spec: JobSpec, leg: Leg) -> None:
             f"with:\n{describe_differences(differing, bound='saved')}\n"
             "give the saved values again, or begin without the state"
         )
+    for source, mine in zip(spec.sources, leg.sources, strict=True):
+        Plans(lakehouse).check_files(mine.start.live_plan_ids, table=source.table)
 
 
 def start_of(leg: Leg, key_groups: range) -> Cursors:

@@ -14,7 +14,7 @@ from obstore.store import S3Store
 from pyarrow.fs import resolve_s3_region
 
 SCHEMES = ("s3", "s3a", "s3n")
-_SETTINGS = {
+SETTINGS = {
     "s3.endpoint": "endpoint",
     "s3.access-key-id": "access_key_id",
     "s3.secret-access-key": "secret_access_key",
@@ -38,7 +38,7 @@ def serves(properties: Mapping[str, str]) -> bool:
 
     Roles, signers, and the profiles of the AWS command line are known to pyarrow only.
     """
-    known = {*_SETTINGS, *_CLIENT_SETTINGS, *_SECONDS}
+    known = {*SETTINGS, *_CLIENT_SETTINGS, *_SECONDS}
     foreign = any(name.startswith("s3.") and name not in known for name in properties)
     profile = "AWS_PROFILE" in os.environ or Path("~/.aws/credentials").expanduser().exists()
     return not foreign and ("s3.access-key-id" in properties or not profile)
@@ -48,7 +48,7 @@ class S3Objects:
     """One bucket. Paths are `bucket/key`, as pyarrow writes them."""
 
     def __init__(self, bucket: str, properties: Mapping[str, str]) -> None:
-        settings: dict[str, Any] = {ours: properties[name] for name, ours in _SETTINGS.items() if name in properties}
+        settings: dict[str, Any] = {ours: properties[name] for name, ours in SETTINGS.items() if name in properties}
         if not {"region", "endpoint"} & settings.keys() and "AWS_REGION" not in os.environ:
             settings["region"] = resolve_s3_region(bucket)
         client: dict[str, Any] = {

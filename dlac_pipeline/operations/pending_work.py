@@ -1,7 +1,8 @@
-"""Pending work of a run that follows its tables: the rows that a launch could train. Nothing is written."""
+"""Pending work of a run that follows its tables: the rows that a launch could train. Of all tables only mirrors are written."""
 
 from dataclasses import dataclass
 
+from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -35,7 +36,7 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     Raises:
         NoSuchTable, NoSuchSnapshot: a source cannot be read.
     """
-    found = (snapshot_of(lakehouse.load(source.table), None, ref=source.ref) for source in spec.sources)
+    found = (snapshot_of(load_version(lakehouse, source.table), None, ref=source.ref) for source in spec.sources)
     present = tuple(snapshot.snapshot_id for snapshot in found)
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head

@@ -1,11 +1,14 @@
 """Plans that are written: a plan's row and work units, and the plans that a process has read, each once."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
+from dlac_pipeline.lakehouse.external.locations import split_identifier
+from dlac_pipeline.lakehouse.external.mirror import check_files_exist
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
@@ -76,6 +79,11 @@ class Plans:
         name = table or row.source_table
         check_pinned(self.lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
         return row
+
+    def check_files(self, plan_ids: Iterable[str], *, table: str) -> None:
+        """Check that the data files of plans exist, if no pin protects them as they are of another format. Raises `PinLost`."""
+        for plan in [self.load(each, table=table) for each in plan_ids if split_identifier(table) is not None]:
+            check_files_exist(self.lakehouse, table, plan.row.snapshot_id, plan.units.file_paths)
 
     def load(self, plan_id: str, *, table: str | None = None) -> Plan:
         """Return a plan with its units, after the checks of `check`."""

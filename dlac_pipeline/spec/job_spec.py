@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.external.locations import external_identifier
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
@@ -29,7 +30,18 @@ from dlac_pipeline.spec.spec_problems import (
 class SourceSpec(Section):
     """Source of rows."""
 
-    table: str = Field(description="The Iceberg table to train from, as namespace.table.")
+    format: Literal["iceberg", "delta", "hudi"] = Field(
+        default="iceberg", description="Format of the table. A Delta Lake or Hudi table is read in place."
+    )
+    table: str = Field(
+        description="The table to train from, as namespace.table. Of other formats: its location, a folder or s3://bucket/path."
+    )
+    version: int | None = Field(
+        default=None,
+        description="Of other formats: version to pin, of Hudi an instant. Unset: the newest one when the plan is made.",
+        ge=0,
+        lt=2**63,
+    )
     catalog: str = Field(
         default="",
         description="Catalog of the table, by its name in PyIceberg's configuration. Empty: the lakehouse's own. The table is "
@@ -102,7 +114,10 @@ class SourceSpec(Section):
 
     @field_validator("table")
     @classmethod
-    def _in_a_namespace(cls, table: str) -> str:
+    def _is_a_name(cls, table: str, info: ValidationInfo) -> str:
+        table_format = info.data.get("format", "iceberg")
+        if table_format != "iceberg":
+            return external_identifier(table_format, table)
         namespace, _, name = table.rpartition(".")
         if not name.strip() or not all(part.strip() for part in namespace.split(".")):
             raise ValueError(f"expected namespace.table, found {table!r}")
@@ -110,7 +125,19 @@ class SourceSpec(Section):
 
     @model_validator(mode="after")
     def _is_one_place(self) -> SourceSpec:
-        """Qualify the table with its catalog, and check that one snapshot is named."""
+        """Qualify the table with its catalog, and check that one snapshot is named. That of a version has its number."""
+        if self.format == "iceberg" and self.version is not None:
+            raise ValueError(f"expected the snapshot_id of an Iceberg table, found version {self.version}: name that")
+        if self.format != "iceberg" and (self.catalog or self.ref):
+            raise ValueError(
+                f'expected catalog and ref of Iceberg tables only, found format = "{self.format}": remove them'
+            )
+        if self.version is not None and self.snapshot_id not in (None, self.version):
+            raise ValueError(
+                f"expected one version, found {self.version} and snapshot_id {self.snapshot_id}: remove one"
+            )
+        if self.version is not None:
+            object.__setattr__(self, "snapshot_id", self.version)
         named, separator, table = self.table.rpartition(":")
         if self.catalog and separator and named != self.catalog:
             raise ValueError(

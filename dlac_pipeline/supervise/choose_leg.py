@@ -96,6 +96,7 @@ class LegChooser:
             check_registered(self._plans.lakehouse.load(source.table))
             for plan_id in mine.start.plan_ids:
                 self._plans.check(plan_id, table=source.table)
+            self._plans.check_files(mine.start.live_plan_ids, table=source.table)
         return next_leg(
             self._plans,
             excluding(self._spec, exclusions_in_force(rows)),

@@ -48,6 +48,7 @@ def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = 
 
 def _pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one."""
+    from dlac_pipeline.lakehouse.external.mirror import load_version
     from dlac_pipeline.lakehouse.iceberg.pins import hold
     from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 
@@ -57,7 +58,7 @@ def _pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.Ma
         pins = []
         for index, source in enumerate(spec.sources):
             wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
-            snapshot = snapshot_of(lakehouse.load(source.table), wanted, ref=source.ref)
+            snapshot = snapshot_of(load_version(lakehouse, source.table, wanted), wanted, ref=source.ref)
             tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
             pins.append((source.table, snapshot.snapshot_id, tag or "(no tag)"))
     for table, snapshot_id, tag in pins:

@@ -25,6 +25,10 @@ from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mappin
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 
 FIELD_ID = b"PARQUET:field_id"
+READ_BY_NAME = "dlac.read-by-name"
+"""Property of a table whose data files are those of another format: field ids in them are not the table's."""
+_BY_NAME = NameMapping([])
+"""The mapping of such a table: the names of whatever schema it is read with."""
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 _PLAIN: dict[type, pa.DataType] = {
     ice.StringType: pa.string(),
@@ -184,6 +188,8 @@ def name_mapping_of(table: Table) -> NameMapping | None:
     Raises:
         UnsupportedColumn: the property is not such a mapping.
     """
+    if READ_BY_NAME in table.properties:
+        return _BY_NAME
     try:
         return table.name_mapping()
     except ValueError as err:
@@ -217,9 +223,9 @@ def _leaves(arrow: pa.DataType) -> int:
 def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) -> dict[int, _Found]:
     """The file's top-level fields by field id, each with the mapping that gave it the id."""
     with_ids = field_ids(file_schema)
-    if with_ids:
+    if with_ids and mapping is not _BY_NAME:
         return {field_id: (field, None) for field_id, field in with_ids.items()}
-    if mapping is None:
+    if mapping is None or mapping is _BY_NAME:
         mapping = create_mapping_from_schema(schema)
     mapped = {name: entry for entry in mapping for name in entry.names if entry.field_id is not None}
     fields = ((mapped[field.name], field) for field in file_schema if field.name in mapped)

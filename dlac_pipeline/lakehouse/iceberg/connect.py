@@ -44,6 +44,7 @@ from dlac_pipeline.lakehouse.errors import (
     NoSuchTable,
     SpecInvalid,
 )
+from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse.iceberg.metadata_files import newest_metadata
 from dlac_pipeline.lakehouse.iceberg.relocation import (
     MADE_AT,
@@ -109,10 +110,13 @@ class Lakehouse:
         """Return the catalog of a table, opened, and the table's name in it.
 
         A name such as "lake:docs.pages" is that of table docs.pages in the catalog that PyIceberg's configuration names lake.
+        "delta:/data/pages" is a table of another format, whose mirror is in this catalog.
 
         Raises:
             CatalogMisconfigured: no catalog of that name is configured.
         """
+        if split_identifier(identifier) is not None:
+            return self, mirror_name(identifier, self.config.namespace)
         name, separator, table = identifier.partition(":")
         if not separator:
             return self, identifier

@@ -37,7 +37,7 @@ from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, DeleteFile
 
 Ints = npt.NDArray[np.int64]
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
-_POSITION_FIELD_ID = 2147483545
+POSITION_FIELD_ID = 2147483545
 _MAGIC = b"\xd1\xd3\x39\x64"
 _PUFFIN = b"PFA1"
 _VECTOR = "deletion-vector-v1"
@@ -65,11 +65,16 @@ class Deletes:
             UnsupportedDeletes: a deletion vector is not in a Puffin file, or an equality delete names columns that do not
                 exist, or below the top level.
         """
+        found = [self.positions(file)]
+        ids = sorted({delete.equality_ids for delete in file.equality})
+        found.extend(self._of_values(file, parquet, one) for one in ids)
+        return np.unique(np.concatenate(found)) if ids else found[0]
+
+    def positions(self, file: LiveFile) -> Ints:
+        """The sorted positions of the rows of `file` that delete files name by position. Raises as `dead_rows`."""
         found = [self._of_positions(delete).get(file.path, NO_ROWS) for delete in file.positional]
         if file.vector is not None:
             found.append(self._of_vector(file.vector))
-        ids = sorted({delete.equality_ids for delete in file.equality})
-        found.extend(self._of_values(file, parquet, one) for one in ids)
         return np.unique(np.concatenate(found)) if found else NO_ROWS
 
     def _of_positions(self, delete: DeleteFile) -> Mapping[str, Ints]:
@@ -187,7 +192,7 @@ def _all_fields(table: Table, schema: Schema) -> dict[int, NestedField]:
 
 def _position_columns(schema: pa.Schema, delete: DeleteFile) -> tuple[str, str]:
     by_id = {field_id: found.name for field_id, found in field_ids(schema).items()}
-    names = by_id.get(PATH_FIELD_ID, "file_path"), by_id.get(_POSITION_FIELD_ID, "pos")
+    names = by_id.get(PATH_FIELD_ID, "file_path"), by_id.get(POSITION_FIELD_ID, "pos")
     if not set(names) <= set(schema.names):
         raise UnsupportedDeletes(
             f"expected columns 'file_path' and 'pos' in positional delete file {delete.path!r}, found {schema.names!r}: "

@@ -9,6 +9,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.plan.legs.leg import Leg, LegSequences, LegSource
@@ -65,7 +66,7 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
         load_tokenizer(spec.sequences.tokenizer)
     known: dict[str, dict[str, ColumnKind]] = {}
     for source in spec.sources:
-        table = lakehouse.load(source.table)
+        table = load_version(lakehouse, source.table, source.snapshot_id)
         schema = check_source(table, source, snapshot_of(table, source.snapshot_id, ref=source.ref))
         if source.transform:
             continue

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
+from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
@@ -116,9 +117,11 @@ class _SourceTransition:
         following = self._mine.follow == "appends"
         until = self._mine.snapshot_id
         if following and repin:
+            self._table = load_version(self._lakehouse, self._source.table)
             until = snapshot_of(self._table, None).snapshot_id
         elif not following:
             until = self._wanted.snapshot_id
+            self._table = load_version(self._lakehouse, self._source.table, until)
             current = self._with_passes(current)
         start = self._excluding(current, until, unreadable)
         after = replace(self._wanted, plan_id=self._planned_last(start, unreadable), start=start)

@@ -1,0 +1,373 @@
+"""Mirrors of tables of other formats: an Iceberg table of the lakehouse's own catalog over the data files in their place.
+
+One version becomes one snapshot, whose id is the version's number. Nothing is copied but the positions of dead rows. So plans,
+legs, readers and audits see an Iceberg table, and know no other format. `main` has versions in growing order. A version that
+is older than its head is a snapshot apart. See docs/design/0017-other-formats.md.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector
+from pyiceberg import manifest
+from pyiceberg.exceptions import TableAlreadyExistsError
+from pyiceberg.io.pyarrow import PyArrowFileIO, _pyarrow_to_schema_without_ids, schema_to_pyarrow
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema, assign_fresh_schema_ids
+from pyiceberg.table import Table, Transaction, update
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
+from pyiceberg.table.snapshots import Operation, Summary
+from pyiceberg.table.update.snapshot import _OverwriteFiles
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.typedef import EMPTY_DICT, Record
+from pyiceberg.types import NestedField
+
+from dlac_pipeline.lakehouse.errors import (
+    AppendHistoryLost,
+    CommitConflict,
+    NoSuchSnapshot,
+    NoSuchTable,
+    PinLost,
+    SpecInvalid,
+    UnsupportedSnapshot,
+)
+from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
+from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
+from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
+from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
+from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire_in
+from dlac_pipeline.lakehouse.registration.register import check_registered
+from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+from dlac_pipeline.lakehouse.s3_objects import SETTINGS
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.external.delta import DeltaSource
+    from dlac_pipeline.lakehouse.external.hudi import HudiSource
+
+    ExternalTable = DeltaSource | HudiSource
+
+TABLE_ID = "dlac.external.table-id"
+"""Property of a mirror: the id that the other format gives the table."""
+_MOST_STEPS = 100
+"""With more new versions than these, one snapshot has the changes of all of them."""
+_KEPT_SNAPSHOTS = 200
+"""Without a pin. An expired one is mirrored again when it is asked for."""
+_THREADS = 8
+_POSITIONS = pa.schema(
+    [
+        pa.field("file_path", pa.string(), False, {"PARQUET:field_id": str(PATH_FIELD_ID)}),
+        pa.field("pos", pa.int64(), False, {"PARQUET:field_id": str(POSITION_FIELD_ID)}),
+    ]
+)
+
+
+def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = None) -> Table:
+    """Return a source table as it is now. Of another format, a version is mirrored first: the newest unless `number` names one.
+
+    Raises:
+        SpecInvalid: the library that reads the format is not installed.
+        NoSuchTable, NoSuchSnapshot: there is no such table or version.
+        UnsupportedSnapshot: the version cannot be read exactly.
+        AppendHistoryLost: the table has lost versions that were read before.
+        CommitConflict: other processes mirror the table all the time.
+    """
+    place = split_identifier(identifier)
+    if place is None:
+        return lakehouse.load(identifier)
+    if number is not None:
+        with suppress(NoSuchTable):
+            table = lakehouse.load(identifier)
+            if table.snapshot_by_id(number) is not None:
+                return table
+    source = _open_source(*place, lakehouse.config.catalog_properties())
+    return retrying(of=CommitConflict)(partial(_mirror, lakehouse, identifier, source, number))
+
+
+def load_unchanged(lakehouse: Lakehouse, identifier: str, number: int | None = None) -> Table:
+    """Return `load_version`, after a check that no registered Parquet file of the table has changed. Raises as both."""
+    table = load_version(lakehouse, identifier, number)
+    check_registered(table)
+    return table
+
+
+def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
+    """Check that planned data files of a version of another format still exist. Raises `PinLost`."""
+    io = PyArrowFileIO(lakehouse.config.catalog_properties())
+    scheme, netloc, root = io.parse_location(identifier.partition(":")[2], io.properties)
+    selector = FileSelector(root, recursive=True, allow_not_found=True)
+    known = {info.path for info in io.fs_by_scheme(scheme, netloc).get_file_info(selector)}
+    places = {path: io.parse_location(path, io.properties)[2] for path in paths}
+    # those of a shallow clone may be in another folder
+    gone = sorted(path for path, place in places.items() if place.startswith(f"{root}/") and place not in known)
+    if gone:
+        raise PinLost(
+            f"expected {len(paths)} data files of version {number} of {identifier!r}, as planned, found {len(gone)} gone, such "
+            f"as {gone[0]!r}: VACUUM, or Hudi's cleaning, removes files that newer versions do not need; restore them from a "
+            "backup, or start a new run on the newest version, and have files kept (delta.deletedFileRetentionDuration, "
+            "hoodie.cleaner.*) longer than runs take"
+        )
+
+
+def retained_snapshots(table: Table) -> set[int]:
+    """Return the snapshots whose data files must exist. Of a mirror these are the pinned ones, as VACUUM knows no others."""
+    if TABLE_ID in table.properties:
+        return {ref.snapshot_id for ref in table.refs().values() if ref.snapshot_ref_type == SnapshotRefType.TAG}
+    return {kept.snapshot_id for kept in table.metadata.snapshots}
+
+
+def _open_source(table_format: str, location: str, properties: Mapping[str, str]) -> "ExternalTable":
+    options = {f"AWS_{theirs.upper()}": properties[ours] for ours, theirs in SETTINGS.items() if ours in properties}
+    options, io = {**options, "AWS_ALLOW_HTTP": "true"}, PyArrowFileIO(dict(properties))
+    try:
+        if table_format == "hudi":
+            from dlac_pipeline.lakehouse.external.hudi import HudiSource
+
+            return HudiSource(location, options, io)
+        from dlac_pipeline.lakehouse.external.delta import DeltaSource
+
+        return DeltaSource(location, options, io)
+    except ModuleNotFoundError as err:
+        raise SpecInvalid(
+            f"expected the Python module {err.name!r} for a source of format {table_format!r}, found none: install "
+            f"'dlac-pipeline[{table_format}]'"
+        ) from err
+
+
+def _mirror(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", number: int | None) -> Table:
+    wanted = source.newest if number is None else number
+    table = _find_or_create(lakehouse, identifier, source, wanted)
+    head = table.current_snapshot()
+    newest = -1 if head is None else head.snapshot_id
+    if source.newest < newest:
+        raise AppendHistoryLost(
+            f"expected {identifier!r} to have version {newest}, which was read before, found versions up to {source.newest}: its "
+            "log was restored from an older copy; restore the newer one, or use a table at another location"
+        )
+    if table.snapshot_by_id(wanted) is not None:
+        return table
+    on_main = wanted > newest
+    numbers = source.numbers(newest, wanted) if on_main and head is not None else [wanted]
+    for version in _readable(source, numbers):
+        _commit(lakehouse, table, version, on_main=on_main)
+        table = lakehouse.load(identifier)
+    return table
+
+
+def _readable(source: "ExternalTable", numbers: Sequence[int]) -> Iterator[ExternalVersion]:
+    """Yield the versions that can be read. The last one must. The one after a gap has the changes of the gap, too."""
+    gap = len(numbers) > _MOST_STEPS
+    for number in numbers[-1:] if gap else numbers:
+        try:
+            version = source.read(number)
+        except (NoSuchSnapshot, UnsupportedSnapshot):
+            if number == numbers[-1]:
+                raise
+            gap = True
+        else:
+            yield replace(version, only_rewrites=version.only_rewrites and not gap)
+            gap = False
+
+
+def _find_or_create(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", number: int) -> Table:
+    """Return the mirror. Replace that of another table, which was at the same location before."""
+    with suppress(NoSuchTable):
+        table = lakehouse.load(identifier)
+        if table.properties.get(TABLE_ID) == source.table_id:
+            return table
+        with reachable(lakehouse.config.uri):
+            lakehouse.catalog.drop_table(table.name())
+    name = mirror_name(identifier, lakehouse.config.namespace)
+    lakehouse.create_namespace(name.rpartition(".")[0])
+    properties = {
+        TABLE_ID: source.table_id,
+        READ_BY_NAME: "true",
+        "dlac.external.table": identifier,
+        "gc.enabled": "false",  # other engines would delete the data files, which are the other table's
+        "commit.retry.num-retries": "0",
+        "write.metadata.delete-after-commit.enabled": "true",
+        "write.metadata.previous-versions-max": "10",
+    }
+    with reachable(lakehouse.config.uri), suppress(TableAlreadyExistsError):
+        lakehouse.catalog.create_table(name, Schema(*_columns(source.read(number).schema)), properties=properties)
+    return lakehouse.load(identifier)
+
+
+def _commit(lakehouse: Lakehouse, table: Table, version: ExternalVersion, *, on_main: bool) -> None:
+    """Add the snapshot of a version. Raises `CommitConflict` if another process was faster."""
+    metadata, head = table.metadata, table.current_snapshot()
+    main = {"ref": MAIN_BRANCH, "snapshot-id": None if head is None else head.snapshot_id}
+    unmoved = (  # sequence numbers on main grow, and so do ids of schemas
+        update.AssertRefSnapshotId.model_validate(main),
+        update.AssertCurrentSchemaId.model_validate({"current-schema-id": metadata.current_schema_id}),
+    )
+    branch = MAIN_BRANCH if on_main else f"version-{version.number}"
+    try:
+        with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
+            transaction._apply(tuple(_layout_updates(metadata, version)), unmoved)
+            transaction._apply(*_VersionSnapshot(transaction, table, version, branch)._commit())
+            expire_in(transaction, keep=_KEPT_SNAPSHOTS)
+    except ValueError as err:
+        if "last sequence number" not in str(err) and "already exists" not in str(err):
+            raise
+        raise CommitConflict(f"a version was mirrored beside {version.number} of {table.name()!r}: {err}") from err
+
+
+def _columns(schema: pa.Schema) -> list[NestedField]:
+    """Return the columns as Iceberg has them, without field ids. All are optional, as older files may lack them."""
+    try:
+        found = _pyarrow_to_schema_without_ids(schema.remove_metadata()).fields
+    except (TypeError, ValueError) as err:
+        raise UnsupportedSnapshot(f"expected columns of types that Iceberg has, found {err}: leave them out") from err
+    return [field.model_copy(update={"required": False}) for field in found]
+
+
+def _schema(metadata: TableMetadata, wanted: pa.Schema) -> Schema:
+    """Return these columns as a schema of the mirror. A column keeps its field id as long as it keeps name and type."""
+    known = {_kind(field): field for schema in metadata.schemas for field in schema.fields}
+    next_id = count(metadata.last_column_id + 1).__next__
+    fields = [
+        known.get(_kind(field)) or assign_fresh_schema_ids(Schema(field), next_id).fields[0]
+        for field in _columns(wanted)
+    ]
+    same = (schema for schema in metadata.schemas if list(schema.fields) == fields)
+    return next(same, Schema(*fields, schema_id=max(each.schema_id for each in metadata.schemas) + 1))
+
+
+def _kind(field: NestedField) -> tuple[str, str]:
+    return field.name, str(schema_to_pyarrow(field.field_type, include_field_ids=False))
+
+
+def _spec(metadata: TableMetadata, schema: Schema, columns: Sequence[str]) -> PartitionSpec:
+    """Return the spec of the mirror with the identities of these columns."""
+    ids = {name: schema.find_field(name).field_id for name in columns}
+    fields = tuple(
+        PartitionField(source_id=field_id, field_id=1000 + field_id, transform=IdentityTransform(), name=name)
+        for name, field_id in ids.items()
+    )
+    same = (spec for spec in metadata.partition_specs if spec.fields == fields)
+    return next(same, PartitionSpec(*fields, spec_id=max(spec.spec_id for spec in metadata.partition_specs) + 1))
+
+
+def _layout_updates(metadata: TableMetadata, version: ExternalVersion) -> Iterator[update.TableUpdate]:
+    """Make the version's schema and partitions those of the mirror."""
+    schema = _schema(metadata, version.schema)
+    spec = _spec(metadata, schema, version.partition_columns)
+    if schema not in metadata.schemas:
+        yield update.AddSchemaUpdate(schema=schema)
+    yield update.SetCurrentSchemaUpdate.model_validate({"schema-id": schema.schema_id})
+    if spec not in metadata.partition_specs:
+        yield update.AddPartitionSpecUpdate(spec=spec)
+    yield update.SetDefaultSpecUpdate.model_validate({"spec-id": spec.spec_id})
+
+
+class _VersionSnapshot(_OverwriteFiles):
+    """The snapshot of a version: its changes since the head of `branch`, or all of it for a new branch."""
+
+    def __init__(self, transaction: Transaction, table: Table, version: ExternalVersion, branch: str) -> None:
+        super().__init__(Operation.OVERWRITE, transaction, table.io, branch=branch)
+        self._snapshot_id = version.number
+        head = self._parent_snapshot_id
+        before = {} if head is None else {file.path: file for file in live_files(table, head)}
+        deletes = Deletes(table, table.schema())
+        dead = {path: deletes.positions(file) for path, file in before.items()}
+        files = {file.path: file for file in version.files}
+        # a file with rows that live again counts as removed and added
+        kept = {path for path in before.keys() & files.keys() if files[path].continues(before[path].bytes, dead[path])}
+        self._died = [
+            each for each in version.files if len(each.dead) > (len(dead[each.path]) if each.path in kept else 0)
+        ]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
+            added = [file for file in version.files if file.path not in kept]
+            for file, rows in zip(added, pool.map(partial(ExternalFile.count_rows, io=table.io), added), strict=True):
+                self.append_data_file(_data_file(file.path, file.partition, record_count=rows, size=file.bytes))
+        for path in before.keys() - kept:
+            self.delete_data_file(manifest.DataFile.from_args(file_path=path))
+        self._rewrites = version.only_rewrites
+
+    def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
+        if not self._deleted_data_files and not self._died:
+            return Summary(Operation.APPEND)
+        if self._rewrites:
+            return Summary(Operation.REPLACE)
+        return Summary(Operation.OVERWRITE if self._added_data_files else Operation.DELETE)
+
+    def _build_delete_files_partition_predicate(self) -> None:
+        """Read all manifests if files are removed. pyiceberg builds no predicate of some partition values, such as NaN."""
+
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[manifest.ManifestFile], bool]:
+        return lambda _: bool(self._deleted_data_files)
+
+    def _process_manifests(self, manifests: list[manifest.ManifestFile]) -> list[manifest.ManifestFile]:
+        """Add the manifest of one positional delete file for each partition with rows that died."""
+        by_partition: dict[tuple[Any, ...], list[ExternalFile]] = defaultdict(list)
+        for file in sorted(self._died, key=lambda file: file.path):
+            by_partition[file.partition].append(file)
+        if not by_partition:
+            return manifests
+        written = [self._delete_file(partition, files) for partition, files in by_partition.items()]
+        writer = self.new_manifest_writer(self._transaction.table_metadata.spec())
+        writer.kind = manifest.ManifestContent.DELETES
+        with writer:
+            for each in written:
+                writer.add(manifest.ManifestEntry.from_args(status=manifest.ManifestEntryStatus.ADDED, data_file=each))
+        return [*manifests, writer.to_manifest_file()]
+
+    def _delete_file(self, partition: tuple[Any, ...], files: Sequence[ExternalFile]) -> manifest.DataFile:
+        paths = np.repeat([file.path for file in files], [len(file.dead) for file in files])
+        rows = pa.table([pa.array(paths), np.concatenate([file.dead for file in files])], schema=_POSITIONS)
+        places = self._transaction._table.location_provider()
+        output = self._io.new_output(places.new_data_location(f"{uuid4()}.parquet"))
+        with output.create() as stream:
+            pq.write_table(rows, stream)
+        return _data_file(
+            output.location,
+            partition,
+            content=manifest.DataFileContent.POSITION_DELETES,
+            record_count=len(rows),
+            size=len(output),
+            lower_bounds={PATH_FIELD_ID: files[0].path.encode()},
+            upper_bounds={PATH_FIELD_ID: files[-1].path.encode()},
+        )
+
+    def new_manifest_writer(self, spec: PartitionSpec) -> "_Manifest":
+        """Return the writer of a manifest. An older spec may name columns that the current schema has no longer."""
+        schemas = reversed(self._transaction.table_metadata.schemas)
+        schema = next(each for each in schemas if all(each.find_column_name(part.source_id) for part in spec.fields))
+        return _Manifest(spec, schema, self.new_manifest_output(), self._snapshot_id, self._compression)
+
+
+class _Manifest(manifest.ManifestWriterV2):
+    """A manifest of data files or of delete files. pyiceberg's own writer knows data files only."""
+
+    kind = manifest.ManifestContent.DATA
+
+    def content(self) -> manifest.ManifestContent:
+        """Return the kind of the files."""
+        return self.kind
+
+    @property
+    def _meta(self) -> dict[str, str]:
+        return {**super()._meta, "content": "data" if self.kind == manifest.ManifestContent.DATA else "deletes"}
+
+
+def _data_file(path: str, partition: tuple[Any, ...], *, size: int, **more: Any) -> manifest.DataFile:
+    return manifest.DataFile.from_args(
+        **{"content": manifest.DataFileContent.DATA, **more},
+        file_path=path,
+        file_format=manifest.FileFormat.PARQUET,
+        partition=Record(*partition),
+        file_size_in_bytes=size,
+    )

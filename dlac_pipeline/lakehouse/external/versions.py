@@ -1,0 +1,54 @@
+"""A version of a table of another format: its schema, and its data files with their partition values and dead rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.io import FileIO
+
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable
+from dlac_pipeline.lakehouse.iceberg.deletes import Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExternalFile:
+    """A live data file. `rows` is None where the table does not record it. `dead` are sorted positions of deleted rows.
+
+    `partition` has the values of the partition columns, as Iceberg stores them.
+    """
+
+    path: str
+    bytes: int
+    rows: int | None
+    partition: tuple[Any, ...]
+    dead: Ints
+
+    def count_rows(self, io: FileIO) -> int:
+        """Return the number of rows, from the footer if the table does not record it. Raises `DataFileUnreadable`."""
+        if self.rows is not None:
+            return self.rows
+        try:
+            with io.new_input(self.path).open() as stream:
+                return int(pq.ParquetFile(stream).metadata.num_rows)
+        except (OSError, pa.ArrowException) as err:
+            raise DataFileUnreadable(
+                f"expected a Parquet file at {self.path!r}, found {type(err).__name__}: {err}; restore it, or name a later "
+                "source.version"
+            ) from err
+
+    def continues(self, size: int | None, dead: Ints) -> bool:
+        """Return True if it is the file that had this size and these dead rows, and no row lives again."""
+        return self.bytes == size and (not len(dead) or bool(np.isin(dead, self.dead).all()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExternalVersion:
+    """One version of a table. `only_rewrites`: its commit moved rows to other files, and neither added nor changed one."""
+
+    number: int
+    schema: pa.Schema
+    partition_columns: tuple[str, ...]
+    files: tuple[ExternalFile, ...]
+    only_rewrites: bool
