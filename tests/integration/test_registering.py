@@ -251,3 +251,23 @@ def test_sensor_requests_new_files(arena: Arena, tmp_path: Path) -> None:
     assert register_job.execute_in_process(resources={"lakehouse": resource}).success
     assert isinstance(look(), dg.SkipReason)
     assert len(rows_in(arena.lakehouse, ["row_id"])) == 2 * ROWS
+
+
+def test_removed_file_is_not_added_again(arena: Arena, tmp_path: Path) -> None:
+    """Rows that were deleted from the table stay deleted when the location is registered again."""
+    pages = tmp_path / "pages"
+    for number, lang in enumerate(["en", "de"]):
+        write(pages, f"lang={lang}/a.parquet", number * ROWS)
+    register(arena.lakehouse, "docs.pages", str(pages))
+    arena.lakehouse.load("docs.pages").delete("lang = 'en'")
+    again = register(arena.lakehouse, "docs.pages", str(pages))
+    assert (again.added_files, again.removed) == (0, (f"file://{pages}/lang=en/a.parquet",))
+    assert len(rows_in(arena.lakehouse, ["row_id"])) == ROWS
+
+
+def test_warehouse_is_refused(arena: Arena) -> None:
+    """Also a folder that contains it, and a pattern below it."""
+    warehouse = Path(arena.lakehouse.config.warehouse.removeprefix("file://"))
+    for location in (warehouse, warehouse.parent, warehouse / "src" / "*" / "data"):
+        with pytest.raises(SpecInvalid, match="outside of the warehouse"):
+            register(arena.lakehouse, "docs.pages", str(location))

@@ -19,7 +19,8 @@ from pyiceberg.types import LongType, NestedField, PrimitiveType, StringType
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 
-_WILD = re.compile(r"[*?\[]")
+WILD = re.compile(r"[*?\[]")
+"""Wildcards of a location."""
 _INTEGER = re.compile(r"-?\d{1,18}")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _FIELD_ID = b"PARQUET:field_id"
@@ -65,7 +66,7 @@ class Location:
             SpecInvalid: there is none, or their folders have different partition keys.
             DataFileUnreadable: the location cannot be listed.
         """
-        wild = _WILD.search(self._path)
+        wild = WILD.search(self._path)
         root = self._path[: self._path.rfind("/", 0, wild.start())] if wild else self._path.rstrip("/")
         try:
             info = self._files.get_file_info(root)

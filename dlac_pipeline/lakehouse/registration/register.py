@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from os.path import realpath
 
 from pyiceberg.exceptions import TableAlreadyExistsError
 from pyiceberg.io.pyarrow import parquet_file_to_data_file
@@ -15,13 +16,14 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Record
 from pyiceberg.types import LongType, NestedField
 
 from dlac_pipeline.lakehouse.errors import CommitConflict, DataFileChanged, NoSuchTable, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.lakehouse.registration.parquet_files import Location, ParquetFile, unite_columns
+from dlac_pipeline.lakehouse.registration.parquet_files import WILD, Location, ParquetFile, unite_columns
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 LOCATION = "dlac.registered-location"
@@ -46,6 +48,8 @@ class Registered:
     added_rows: int
     missing: tuple[str, ...]
     """Registered files that are no longer at the location."""
+    removed: tuple[str, ...]
+    """Files at the location that the table itself has removed, as by a delete or a compaction. They are not added again."""
     snapshot_id: int | None
     """The newest snapshot, or None if nothing was committed."""
 
@@ -63,6 +67,7 @@ def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: b
         CommitConflict: other processes commit to the table all the time.
     """
     found = Location(location, lakehouse.config.catalog_properties())
+    _check_outside_warehouse(lakehouse, found.pattern)
     return retrying(of=CommitConflict)(partial(_register, lakehouse, identifier, found, dry_run=dry_run))
 
 
@@ -80,7 +85,8 @@ def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list
     table = lakehouse.load(identifier)
     files, known = Location(location, table.io.properties).find(), _data_files(table)
     _check_unchanged(table, files, known)
-    return [file for file in files if file.address not in known]
+    seen = known.keys() | _removed_files(table)
+    return [file for file in files if file.address not in seen]
 
 
 def check_registered(table: Table) -> None:
@@ -101,7 +107,8 @@ def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_
     known = {} if table is None else _data_files(table)
     if table is not None:
         _check_unchanged(table, files, known)
-    added = [file for file in files if file.address not in known]
+    removed = {file.address for file in files} & (set() if table is None else _removed_files(table))
+    added = [file for file in files if file.address not in known and file.address not in removed]
     columns = unite_columns(added, location.schemas(added)) if added else []
     rows = 0
     if added and not dry_run:
@@ -116,6 +123,7 @@ def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_
         added_files=len(added),
         added_rows=rows,
         missing=tuple(sorted(known.keys() - {file.address for file in files})),
+        removed=tuple(sorted(removed)),
         snapshot_id=None if head is None else head.snapshot_id,
     )
 
@@ -206,12 +214,45 @@ def _partition(schema: Schema, file: ParquetFile) -> Iterator[object]:
             ) from err
 
 
-def _data_files(table: Table) -> dict[str, DataFile]:
-    """Return address -> live data file of the newest snapshot, as the manifests have it."""
-    head = table.current_snapshot()
+def _data_files(table: Table, snapshot: Snapshot | None = None) -> dict[str, DataFile]:
+    """Return address -> live data file of a snapshot, by default the newest one, as the manifests have it."""
+    head = snapshot or table.current_snapshot()
     manifests = [] if head is None else head.manifests(table.io)
     entries = (entry for manifest in manifests for entry in manifest.fetch_manifest_entry(table.io))
     return {entry.data_file.file_path: entry.data_file for entry in entries}
+
+
+def _removed_files(table: Table) -> set[str]:
+    """Return the addresses of files that retained snapshots have removed from a table, and that it has not got back."""
+    removed: set[str] = set()
+    for each in table.snapshots():
+        parent = None if each.parent_snapshot_id is None else table.snapshot_by_id(each.parent_snapshot_id)
+        if parent is not None and each.summary is not None and each.summary.operation is not Operation.APPEND:
+            removed |= _data_files(table, parent).keys() - _data_files(table, each).keys()
+    return removed - _data_files(table).keys()
+
+
+def _check_outside_warehouse(lakehouse: Lakehouse, pattern: str) -> None:
+    """Check that no folder is registered in which maintenance deletes files.
+
+    Raises:
+        SpecInvalid: the location is in the warehouse, or the warehouse is in it.
+    """
+    folders = [_folder(pattern), _folder(lakehouse.config.warehouse)]
+    if all(folders) and any(one.startswith(other) for one, other in (folders, folders[::-1])):
+        raise SpecInvalid(
+            f"expected files outside of the warehouse {lakehouse.config.warehouse!r}, found {pattern!r}: maintenance deletes "
+            "files there; move them, or register a narrower location"
+        )
+
+
+def _folder(address: str) -> str:
+    """Return the folder of an address before its first wildcard, in a form that can be compared. Empty: none is known."""
+    folder = address if not WILD.search(address) else WILD.split(address)[0].rpartition("/")[0]
+    if not folder:
+        return ""
+    local = folder.removeprefix("file://")
+    return f"{realpath(local) if local.startswith('/') else folder.rstrip('/')}/"
 
 
 def _check_unchanged(table: Table, files: Sequence[ParquetFile], known: Mapping[str, DataFile]) -> None:
