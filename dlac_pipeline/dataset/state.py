@@ -11,7 +11,6 @@ from torch.utils.data import get_worker_info
 from dlac_pipeline.dataset.batches import LastBatch
 from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.legs.choice import requested_leg
 from dlac_pipeline.plan.legs.leg import Leg, describe_differences
 from dlac_pipeline.plan.order import LegOrder
@@ -216,10 +215,7 @@ def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
 def check_requested(spec: JobSpec, leg: Leg) -> None:
     """Check that the spec requests what the leg of a state binds. A snapshot that it does not name is that of the state."""
     lakehouse = connect(spec.lakehouse)
-    tables = {source.table: lakehouse.load(source.table) for source in spec.sources}
-    for table in tables.values():
-        check_registered(table)
-    uuids = {name: str(table.metadata.table_uuid) for name, table in tables.items()}
+    uuids = {source.table: str(lakehouse.load(source.table).metadata.table_uuid) for source in spec.sources}
     differing = leg.differences(requested_leg(spec, leg, uuids))
     if differing:
         raise ResumeMismatch(

@@ -11,9 +11,7 @@ import tenacity
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict
 
-_FINAL = frozenset(
-    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "EEXIST")
-)
+_FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
 _REFUSED = (
     "ACCESS_DENIED",
     "NO_SUCH_BUCKET",

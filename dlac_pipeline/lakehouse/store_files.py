@@ -123,7 +123,7 @@ class StoreFiles:
             tries += 1
             try:
                 return call(*self._at(address))
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):
                 raise
             except OSError as err:
                 if is_final(err):

@@ -12,6 +12,7 @@ from dlac_pipeline.lakehouse.external.mirror import check_files_exist
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
+from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.units import UnitTable
 
 
@@ -81,8 +82,16 @@ class Plans:
         return row
 
     def check_files(self, plan_ids: Iterable[str], *, table: str) -> None:
-        """Check that the data files of plans exist, if no pin protects them as they are of another format. Raises `PinLost`."""
-        for plan in [self.load(each, table=table) for each in plan_ids if split_identifier(table) is not None]:
+        """Check the data files of plans, if no pin protects them.
+
+        Raises:
+            PinLost: files of a table of another format are gone.
+            DataFileChanged: a registered Parquet file has changed.
+        """
+        if split_identifier(table) is None:
+            check_registered(self.lakehouse.load(table))
+            return
+        for plan in [self.load(each, table=table) for each in plan_ids]:
             check_files_exist(self.lakehouse, table, plan.row.snapshot_id, plan.units.file_paths)
 
     def load(self, plan_id: str, *, table: str | None = None) -> Plan:

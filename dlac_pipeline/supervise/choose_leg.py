@@ -23,7 +23,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     LegRow,
     PlannedSnapshot,
 )
-from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
@@ -93,7 +92,6 @@ class LegChooser:
         leg = leg_of(rows, manifest.checkpoint_id)
         requested = self.check(leg, rows)
         for source, mine in zip(self._spec.sources, leg.sources, strict=True):
-            check_registered(self._plans.lakehouse.load(source.table))
             for plan_id in mine.start.plan_ids:
                 self._plans.check(plan_id, table=source.table)
             self._plans.check_files(mine.start.live_plan_ids, table=source.table)
