@@ -1,7 +1,5 @@
 """A lakehouse's settings, as a job spec has them: `LakehouseConfig`. Without pyiceberg, so that a job spec is read at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +78,7 @@ class LakehouseConfig(BaseModel):
         object.__setattr__(self, "warehouse", warehouse)
         return self
 
-    def at_home(self, home: str | Path) -> LakehouseConfig:
+    def at_home(self, home: str | Path) -> Self:
         """Return this configuration with its empty settings filled in by the embedded lakehouse in `home`.
 
         A catalog that `name` or `type` means is no embedded one, and stays as it is.
