@@ -1,7 +1,5 @@
 """Check of the data files that a run has read: they exist and are the planned ones. Footers against work units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -4,8 +4,6 @@ They use the tables alone, and neither the order code nor a manifest. A connecti
 opened.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files

@@ -10,17 +10,10 @@ from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, lineage_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    CheckpointRow,
-    ClaimRow,
-    LedgerRow,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    VerifyRow,
-)
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 
@@ -68,9 +61,9 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     checkpoints = checkpoint_rows(rows)
     states = dict.fromkeys(checkpoints, "left") | dict.fromkeys(lineage_of(rows, head), "kept")
     states |= {row.checkpoint_id: "head" for row in checkpoints.values() if row.checkpoint_id == head}
-    states |= {row.checkpoint_id: "retired" for row in rows if isinstance(row, RetireRow)}
-    states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, QuarantinedCheckpointRow)}
-    claims = {row.attempt: row for row in rows if isinstance(row, ClaimRow)}
+    states |= {row.checkpoint_id: "retired" for row in rows if isinstance(row, typed_rows.RetireRow)}
+    states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, typed_rows.QuarantinedCheckpointRow)}
+    claims = {row.attempt: row for row in rows if isinstance(row, typed_rows.ClaimRow)}
     verified = _verified(rows)
     named: dict[str, list[str]] = {}
     for name, checkpoint_id in names_of(rows).items():
@@ -122,24 +115,28 @@ def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bo
     return any(one.checkpoint_id == checkpoint.checkpoint_id and one.state == "retired" for one in listed)
 
 
-def _verified(rows: list[LedgerRow]) -> dict[str, datetime]:
+def _verified(rows: list[typed_rows.LedgerRow]) -> dict[str, datetime]:
     """Return id -> last verification. An attempt that resumed from a checkpoint had verified it after its claim."""
     found: dict[str, datetime] = {}
     claimed: dict[int, datetime] = {}
     for row in rows:  # in order of seq
-        if isinstance(row, ClaimRow):
+        if isinstance(row, typed_rows.ClaimRow):
             claimed[row.attempt] = row.committed_at
-        elif isinstance(row, CheckpointRow):
+        elif isinstance(row, typed_rows.CheckpointRow):
             since, parent = claimed.pop(row.attempt, None), row.parent  # the first one after the claim
             if since is not None and parent is not None:
                 found[parent] = max(since, found.get(parent, since))
-        elif isinstance(row, VerifyRow) and row.problem is None:
+        elif isinstance(row, typed_rows.VerifyRow) and row.problem is None:
             found[row.checkpoint_id] = row.committed_at
     return found
 
 
 def _listed(
-    row: CheckpointRow, claim: ClaimRow, verified_at: datetime | None, names: list[str], state: str
+    row: typed_rows.CheckpointRow,
+    claim: typed_rows.ClaimRow,
+    verified_at: datetime | None,
+    names: list[str],
+    state: str,
 ) -> ListedCheckpoint:
     return ListedCheckpoint(
         run=row.run,
@@ -158,7 +155,7 @@ def _listed(
     )
 
 
-def _has_copy(row: CheckpointRow, claim: ClaimRow) -> bool:
+def _has_copy(row: typed_rows.CheckpointRow, claim: typed_rows.ClaimRow) -> bool:
     """Return True if the copy that was made before the store's is still here."""
     if not claim.local or claim.host != socket.gethostname():
         return False

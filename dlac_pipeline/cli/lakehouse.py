@@ -1,7 +1,5 @@
 """The lakehouse: audit, SQL, pins, upkeep."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from decimal import Decimal
@@ -11,19 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dlac_pipeline.audit.wording import TableColumn, format_age, format_bytes, format_count
-from dlac_pipeline.cli.shared import (
-    LAKEHOUSE,
-    OUT,
-    AsJson,
-    Home,
-    RunName,
-    SpecOption,
-    examples,
-    lakehouse_of,
-    show_facts,
-    show_rows,
-    show_table,
-)
+from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
@@ -34,17 +20,18 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command(
-    rich_help_panel=LAKEHOUSE,
-    epilog=examples(
-        "dlac audit my-run", "dlac audit my-run --checkpoint 400", "dlac audit my-run --explain > audit.sql"
-    ),
+@ui.command(
+    app,
+    ui.LAKEHOUSE,
+    "dlac audit my-run",
+    "dlac audit my-run --checkpoint 400",
+    "dlac audit my-run --explain > audit.sql",
 )
 def audit(
-    run: RunName,
-    home: Home = None,
-    spec: SpecOption = None,
-    as_json: AsJson = False,
+    run: ui.RunName,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
     explain: Annotated[
         bool, typer.Option(help="Print SQL that proves the same in a plain DuckDB, without DLAC.")
     ] = False,
@@ -63,7 +50,7 @@ def audit(
     from dlac_pipeline.audit.explain import explain_sql
     from dlac_pipeline.audit.table import audit_table
 
-    lakehouse = lakehouse_of(spec, home)
+    lakehouse = ui.lakehouse_of(spec, home)
     if explain:
         sys.stdout.write(explain_sql(lakehouse, run, checkpoint))
         return
@@ -71,24 +58,24 @@ def audit(
     if as_json:
         sys.stdout.write(strict_json(report.to_json()) + "\n")
     else:
-        OUT.print(audit_table(report))
+        ui.OUT.print(audit_table(report))
     if not report.exact:
         raise typer.Exit(1)
 
 
-@app.command(
-    rich_help_panel=LAKEHOUSE,
-    epilog=examples(
-        "dlac register docs.pages 's3://bucket/pages/**/*.parquet'", "dlac register docs.pages /data/pages --dry-run"
-    ),
+@ui.command(
+    app,
+    ui.LAKEHOUSE,
+    "dlac register docs.pages 's3://bucket/pages/**/*.parquet'",
+    "dlac register docs.pages /data/pages --dry-run",
 )
 def register(
     table: Annotated[str, typer.Argument(help="Name of the Iceberg table, as namespace.table.")],
     location: Annotated[str, typer.Argument(help="Folder, bucket, file, or a pattern with *, ** and ?.")],
-    home: Home = None,
-    spec: SpecOption = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Look at the files, and commit nothing.")] = False,
-    as_json: AsJson = False,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Make Parquet files an Iceberg table in their place, or add new files to it. Nothing is copied.
 
@@ -96,27 +83,26 @@ def register(
     """
     from dlac_pipeline.lakehouse.registration.register import register as register_files
 
-    done = register_files(lakehouse_of(spec, home, create=True), table, location, dry_run=dry_run)
-    show_facts(asdict(done), as_json=as_json)
+    done = register_files(ui.lakehouse_of(spec, home, create=True), table, location, dry_run=dry_run)
+    ui.show_facts(asdict(done), as_json=as_json)
 
 
-@app.command(
-    rich_help_panel=LAKEHOUSE,
-    epilog=examples(
-        'dlac sql "FROM checkpoints"',
-        "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
-        "dlac sql @catalog/queries/problems.sql",
-        "dlac sql --database ledger.duckdb",
-    ),
+@ui.command(
+    app,
+    ui.LAKEHOUSE,
+    'dlac sql "FROM checkpoints"',
+    "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
+    "dlac sql @catalog/queries/problems.sql",
+    "dlac sql --database ledger.duckdb",
 )
 def sql(
     query: Annotated[
         str,
         typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE; optional with --database.'),
     ] = "",
-    home: Home = None,
-    spec: SpecOption = None,
-    as_json: AsJson = False,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
     allow_files: Annotated[
         bool,
         typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions."),
@@ -135,7 +121,7 @@ def sql(
     from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit, write_database
 
     query = _read_query(query)
-    lakehouse = lakehouse_of(spec, home)
+    lakehouse = ui.lakehouse_of(spec, home)
     if database is not None:
         write_database(lakehouse, database)
         if not query:
@@ -155,7 +141,7 @@ def sql(
     if as_json:
         sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
         return
-    show_rows(names, rows)
+    ui.show_rows(names, rows)
 
 
 def _read_query(query: str) -> str:
@@ -166,17 +152,17 @@ def _read_query(query: str) -> str:
         raise SpecInvalid(f"expected a file of SQL, found {query!r}: {err}") from err
 
 
-@app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac pins", "dlac pins my-run", "dlac pins lake.documents"))
+@ui.command(app, ui.LAKEHOUSE, "dlac pins", "dlac pins my-run", "dlac pins lake.documents")
 def pins(
     name: Annotated[str | None, typer.Argument(help="A run or a table. Unset: all pins.")] = None,
-    home: Home = None,
-    spec: SpecOption = None,
-    as_json: AsJson = False,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """List the pins of planned snapshots: age, the runs that need them, and the snapshots and files that only they keep."""
     from dlac_pipeline.lakehouse.iceberg.pins import pins_table
 
-    found = pins_table(lakehouse_of(spec, home), name)
+    found = pins_table(ui.lakehouse_of(spec, home), name)
     if as_json:
         sys.stdout.write(strict_json([asdict(pin) for pin in found]) + "\n")
         return
@@ -189,22 +175,22 @@ def pins(
         TableColumn(name="needed by", long=True),
         TableColumn(name="other runs", long=True),
     )
-    show_table(columns, [_row_of(pin) for pin in found], empty="no snapshot is pinned")
+    ui.show_table(columns, [_row_of(pin) for pin in found], empty="no snapshot is pinned")
 
 
-def _row_of(pin: Pin) -> tuple[str, ...]:
+def _row_of(pin: "Pin") -> tuple[str, ...]:
     size = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
     others = ", ".join(use.run for use in pin.uses if not use.needed)
     created, pinned = format_age(pin.committed_at), format_age(pin.pinned_at)
     return pin.table, str(pin.snapshot_id), created, pinned, size, ", ".join(pin.needed_by), others
 
 
-@app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac unpin lake.documents 1287862416068212033"))
+@ui.command(app, ui.LAKEHOUSE, "dlac unpin lake.documents 1287862416068212033")
 def unpin(
     table: Annotated[str, typer.Argument(help="The source table, as namespace.table.")],
     snapshot_id: Annotated[int, typer.Argument(help="The pinned snapshot, as `dlac pins` shows it.")],
-    home: Home = None,
-    spec: SpecOption = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
     force: Annotated[
         bool, typer.Option(help="Release it even if a run needs it. That run cannot resume or be rewound then.")
     ] = False,
@@ -212,25 +198,25 @@ def unpin(
     """Release a pinned snapshot. Expiry may then remove files that only this pin kept."""
     from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 
-    removed = remove_pin(lakehouse_of(spec, home), table, snapshot_id, force=force)
-    OUT.print(
+    removed = remove_pin(ui.lakehouse_of(spec, home), table, snapshot_id, force=force)
+    ui.OUT.print(
         f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}", markup=False
     )
 
 
-@app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac upkeep", "dlac upkeep --keep 5"))
+@ui.command(app, ui.LAKEHOUSE, "dlac upkeep", "dlac upkeep --keep 5")
 def upkeep(
-    home: Home = None,
-    spec: SpecOption = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
     keep: Annotated[
         int, typer.Option(min=1, max=MOST_SNAPSHOTS, help="Snapshots to keep of each of DLAC's own tables.")
     ] = KEEP_SNAPSHOTS,
-    as_json: AsJson = False,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Merge small files of DLAC's own tables, expire snapshots, and remove unneeded files. Safe while runs train."""
     from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep as put_in_order
 
-    done = put_in_order(lakehouse_of(spec, home), keep=keep)
+    done = put_in_order(ui.lakehouse_of(spec, home), keep=keep)
     if as_json:
         sys.stdout.write(strict_json([asdict(each) for each in done]) + "\n")
         return
@@ -241,9 +227,9 @@ def upkeep(
         name = f"{each.table} (busy)" if each.busy else each.table
         counts = (each.merged_files, each.into_files, each.expired_snapshots, each.removed_files)
         rows.append((name, *(f"{count:,}" for count in counts), format_bytes(each.removed_bytes)))
-    show_table(columns, rows, empty="there is no table")
+    ui.show_table(columns, rows, empty="there is no table")
     if any(each.busy for each in done):
-        OUT.print("busy: others committed so often that something was left for the next time", soft_wrap=True)
+        ui.OUT.print("busy: others committed so often that something was left for the next time", soft_wrap=True)
 
 
 def _advice(err: Exception) -> str:

@@ -17,51 +17,35 @@ FILE = "orchestration.toml"
 class RecoverySettings(Section):
     """Bounds of global recovery."""
 
-    wait_for_old_launch_s: Wait = Field(
-        default=30.0,
-        description="Seconds that the earlier launch has to exit after a checkpoint, before a recovery fences it off.",
-    )
-    gone_after_s: Wait = Field(
-        default=5.0,
-        description="Seconds for which the process of a run must have ended, on this node, before its run is failed.",
-    )
-    outage_s: float = Field(
-        default=86_400.0,
-        description="Seconds in which recoveries that end because the catalog or the checkpoint store is unavailable do not "
-        "count as recoveries without progress. They are requested until it is available.",
-        ge=0,
-        le=LONGEST_S,
-    )
-    lost_after_s: Timeout = Field(
-        default=LOST_AFTER_S,
-        description="Seconds without a heartbeat after which a run is lost, if its process still exists or is on another node.",
-    )
-    start_within_s: Timeout = Field(
-        default=600.0,
-        description="Seconds that a living process of a run on this node has until its first heartbeat.",
-    )
+    wait_for_old_launch_s: Wait = 30.0
+    """Seconds that the earlier launch has to exit after a checkpoint, before a recovery fences it off."""
+    gone_after_s: Wait = 5.0
+    """Seconds for which the process of a run must have ended, on this node, before its run is failed."""
+    outage_s: float = Field(default=86_400.0, ge=0, le=LONGEST_S)
+    """Seconds in which recoveries that end because the catalog or the checkpoint store is unavailable do not count as recoveries
+    without progress. They are requested until it is available."""
+    lost_after_s: Timeout = LOST_AFTER_S
+    """Seconds without a heartbeat after which a run is lost, if its process still exists or is on another node."""
+    start_within_s: Timeout = 600.0
+    """Seconds that a living process of a run on this node has until its first heartbeat."""
 
 
 class AlertSettings(Section):
     """Receivers of alerts."""
 
-    command: list[str] = Field(
-        default_factory=list,
-        description="Program and arguments that receive each alert, as JSON on standard input. Empty: alerts are only logged.",
-    )
-    timeout_s: float = Field(
-        default=30.0,
-        description="Seconds that the program may take. At most 50, because a tick of Dagster may take 60.",
-        gt=0,
-        le=50,
-    )
+    command: list[str] = Field(default_factory=list)
+    """Program and arguments that receive each alert, as JSON on standard input. Empty: alerts are only logged."""
+    timeout_s: float = Field(default=30.0, gt=0, le=50)
+    """Seconds that the program may take. At most 50, because a tick of Dagster may take 60."""
 
 
 class Settings(Section):
     """All settings of the file."""
 
-    recovery: RecoverySettings = Field(default=RecoverySettings(), description="Bounds of global recovery.")
-    alerts: AlertSettings = Field(default=AlertSettings(), description="Receivers of alerts.")
+    recovery: RecoverySettings = RecoverySettings()
+    """Bounds of global recovery."""
+    alerts: AlertSettings = AlertSettings()
+    """Receivers of alerts."""
 
 
 def settings_or_defaults(log: logging.Logger) -> Settings:

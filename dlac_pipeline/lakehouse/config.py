@@ -1,7 +1,5 @@
 """A lakehouse's settings, as a job spec has them: `LakehouseConfig`. Without pyiceberg, so that a job spec is read at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,29 +37,22 @@ MOST_SNAPSHOTS = 1_000_000
 class LakehouseConfig(BaseModel):
     """Place of the lakehouse: its Iceberg catalog and the folder or bucket of its files."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
 
-    type: Literal["", "sql", "rest", "hive", "glue", "dynamodb", "bigquery"] = Field(
-        default="", description="Kind of Iceberg catalog, as PyIceberg names it; empty: the one that the address shows."
-    )
-    uri: str = Field(
-        default="",
-        description="Address of the catalog. Empty: the catalog that `name` or `type` means, or else an SQLite file in the home "
-        "folder ($DLAC_HOME, or .dlac).",
-    )
-    warehouse: str = Field(
-        default="",
-        description="Folder or bucket of the tables. Empty: that of the catalog, or a folder in the home folder.",
-    )
-    name: str | None = Field(
-        default=None,
-        description="Without a uri: the catalog of this name in .pyiceberg.yaml or PYICEBERG_CATALOG__NAME__*. With a uri: the "
-        "catalog's name for SQL engines, dlac if unset.",
-    )
-    namespace: str = Field(default="dlac", description="Namespace of DLAC's own tables (plans, consumption, ...).")
-    properties: dict[str, str] = Field(
-        default_factory=dict, description="Further pyiceberg properties, such as s3.endpoint or credentials."
-    )
+    type: Literal["", "sql", "rest", "hive", "glue", "dynamodb", "bigquery"] = ""
+    """Kind of Iceberg catalog, as PyIceberg names it; empty: the one that the address shows."""
+    uri: str = ""
+    """Address of the catalog. Empty: the catalog that `name` or `type` means, or else an SQLite file in the home folder
+    ($DLAC_HOME, or .dlac)."""
+    warehouse: str = ""
+    """Folder or bucket of the tables. Empty: that of the catalog, or a folder in the home folder."""
+    name: str | None = None
+    """Without a uri: the catalog of this name in .pyiceberg.yaml or PYICEBERG_CATALOG__NAME__*. With a uri: the catalog's name
+    for SQL engines, dlac if unset."""
+    namespace: str = "dlac"
+    """Namespace of DLAC's own tables (plans, consumption, ...)."""
+    properties: dict[str, str] = Field(default_factory=dict)
+    """Further pyiceberg properties, such as s3.endpoint or credentials."""
 
     @field_validator("name", "namespace")
     @classmethod
@@ -87,7 +78,7 @@ class LakehouseConfig(BaseModel):
         object.__setattr__(self, "warehouse", warehouse)
         return self
 
-    def at_home(self, home: str | Path) -> LakehouseConfig:
+    def at_home(self, home: str | Path) -> Self:
         """Return this configuration with its empty settings filled in by the embedded lakehouse in `home`.
 
         A catalog that `name` or `type` means is no embedded one, and stays as it is.

@@ -4,8 +4,6 @@ PyIceberg reads .pyiceberg.yaml and PYICEBERG_CATALOG__* when it is imported, an
 environment counts. The result has passwords and keys: it stays in memory, and job specs keep the name alone.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Causes of a catalog's failure to answer: a wrong address, wrong credentials, or an outage."""
 
-from __future__ import annotations
-
 import sqlite3
 from urllib.parse import urlsplit
 

@@ -13,14 +13,15 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 class MountSpec(Section):
     """A volume from outside a node's container."""
 
-    kind: Literal["claim", "host", "secret"] = Field(
-        default="claim",
-        description='"claim": a persistent volume claim. "host": a folder of the node. "secret": a secret, with a file for each '
-        "key that only the owner can read (mode 0400).",
-    )
-    source: str = Field(description="Name of the claim or of the secret, or path on the node.", min_length=1)
-    path: str = Field(description="Path of the mount in the pod.", pattern=r"^/")
-    read_only: bool = Field(default=False, description="Refuse writes by nodes. A secret is always read-only.")
+    kind: Literal["claim", "host", "secret"] = "claim"
+    """"claim": a persistent volume claim. "host": a folder of the node. "secret": a secret, with a file for each key that only
+    the owner can read (mode 0400)."""
+    source: str = Field(min_length=1)
+    """Name of the claim or of the secret, or path on the node."""
+    path: str = Field(pattern=r"^/")
+    """Path of the mount in the pod."""
+    read_only: bool = False
+    """Refuse writes by nodes. A secret is always read-only."""
 
     @property
     def writable(self) -> bool:
@@ -39,59 +40,48 @@ class MountSpec(Section):
 class ClusterSpec(Section):
     """Settings of a scheduler as `launch.on`. launch.nodes has the number of nodes."""
 
-    image: str = Field(
-        default="",
-        description="Container image with DLAC, the script, and its data paths. Empty on Slurm: the login node's Python.",
-    )
-    python: str = Field(default="python3", description="Python command of the nodes.", min_length=1)
-    cpu: int = Field(default=1, description="Processors of a node.", ge=1, le=65_536)
-    gpu: int = Field(
-        default=0,
-        description="Accelerators of a node. With launch.nodes this is also the number of its ranks, unless "
-        "launch.nproc_per_node is set. Without launch.nodes, launch.world_size counts.",
-        ge=0,
-        le=4096,
-    )
-    memory_mb: int = Field(
-        default=0, description="Memory of a node in megabytes. 0: the scheduler's default.", ge=0, le=2**30
-    )
-    time_limit_s: int = Field(
-        default=0, description="Seconds until the scheduler ends the job. 0: its own limit.", ge=0, le=31_536_000
-    )
-    port: int = Field(
-        default=29400, description="Port at which the first node serves the rendezvous.", ge=1024, le=65535
-    )
-    retries: int = Field(
-        default=0,
-        description="Restarts of a failed job. On Slurm all nodes restart together, and preemptions count. On Kubernetes each "
-        "pod restarts alone. Preempted jobs and pods are always restarted.",
-        ge=0,
-        le=1000,
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables of the nodes. launch.env has those of the ranks."
-    )
-    partition: str = Field(default="", description="Slurm: partition.")
-    account: str = Field(default="", description="Slurm: account to charge.")
-    options: dict[str, str] = Field(
-        default_factory=dict,
-        description='Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}. An option without a value '
-        'has an empty one, e.g. {exclusive = ""}.',
-    )
-    kind: Literal["jobset", "trainjob"] = Field(
-        default="jobset",
-        description='Kubernetes: "jobset": a JobSet. "trainjob": a TrainJob of Kubeflow Trainer with the same pods.',
-    )
-    queue: str = Field(default="", description="Kubernetes: local queue of Kueue.")
-    namespace: str = Field(default="", description="Kubernetes: namespace. Empty: default.")
-    service_account: str = Field(default="", description="Kubernetes: service account of the pods.")
-    priority_class: str = Field(default="", description="Kubernetes: priority class of the job.")
-    mounts: list[MountSpec] = Field(default_factory=list, description="Kubernetes: volumes that pods mount.")
-    pod: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Kubernetes: settings that are merged into each pod, in the words of Kubernetes (spec.nodeSelector, "
-        'spec.tolerations ...). A container named "node" is merged into the container of the node.',
-    )
+    image: str = ""
+    """Container image with DLAC, the script, and its data paths. Empty on Slurm: the login node's Python."""
+    python: str = Field(default="python3", min_length=1)
+    """Python command of the nodes."""
+    cpu: int = Field(default=1, ge=1, le=65_536)
+    """Processors of a node."""
+    gpu: int = Field(default=0, ge=0, le=4096)
+    """Accelerators of a node. With launch.nodes this is also the number of its ranks, unless launch.nproc_per_node is set.
+    Without launch.nodes, launch.world_size counts."""
+    memory_mb: int = Field(default=0, ge=0, le=2**30)
+    """Memory of a node in megabytes. 0: the scheduler's default."""
+    time_limit_s: int = Field(default=0, ge=0, le=31_536_000)
+    """Seconds until the scheduler ends the job. 0: its own limit."""
+    port: int = Field(default=29400, ge=1024, le=65535)
+    """Port at which the first node serves the rendezvous."""
+    retries: int = Field(default=0, ge=0, le=1000)
+    """Restarts of a failed job. On Slurm all nodes restart together, and preemptions count. On Kubernetes each pod restarts
+    alone. Preempted jobs and pods are always restarted."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the nodes. launch.env has those of the ranks."""
+    partition: str = ""
+    """Slurm: partition."""
+    account: str = ""
+    """Slurm: account to charge."""
+    options: dict[str, str] = Field(default_factory=dict)
+    """Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}. An option without a value has an empty
+    one, e.g. {exclusive = ""}."""
+    kind: Literal["jobset", "trainjob"] = "jobset"
+    """Kubernetes: "jobset": a JobSet. "trainjob": a TrainJob of Kubeflow Trainer with the same pods."""
+    queue: str = ""
+    """Kubernetes: local queue of Kueue."""
+    namespace: str = ""
+    """Kubernetes: namespace. Empty: default."""
+    service_account: str = ""
+    """Kubernetes: service account of the pods."""
+    priority_class: str = ""
+    """Kubernetes: priority class of the job."""
+    mounts: list[MountSpec] = Field(default_factory=list)
+    """Kubernetes: volumes that pods mount."""
+    pod: dict[str, Any] = Field(default_factory=dict)
+    """Kubernetes: settings that are merged into each pod, in the words of Kubernetes (spec.nodeSelector, spec.tolerations ...). A
+    container named "node" is merged into the container of the node."""
 
     @field_validator("env", "options")
     @classmethod

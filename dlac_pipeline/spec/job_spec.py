@@ -30,87 +30,51 @@ from dlac_pipeline.spec.spec_problems import (
 class SourceSpec(Section):
     """Source of rows."""
 
-    format: Literal["iceberg", "delta", "hudi"] = Field(
-        default="iceberg", description="Format of the table. A Delta Lake or Hudi table is read in place."
-    )
-    table: str = Field(
-        description="The table to train from, as namespace.table. Of other formats: its location, a folder or s3://bucket/path."
-    )
-    version: int | None = Field(
-        default=None,
-        description="Of other formats: version to pin, of Hudi an instant. Unset: the newest one when the plan is made.",
-        ge=0,
-        lt=2**63,
-    )
-    catalog: str = Field(
-        default="",
-        description="Catalog of the table, by its name in PyIceberg's configuration. Empty: the lakehouse's own. The table is "
-        'then named "catalog:namespace.table".',
-    )
-    name: str = Field(default="", description="Name of the source in audits and messages. Empty: the table's.")
-    snapshot_id: int | None = Field(
-        default=None,
-        description="Snapshot to pin. Unset: the current snapshot when the plan is made.",
-        ge=-(2**63),
-        lt=2**63,
-    )
-    ref: str = Field(
-        default="",
-        description="Branch or tag of the table whose snapshot is pinned when the plan is made. Empty: main.",
-    )
-    columns: list[str] = Field(description="Columns that become tensors, in this order.")
-    row_filter: str | None = Field(
-        default=None, description='Rows to read, as an SQL condition, e.g. "length > 10". Unset: all rows.'
-    )
-    exclude: list[str] = Field(
-        default_factory=list,
-        description="Rows to exclude, each an SQL condition. More can be added later, with a new leg.",
-    )
-    weight: float = Field(
-        default=1.0, description="Share of the samples in a mixture, relative to the other weights.", gt=0, le=1e9
-    )
-    passes: int | None = Field(
-        default=None,
-        description="Passes before the source leaves the mixture. 0: repeated until the run ends. Unset: order.passes.",
-        ge=0,
-        le=1_000_000,
-    )
-    follow: Literal["pinned", "appends"] = Field(
-        default="pinned",
-        description='"pinned": read the planned snapshot. "appends": each launch also reads the rows that were appended since, '
-        "in one pass. Rows that do not fill a batch wait for the next launch.",
-    )
-    on_overwrite: Literal["stop", "read", "ignore"] = Field(
-        default="stop",
-        description="Policy of a following source for overwritten rows: stop with an error, read new rows, or ignore them.",
-    )
-    identity_columns: list[str] = Field(
-        default_factory=list,
-        description="Columns that identify a row, also after the table was rewritten.",
-    )
-    pin: Literal["tag", "none"] = Field(
-        default="tag",
-        description='"tag": an Iceberg tag protects the snapshot from expiry. "none": for a table without write access. The run '
-        "is then exact until the snapshot expires, and stops afterwards.",
-    )
-    nullable: list[str] = Field(
-        default_factory=list, description='Columns whose nulls read as zeros, with a bool tensor "<name>.valid".'
-    )
-    ragged: list[str] = Field(
-        default_factory=list, description='List columns of varying length: flat values, with "<name>.offsets".'
-    )
-    transform: str = Field(
-        default="",
-        description='Function from Arrow batch to Arrow batch, "file.py:function" or "package.module:function".',
-    )
-    on_reject: Literal["fail", "quarantine"] = Field(
-        default="fail",
-        description="Policy for rows at which the transform raises, or whose text cannot be tokenized.",
-    )
-    on_unreadable: Literal["fail", "quarantine"] = Field(
-        default="fail",
-        description="Policy for row groups that are missing or do not decode: the run stops, or continues without them.",
-    )
+    format: Literal["iceberg", "delta", "hudi"] = "iceberg"
+    """Format of the table. A Delta Lake or Hudi table is read in place."""
+    table: str
+    """The table to train from, as namespace.table. Of other formats: its location, a folder or s3://bucket/path."""
+    version: int | None = Field(default=None, ge=0, lt=2**63)
+    """Of other formats: version to pin, of Hudi an instant. Unset: the newest one when the plan is made."""
+    catalog: str = ""
+    """Catalog of the table, by its name in PyIceberg's configuration. Empty: the lakehouse's own. The table is then named
+    "catalog:namespace.table"."""
+    name: str = ""
+    """Name of the source in audits and messages. Empty: the table's."""
+    snapshot_id: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Snapshot to pin. Unset: the current snapshot when the plan is made."""
+    ref: str = ""
+    """Branch or tag of the table whose snapshot is pinned when the plan is made. Empty: main."""
+    columns: list[str]
+    """Columns that become tensors, in this order."""
+    row_filter: str | None = None
+    """Rows to read, as an SQL condition, e.g. "length > 10". Unset: all rows."""
+    exclude: list[str] = Field(default_factory=list)
+    """Rows to exclude, each an SQL condition. More can be added later, with a new leg."""
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    """Share of the samples in a mixture, relative to the other weights."""
+    passes: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Passes before the source leaves the mixture. 0: repeated until the run ends. Unset: order.passes."""
+    follow: Literal["pinned", "appends"] = "pinned"
+    """"pinned": read the planned snapshot. "appends": each launch also reads the rows that were appended since, in one pass. Rows
+    that do not fill a batch wait for the next launch."""
+    on_overwrite: Literal["stop", "read", "ignore"] = "stop"
+    """Policy of a following source for overwritten rows: stop with an error, read new rows, or ignore them."""
+    identity_columns: list[str] = Field(default_factory=list)
+    """Columns that identify a row, also after the table was rewritten."""
+    pin: Literal["tag", "none"] = "tag"
+    """"tag": an Iceberg tag protects the snapshot from expiry. "none": for a table without write access. The run is then exact
+    until the snapshot expires, and stops afterwards."""
+    nullable: list[str] = Field(default_factory=list)
+    """Columns whose nulls read as zeros, with a bool tensor "<name>.valid"."""
+    ragged: list[str] = Field(default_factory=list)
+    """List columns of varying length: flat values, with "<name>.offsets"."""
+    transform: str = ""
+    """Function from Arrow batch to Arrow batch, "file.py:function" or "package.module:function"."""
+    on_reject: Literal["fail", "quarantine"] = "fail"
+    """Policy for rows at which the transform raises, or whose text cannot be tokenized."""
+    on_unreadable: Literal["fail", "quarantine"] = "fail"
+    """Policy for row groups that are missing or do not decode: the run stops, or continues without them."""
 
     @field_validator("table")
     @classmethod
@@ -193,19 +157,20 @@ class SourceSpec(Section):
 class OrderSpec(Section):
     """Settings that determine the order of rows. The leg binds them."""
 
-    seed: int = Field(
-        default=0, description="Seed of the order and of the ranks' random number generators.", ge=0, lt=2**63
-    )
-    batch_size: int = Field(description="Samples in one global batch (B), over all ranks.", ge=1, le=2**24)
-    key_groups: int = Field(
-        default=16, description="Virtual readers (G, max_parallelism). Fixed for the run. G divides B.", ge=1, le=65_536
-    )
-    block_slices: int = Field(default=4, description="Slices that a key group shuffles together (S).", ge=1, le=65_536)
-    shuffle: bool = Field(default=True, description="Shuffle units and rows. False: the order of the table.")
-    passes: int = Field(default=1, description="Passes over the plan before the run is finished.", ge=1, le=1_000_000)
-    steps: int | None = Field(
-        default=None, description="Greatest number of optimizer steps of the run. Unset: no bound.", ge=1, le=MOST_STEPS
-    )
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the order and of the ranks' random number generators."""
+    batch_size: int = Field(ge=1, le=2**24)
+    """Samples in one global batch (B), over all ranks."""
+    key_groups: int = Field(default=16, ge=1, le=65_536)
+    """Virtual readers (G, max_parallelism). Fixed for the run. G divides B."""
+    block_slices: int = Field(default=4, ge=1, le=65_536)
+    """Slices that a key group shuffles together (S)."""
+    shuffle: bool = True
+    """Shuffle units and rows. False: the order of the table."""
+    passes: int = Field(default=1, ge=1, le=1_000_000)
+    """Passes over the plan before the run is finished."""
+    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    """Greatest number of optimizer steps of the run. Unset: no bound."""
 
     @model_validator(mode="after")
     def _divides(self) -> OrderSpec:
@@ -220,115 +185,69 @@ class OrderSpec(Section):
 class SequenceSpec(Section):
     """Conversion of documents to sequences. Without a length every row is a sample."""
 
-    length: int = Field(
-        default=0, description="Tokens in a sequence (T). 0: rows are samples and are not packed.", ge=0, le=2**24
-    )
-    column: str = Field(
-        default="", description="Column of text, or of lists of tokens, after the transform. Empty: the first column."
-    )
-    tokenizer: str = Field(default="", description="For text: a tokenizer.json, or a transformers tokenizer by name.")
-    begin_token: str = Field(default="", description="Token to put before each document. Empty: none.")
-    end_token: str = Field(default="", description="Token to put after each document. Empty: none.")
-    begin_id: int | None = Field(default=None, description="Number of the token before each document.", ge=0, lt=2**31)
-    end_id: int | None = Field(default=None, description="Number of the token after each document.", ge=0, lt=2**31)
-    pad_id: int = Field(default=0, description="Token that fills the last sequences of a run.", ge=0, lt=2**31)
+    length: int = Field(default=0, ge=0, le=2**24)
+    """Tokens in a sequence (T). 0: rows are samples and are not packed."""
+    column: str = ""
+    """Column of text, or of lists of tokens, after the transform. Empty: the first column."""
+    tokenizer: str = ""
+    """For text: a tokenizer.json, or a transformers tokenizer by name."""
+    begin_token: str = ""
+    """Token to put before each document. Empty: none."""
+    end_token: str = ""
+    """Token to put after each document. Empty: none."""
+    begin_id: int | None = Field(default=None, ge=0, lt=2**31)
+    """Number of the token before each document."""
+    end_id: int | None = Field(default=None, ge=0, lt=2**31)
+    """Number of the token after each document."""
+    pad_id: int = Field(default=0, ge=0, lt=2**31)
+    """Token that fills the last sequences of a run."""
 
 
 class ReadSpec(Section):
     """Reading of each rank. It does not change which rows are read."""
 
-    threads: int = Field(default=2, description="Threads of a rank that decode in advance.", ge=1, le=1024)
-    budget_mb: int = Field(
-        default=1024,
-        description="Megabytes of decoded blocks that a rank may keep. The blocks that are being read must fit.",
-        ge=1,
-        le=2**24,
-    )
+    threads: int = Field(default=2, ge=1, le=1024)
+    """Threads of a rank that decode in advance."""
+    budget_mb: int = Field(default=1024, ge=1, le=2**24)
+    """Megabytes of decoded blocks that a rank may keep. The blocks that are being read must fit."""
 
 
 class CheckpointSpec(Section):
     """Moments and places of checkpoints."""
 
-    store: str = Field(
-        default="",
-        description="Folder of the checkpoints, or an address such as s3://bucket/path. Empty: the folder `local`, or "
-        "checkpoints/ in the home folder.",
-    )
-    store_properties: dict[str, str] = Field(
-        default_factory=dict,
-        description="pyiceberg properties of the store, such as s3.endpoint, in addition to those of the lakehouse.",
-    )
-    store_deadline_s: float = Field(
-        default=120.0,
-        description="Seconds for which a failed request to the store is retried.",
-        ge=0,
-        le=LONGEST_WAIT_S,
-    )
-    local: str = Field(
-        default="",
-        description="Local folder in which ranks make checkpoints before they are copied to the store, and keep their logs. "
-        "Empty: the store if it is a folder, or checkpoints/ in the home folder.",
-    )
-    local_keep: int = Field(
-        default=2,
-        description="Newest checkpoints whose copies stay in `local`, for a quick restart, if the store is another place. At "
-        "most keep_last.",
-        ge=1,
-        le=1_000_000,
-    )
-    interval: Literal["fixed", "auto"] = Field(
-        default="fixed",
-        description='"fixed": every_steps and every_s decide. "auto": the interval of least cost, from measured costs and '
-        "failures, within recovery_point_s.",
-    )
-    every_steps: int | None = Field(
-        default=None,
-        description='Checkpoints are taken at multiples of this many optimizer steps. Unset: 100, or none if every_s or "auto" '
-        "is set.",
-        ge=1,
-        le=MOST_STEPS,
-    )
-    every_s: float = Field(
-        default=0.0,
-        description="Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts.",
-        ge=0,
-        le=LONGEST_S,
-    )
-    recovery_point_s: float = Field(
-        default=0.0,
-        description='For "auto": seconds of work that a failure may cost, if checkpoints are fast enough. 0: no bound.',
-        ge=0,
-        le=LONGEST_S,
-    )
-    mtbf_s: float = Field(
-        default=86_400.0,
-        description='For "auto": mean time between failures in seconds, until this run has failed.',
-        gt=0,
-        le=LONGEST_S,
-    )
-    engine: Literal["auto", "torch", "dcp", "deepspeed"] = Field(
-        default="auto",
-        description='Adapter that saves and loads the state. "auto": chosen by the state that the script restores.',
-    )
-    mode: Literal["synchronous", "asynchronous"] = Field(
-        default="synchronous",
-        description='"synchronous": training waits for the commit. "asynchronous": it waits only for the copy of the state.',
-    )
-    keep_last: int = Field(
-        default=0,
-        description="Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced.",
-        ge=0,
-        le=1_000_000,
-    )
-    keep_every_steps: int = Field(
-        default=0,
-        description="Also keep the first checkpoint at or after each multiple of this many steps. 0: none.",
-        ge=0,
-        le=MOST_STEPS,
-    )
-    keep_steps: list[Annotated[int, Field(ge=0, le=MOST_STEPS)]] = Field(
-        default_factory=list, description="Steps whose checkpoints are also kept."
-    )
+    store: str = ""
+    """Folder of the checkpoints, or an address such as s3://bucket/path. Empty: the folder `local`, or checkpoints/ in the home
+    folder."""
+    store_properties: dict[str, str] = Field(default_factory=dict)
+    """pyiceberg properties of the store, such as s3.endpoint, in addition to those of the lakehouse."""
+    store_deadline_s: float = Field(default=120.0, ge=0, le=LONGEST_WAIT_S)
+    """Seconds for which a failed request to the store is retried."""
+    local: str = ""
+    """Local folder in which ranks make checkpoints before they are copied to the store, and keep their logs. Empty: the store if
+    it is a folder, or checkpoints/ in the home folder."""
+    local_keep: int = Field(default=2, ge=1, le=1_000_000)
+    """Newest checkpoints whose copies stay in `local`, for a quick restart, if the store is another place. At most keep_last."""
+    interval: Literal["fixed", "auto"] = "fixed"
+    """"fixed": every_steps and every_s decide. "auto": the interval of least cost, from measured costs and failures, within
+    recovery_point_s."""
+    every_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    """Checkpoints are taken at multiples of this many optimizer steps. Unset: 100, or none if every_s or "auto" is set."""
+    every_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
+    """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts."""
+    recovery_point_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
+    """For "auto": seconds of work that a failure may cost, if checkpoints are fast enough. 0: no bound."""
+    mtbf_s: float = Field(default=86_400.0, gt=0, le=LONGEST_S)
+    """For "auto": mean time between failures in seconds, until this run has failed."""
+    engine: Literal["auto", "torch", "dcp", "deepspeed"] = "auto"
+    """Adapter that saves and loads the state. "auto": chosen by the state that the script restores."""
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    """"synchronous": training waits for the commit. "asynchronous": it waits only for the copy of the state."""
+    keep_last: int = Field(default=0, ge=0, le=1_000_000)
+    """Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced."""
+    keep_every_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """Also keep the first checkpoint at or after each multiple of this many steps. 0: none."""
+    keep_steps: list[Annotated[int, Field(ge=0, le=MOST_STEPS)]] = Field(default_factory=list)
+    """Steps whose checkpoints are also kept."""
 
     @field_validator("store")
     @classmethod
@@ -363,17 +282,28 @@ class CheckpointSpec(Section):
 class JobSpec(Section):
     """One training run."""
 
-    run: str = Field(description="Name of the run: letters, digits, dots, dashes and underscores.")
-    source: SourceSpec = Field(description="The source. In a mixture, the first of its sources.")
-    mixture: list[SourceSpec] = Field(default_factory=list, description="Further sources, mixed in by their weights.")
-    sequences: SequenceSpec = Field(default=SequenceSpec(), description="Conversion of documents to sequences.")
-    read: ReadSpec = Field(default=ReadSpec(), description="Reading of each rank.")
-    order: OrderSpec = Field(description="Settings that determine the order of rows.")
-    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="Moments and places of checkpoints.")
-    launch: LaunchSpec = Field(description="Start and supervision of the ranks.")
-    cluster: ClusterSpec = Field(default=ClusterSpec(), description="Settings of the scheduler that launch.on names.")
-    lakehouse: LakehouseConfig = Field(default=LakehouseConfig(), description="Address of the lakehouse.")
-    params: dict[str, str] = Field(default_factory=dict, description="Settings that the training script reads itself.")
+    run: str
+    """Name of the run: letters, digits, dots, dashes and underscores."""
+    source: SourceSpec
+    """The source. In a mixture, the first of its sources."""
+    mixture: list[SourceSpec] = Field(default_factory=list)
+    """Further sources, mixed in by their weights."""
+    sequences: SequenceSpec = SequenceSpec()
+    """Conversion of documents to sequences."""
+    read: ReadSpec = ReadSpec()
+    """Reading of each rank."""
+    order: OrderSpec
+    """Settings that determine the order of rows."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Moments and places of checkpoints."""
+    launch: LaunchSpec
+    """Start and supervision of the ranks."""
+    cluster: ClusterSpec = ClusterSpec()
+    """Settings of the scheduler that launch.on names."""
+    lakehouse: LakehouseConfig = LakehouseConfig()
+    """Address of the lakehouse."""
+    params: dict[str, str] = Field(default_factory=dict)
+    """Settings that the training script reads itself."""
 
     @field_validator("run")
     @classmethod

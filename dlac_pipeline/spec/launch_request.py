@@ -22,21 +22,18 @@ REQUEST_FILE_VARIABLE = "DLAC_REQUEST_FILE"
 class LaunchChoices(Section):
     """Takeover of a run by a launch. The defaults start a run, or resume one that no launch is training."""
 
-    replaces: int | None = Field(
-        default=None, ge=0, lt=2**31, description="Failed attempt to recover. Unset: the current one."
-    )
-    recovers: str = Field(
-        default="",
-        description="Ended run of the orchestrator that this one resumes. An attempt that it claims late is replaced as well.",
-    )
-    takeover: bool = Field(default=False, description="Fence off a launch that is still alive. False: be refused.")
-    wait_s: Wait = Field(default=0.0, description="Seconds to wait for another launch to exit.")
-    noticed_by: str = Field(
-        default=OPERATOR, description="Finder of the failure: an operator, or the sensor that requested this run."
-    )
-    noticed_at: float | None = Field(
-        default=None, ge=0, le=1e11, description="Time of that, in seconds since the epoch. Unset: the launch's begin."
-    )
+    replaces: int | None = Field(default=None, ge=0, lt=2**31)
+    """Failed attempt to recover. Unset: the current one."""
+    recovers: str = ""
+    """Ended run of the orchestrator that this one resumes. An attempt that it claims late is replaced as well."""
+    takeover: bool = False
+    """Fence off a launch that is still alive. False: be refused."""
+    wait_s: Wait = 0.0
+    """Seconds to wait for another launch to exit."""
+    noticed_by: str = OPERATOR
+    """Finder of the failure: an operator, or the sensor that requested this run."""
+    noticed_at: float | None = Field(default=None, ge=0, le=1e11)
+    """Time of that, in seconds since the epoch. Unset: the launch's begin."""
 
 
 class Request(LaunchChoices):

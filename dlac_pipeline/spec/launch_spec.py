@@ -27,172 +27,89 @@ def check_port(address: str) -> None:
 class LaunchSpec(Section):
     """Start and supervision of the ranks."""
 
-    script: str = Field(
-        description="The training script that each rank runs, relative to the file of the spec. In Dagster it is relative to the "
-        "folder in which Dagster was started, so use an absolute path."
-    )
-    args: list[str] = Field(default_factory=list, description="Arguments of the script.")
-    world_size: int = Field(
-        default=1,
-        description="Number of ranks. It divides the batch size. With `nodes` DLAC chooses it and ignores this value.",
-        ge=1,
-        le=MOST_NODES,
-    )
-    on: Literal["here", "slurm", "kubernetes"] = Field(
-        default="here",
-        description='"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of '
-        "that scheduler, with a supervisor on each node. See the cluster section.",
-    )
-    nodes: str = Field(
-        default="",
-        description='Nodes that train the run together: "4", or "2:4" for at least 2 and at most 4. Each starts the same '
-        "command. The world size is the largest that divides the batch size. Empty: this node, with `world_size` ranks.",
-        pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$",
-    )
-    nproc_per_node: int = Field(
-        default=0,
-        description="With `nodes`: ranks of this node. 0: one per accelerator, or one rank without accelerators.",
-        ge=0,
-        le=4096,
-    )
-    rendezvous: str = Field(
-        default="",
-        description="With several nodes: host:port at which they meet. The node with that address serves it. The nodes of a "
-        "scheduler's job find it automatically.",
-        pattern=r"^(\S+:[0-9]+)?$",
-    )
-    rendezvous_key_file: str = Field(
-        default="",
-        description="With several nodes: a file with the secret that they share, at least 16 characters. Empty: the environment "
-        "variable DLAC_RENDEZVOUS_KEY. A node without the secret can neither join, read nor stop the run.",
-    )
-    gather_timeout_s: Timeout = Field(
-        default=600.0,
-        description="Seconds until the least number of nodes must have joined, at the start and after a failure.",
-    )
-    last_call_s: int = Field(
-        default=5,
-        description="Seconds to wait for more nodes once the least number has joined.",
-        ge=1,
-        le=LONGEST_WAIT_S,
-    )
-    node_timeout_s: int = Field(
-        default=10,
-        description="Seconds without a heartbeat of a node after which it is lost.",
-        ge=3,
-        le=LONGEST_WAIT_S,
-    )
-    verify_together_mb: int = Field(
-        default=1024,
-        description="With several nodes: size (MiB) from which all nodes verify a checkpoint before the run resumes from it, "
-        "each its part, if they share its folder. The leader verifies smaller checkpoints.",
-        ge=0,
-        le=2**30,
-    )
-    start: Literal["fork", "spawn"] = Field(
-        default="fork",
-        description='"fork": ranks are forked from a process that has imported their libraries, so that restarts are fast. '
-        '"spawn": each rank is a new Python process.',
-    )
-    preload: list[str] = Field(
-        default_factory=list,
-        description='With start = "fork": modules to import in addition to PyTorch and DLAC, such as "deepspeed". Modules that '
-        "start threads or open an accelerator at import are refused.",
-    )
-    max_restarts: int | None = Field(
-        default=None,
-        description="Restarts after failures before the run stops, as torchrun's option. Unset: any number with progress.",
-        ge=0,
-        le=1_000_000,
-    )
-    numa_binding: Literal["", "node", "socket", "exclusive", "core-complex"] = Field(
-        default="",
-        description="Binding of ranks to the cores next to their accelerator, as torchrun's option. Empty: none.",
-    )
-    virtual_local_rank: bool = Field(
-        default=False, description="Show each rank only its own accelerator, as device 0, as torchrun's option."
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict,
-        description="Environment variables of the ranks, and of imports before they start. OMP_NUM_THREADS is 1 unless it is set "
-        "here or in the environment of the launch.",
-    )
-    grace_s: float = Field(
-        default=20.0,
-        description="Seconds from a stop request until the ranks must have exited, after a checkpoint.",
-        gt=0,
-        le=25,  # a supervisor whose orchestrator died is gone within 30 s
-    )
-    deadline_s: Wait = Field(
-        default=0.0,
-        description="Seconds from a termination notice (SIGTERM, SIGUSR1, termination_url) until the ranks must have exited, "
-        "after an emergency checkpoint if time allows one. 0: grace_s.",
-    )
-    termination_url: str = Field(
-        default="",
-        description="URL to poll every few seconds for a termination of this node. Status 200 is a notice, 404 is none.",
-        pattern=r"^(https?://.+)?$",
-    )
-    termination_headers: dict[str, str] = Field(
-        default_factory=dict, description="Headers of the requests to termination_url, such as a token."
-    )
-    termination_match: str = Field(
-        default="", description="Text in a notice, if the URL always answers 200. Empty: any 200 is one."
-    )
-    log_mb: int = Field(
-        default=8,
-        description="Largest log of a rank in one attempt (MiB). Of a longer log the first quarter and at least the last quarter "
-        "of this size are kept. 0: no bound.",
-        ge=0,
-        le=1_000_000,
-    )
-    hang_timeout_s: Timeout = Field(
-        default=600.0,
-        description="Seconds without progress of a rank after which the attempt ends and the ranks restart.",
-    )
-    start_timeout_s: Timeout = Field(
-        default=600.0,
-        description="Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state. "
-        "hang_timeout_s counts if it is longer.",
-    )
-    new_leg: bool = Field(
-        default=False,
-        description="Allow a resumed run to begin a new leg if this spec changes weights, exclusions, batch size, passes, steps, "
-        "snapshot, seed, shuffle or block_slices. False: such a change is refused.",
-    )
-    attempts_without_progress: int = Field(
-        default=3,
-        description="Attempts in a row that commit nothing until the run stops with NoProgress.",
-        ge=1,
-        le=1_000_000,
-    )
-    deaths_at_same_rows: int = Field(
-        default=3,
-        description="Attempts in a row that die in the same step, with its batch in hand, until the rows of that batch are "
-        "quarantined and the run continues without them. 0: never.",
-        ge=0,
-        le=1_000_000,
-    )
-    on_nonfinite_loss: Literal["stop", "warn"] = Field(
-        default="stop",
-        description='"stop": the run ends with LossNotFinite soon after a step whose loss is NaN or infinite. It commits no '
-        'checkpoint of such a step or such weights. "warn": it continues with a warning. Steps that were not applied, such as '
-        "after an fp16 overflow, do not count.",
-    )
-    straggler_factor: float = Field(
-        default=2.0,
-        description="A rank is a straggler if its own time in a phase is at least this many times the median of the other ranks, "
-        "and straggler_s longer. 0: never.",
-        ge=0,
-        le=1e6,
-    )
-    straggler_s: Wait = Field(
-        default=1.0,
-        description="Seconds (per step) by which a straggler is at least slower than the median of the other ranks.",
-    )
-    straggler_steps: int = Field(
-        default=5, description="Steps in a row over which reading and computing are compared.", ge=1, le=1_000_000
-    )
+    script: str
+    """The training script that each rank runs, relative to the file of the spec. In Dagster it is relative to the folder in which
+    Dagster was started, so use an absolute path."""
+    args: list[str] = Field(default_factory=list)
+    """Arguments of the script."""
+    world_size: int = Field(default=1, ge=1, le=MOST_NODES)
+    """Number of ranks. It divides the batch size. With `nodes` DLAC chooses it and ignores this value."""
+    on: Literal["here", "slurm", "kubernetes"] = "here"
+    """"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of that scheduler,
+    with a supervisor on each node. See the cluster section."""
+    nodes: str = Field(default="", pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$")
+    """Nodes that train the run together: "4", or "2:4" for at least 2 and at most 4. Each starts the same command. The world size
+    is the largest that divides the batch size. Empty: this node, with `world_size` ranks."""
+    nproc_per_node: int = Field(default=0, ge=0, le=4096)
+    """With `nodes`: ranks of this node. 0: one per accelerator, or one rank without accelerators."""
+    rendezvous: str = Field(default="", pattern=r"^(\S+:[0-9]+)?$")
+    """With several nodes: host:port at which they meet. The node with that address serves it. The nodes of a scheduler's job find
+    it automatically."""
+    rendezvous_key_file: str = ""
+    """With several nodes: a file with the secret that they share, at least 16 characters. Empty: the environment variable
+    DLAC_RENDEZVOUS_KEY. A node without the secret can neither join, read nor stop the run."""
+    gather_timeout_s: Timeout = 600.0
+    """Seconds until the least number of nodes must have joined, at the start and after a failure."""
+    last_call_s: int = Field(default=5, ge=1, le=LONGEST_WAIT_S)
+    """Seconds to wait for more nodes once the least number has joined."""
+    node_timeout_s: int = Field(default=10, ge=3, le=LONGEST_WAIT_S)
+    """Seconds without a heartbeat of a node after which it is lost."""
+    verify_together_mb: int = Field(default=1024, ge=0, le=2**30)
+    """With several nodes: size (MiB) from which all nodes verify a checkpoint before the run resumes from it, each its part, if
+    they share its folder. The leader verifies smaller checkpoints."""
+    start: Literal["fork", "spawn"] = "fork"
+    """"fork": ranks are forked from a process that has imported their libraries, so that restarts are fast. "spawn": each rank is
+    a new Python process."""
+    preload: list[str] = Field(default_factory=list)
+    """With start = "fork": modules to import in addition to PyTorch and DLAC, such as "deepspeed". Modules that start threads or
+    open an accelerator at import are refused."""
+    max_restarts: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Restarts after failures before the run stops, as torchrun's option. Unset: any number with progress."""
+    numa_binding: Literal["", "node", "socket", "exclusive", "core-complex"] = ""
+    """Binding of ranks to the cores next to their accelerator, as torchrun's option. Empty: none."""
+    virtual_local_rank: bool = False
+    """Show each rank only its own accelerator, as device 0, as torchrun's option."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the ranks, and of imports before they start. OMP_NUM_THREADS is 1 unless it is set here or in the
+    environment of the launch."""
+    grace_s: float = Field(default=20.0, gt=0, le=25)  # a supervisor whose orchestrator died is gone within 30 s
+    """Seconds from a stop request until the ranks must have exited, after a checkpoint."""
+    deadline_s: Wait = 0.0
+    """Seconds from a termination notice (SIGTERM, SIGUSR1, termination_url) until the ranks must have exited, after an emergency
+    checkpoint if time allows one. 0: grace_s."""
+    termination_url: str = Field(default="", pattern=r"^(https?://.+)?$")
+    """URL to poll every few seconds for a termination of this node. Status 200 is a notice, 404 is none."""
+    termination_headers: dict[str, str] = Field(default_factory=dict)
+    """Headers of the requests to termination_url, such as a token."""
+    termination_match: str = ""
+    """Text in a notice, if the URL always answers 200. Empty: any 200 is one."""
+    log_mb: int = Field(default=8, ge=0, le=1_000_000)
+    """Largest log of a rank in one attempt (MiB). Of a longer log the first quarter and at least the last quarter of this size
+    are kept. 0: no bound."""
+    hang_timeout_s: Timeout = 600.0
+    """Seconds without progress of a rank after which the attempt ends and the ranks restart."""
+    start_timeout_s: Timeout = 600.0
+    """Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state. hang_timeout_s
+    counts if it is longer."""
+    new_leg: bool = False
+    """Allow a resumed run to begin a new leg if this spec changes weights, exclusions, batch size, passes, steps, snapshot, seed,
+    shuffle or block_slices. False: such a change is refused."""
+    attempts_without_progress: int = Field(default=3, ge=1, le=1_000_000)
+    """Attempts in a row that commit nothing until the run stops with NoProgress."""
+    deaths_at_same_rows: int = Field(default=3, ge=0, le=1_000_000)
+    """Attempts in a row that die in the same step, with its batch in hand, until the rows of that batch are quarantined and the
+    run continues without them. 0: never."""
+    on_nonfinite_loss: Literal["stop", "warn"] = "stop"
+    """"stop": the run ends with LossNotFinite soon after a step whose loss is NaN or infinite. It commits no checkpoint of such a
+    step or such weights. "warn": it continues with a warning. Steps that were not applied, such as after an fp16 overflow, do
+    not count."""
+    straggler_factor: float = Field(default=2.0, ge=0, le=1e6)
+    """A rank is a straggler if its own time in a phase is at least this many times the median of the other ranks, and straggler_s
+    longer. 0: never."""
+    straggler_s: Wait = 1.0
+    """Seconds (per step) by which a straggler is at least slower than the median of the other ranks."""
+    straggler_steps: int = Field(default=5, ge=1, le=1_000_000)
+    """Steps in a row over which reading and computing are compared."""
 
     @field_validator("env", "termination_headers")
     @classmethod

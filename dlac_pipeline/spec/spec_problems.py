@@ -36,7 +36,9 @@ MOST_NODES = 65_536
 class Section(BaseModel):
     """A section of settings, with finite numbers and no unknown field."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -11,18 +11,11 @@ from dlac_pipeline.checkpoint.restore.verified_copy import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
+from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, starts_over
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, way_out
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
-    ClaimRow,
-    Exclusion,
-    LedgerRow,
-    LegRow,
-    PlannedSnapshot,
-)
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
@@ -70,7 +63,7 @@ class LegChooser:
 
     def before_claim(self, state: RunState) -> Leg:
         """Return the leg, as far as the ledger shows it before anything is claimed or verified."""
-        rows = self._ledger.rows(self._spec.run, kinds=HEAD_KINDS)
+        rows = self._ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
         head = checkpoint_rows(rows).get(state.fence.head or "")
         if head is None:
             return self.at(rows, None)
@@ -81,7 +74,7 @@ class LegChooser:
             return leg_of(rows, head.checkpoint_id)
         return self.at(rows, manifest)
 
-    def at(self, rows: list[LedgerRow], manifest: Manifest | None) -> Leg:
+    def at(self, rows: list[typed_rows.LedgerRow], manifest: Manifest | None) -> Leg:
         """Return the leg of an attempt that resumes after this checkpoint.
 
         Raises:
@@ -104,7 +97,7 @@ class LegChooser:
             state=[[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state],
         )
 
-    def check(self, leg: Leg, rows: Sequence[LedgerRow]) -> Leg:
+    def check(self, leg: Leg, rows: Sequence[typed_rows.LedgerRow]) -> Leg:
         """Check the requests of the spec and of the run's rewinds against the committed `leg`.
 
         Exclusions of rewinds need no new leg.
@@ -128,7 +121,7 @@ class LegChooser:
             _leg_excluding(leg, excluded).check_same(requested)
         return requested
 
-    def _first(self, rows: list[LedgerRow]) -> Leg:
+    def _first(self, rows: list[typed_rows.LedgerRow]) -> Leg:
         """Return the first leg of the run. A recovered attempt keeps its plans if the spec still requests them.
 
         A run that was rewound to its beginning reads the snapshots of its first leg again.
@@ -147,9 +140,9 @@ class LegChooser:
     def _new_plans(self, spec: JobSpec) -> list[Plan]:
         return [self._plans.add(plan) for plan in plan_sources(self._lakehouse, spec)]
 
-    def _claimed_plans(self, rows: list[LedgerRow]) -> tuple[str, ...]:
+    def _claimed_plans(self, rows: list[typed_rows.LedgerRow]) -> tuple[str, ...]:
         """Return the plans that the attempt to be recovered had claimed, if the spec still requests them."""
-        claims = [row for row in rows if isinstance(row, ClaimRow)]
+        claims = [row for row in rows if isinstance(row, typed_rows.ClaimRow)]
         plan_ids = claims[-1].plan_ids if claims else ()
         found = [self._plans.find_row(plan_id) for plan_id in plan_ids]
         fits = len(found) == len(self._spec.sources) and all(
@@ -165,7 +158,7 @@ class LegChooser:
         return found
 
 
-def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
+def excluding(spec: JobSpec, exclusions: Sequence[typed_rows.Exclusion]) -> JobSpec:
     """Return the spec with the exclusions of rewinds after its own, without repeats."""
     sources = [
         source.model_copy(update={"exclude": list(_with(source.exclude, index, exclusions))})
@@ -174,7 +167,7 @@ def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
     return spec.with_sources(sources)
 
 
-def _as_it_began(spec: JobSpec, rows: Sequence[LedgerRow]) -> JobSpec:
+def _as_it_began(spec: JobSpec, rows: Sequence[typed_rows.LedgerRow]) -> JobSpec:
     """Return the spec with the snapshots of the run's first leg where it names none.
 
     A followed table is read at its current snapshot.
@@ -191,9 +184,9 @@ def _as_it_began(spec: JobSpec, rows: Sequence[LedgerRow]) -> JobSpec:
     return spec.with_sources(sources)
 
 
-def first_leg_of(rows: Sequence[LedgerRow]) -> Leg | None:
+def first_leg_of(rows: Sequence[typed_rows.LedgerRow]) -> Leg | None:
     """Return the first leg of a run, or None if it has none."""
-    legs = [row for row in rows if isinstance(row, LegRow)]
+    legs = [row for row in rows if isinstance(row, typed_rows.LegRow)]
     return Leg.from_record(min(legs, key=lambda row: row.seq).record) if legs else None
 
 
@@ -202,18 +195,20 @@ def planned(leg: Leg) -> dict[str, Any]:
     return {
         "plan_ids": [source.plan_id for source in leg.sources],
         "leg_plan_ids": leg.plan_ids,
-        "planned": [PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources],
+        "planned": [
+            typed_rows.PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources
+        ],
     }
 
 
-def _leg_excluding(leg: Leg, exclusions: Sequence[Exclusion]) -> Leg:
+def _leg_excluding(leg: Leg, exclusions: Sequence[typed_rows.Exclusion]) -> Leg:
     sources = [
         replace(source, exclude=_with(source.exclude, index, exclusions)) for index, source in enumerate(leg.sources)
     ]
     return replace(leg, sources=tuple(sources))
 
 
-def _with(known: Sequence[str], source: int, exclusions: Sequence[Exclusion]) -> tuple[str, ...]:
+def _with(known: Sequence[str], source: int, exclusions: Sequence[typed_rows.Exclusion]) -> tuple[str, ...]:
     more = dict.fromkeys(each.where for each in exclusions if each.source == source)
     return (*known, *(where for where in more if where not in known))
 
@@ -227,9 +222,9 @@ def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
     )
 
 
-def leg_of(rows: list[LedgerRow], checkpoint_id: str) -> Leg:
+def leg_of(rows: list[typed_rows.LedgerRow], checkpoint_id: str) -> Leg:
     """Return the leg that a checkpoint ends in: the one that it, or else its nearest ancestor with a leg, names."""
-    legs = {row.checkpoint_id: row.record for row in rows if isinstance(row, LegRow)}
+    legs = {row.checkpoint_id: row.record for row in rows if isinstance(row, typed_rows.LegRow)}
     at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
     if at is None:
         raise errors.LedgerError(

@@ -11,15 +11,7 @@ from functools import partial
 from heapq import heapreplace
 from typing import Any
 
-from dlac_pipeline.checkpoint.manifest import (
-    Done,
-    FileEntry,
-    Manifest,
-    read_manifest,
-    store_there,
-    verify_entries,
-    verify_entry,
-)
+from dlac_pipeline.checkpoint import manifest as manifests
 from dlac_pipeline.checkpoint.restore.verified_copy import verify_here
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.elastic.round import LEADER, Round
@@ -35,9 +27,9 @@ _ANSWER_S = 5.0
 """Extra seconds for other nodes, past the time of the leader's own part. Then the leader reads their parts too."""
 
 
-def parts_of(entries: Sequence[FileEntry], nodes: int) -> list[list[FileEntry]]:
+def parts_of(entries: Sequence[manifests.FileEntry], nodes: int) -> list[list[manifests.FileEntry]]:
     """Return the files of each node by its place, with about equal bytes per node. Every node computes the same parts."""
-    parts: list[list[FileEntry]] = [[] for _ in range(nodes)]
+    parts: list[list[manifests.FileEntry]] = [[] for _ in range(nodes)]
     sizes = [(0, place) for place in range(nodes)]  # a heap, because nodes may be as many as files
     for entry in sorted(entries, key=lambda each: (-each.bytes, each.path)):
         size, place = sizes[0]
@@ -55,7 +47,7 @@ class NodeVerifiers:
         self._least_bytes = least_bytes
         self._request_number = 0
 
-    def verify(self, row: CheckpointRow, manifest: Manifest, files: StoreFiles, done: Done) -> None:
+    def verify(self, row: CheckpointRow, manifest: manifests.Manifest, files: StoreFiles, done: manifests.Done) -> None:
         """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends the verification."""
         total = sum(entry.bytes for entry in manifest.files)
         if not self._round.others or total < self._least_bytes:
@@ -70,12 +62,12 @@ class NodeVerifiers:
             done(sum(read_bytes.values()), total)
 
         def read(place: int) -> None:
-            verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: note(place, so_far))
+            manifests.verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: note(place, so_far))
 
         self._request_number += 1
         self._round.announce(PROVE, {"uri": uri, "digest": row.manifest_digest, "asked": self._request_number})
         began = time.monotonic()
-        with store_there(uri, files):
+        with manifests.store_there(uri, files):
             read(LEADER)
             until = 2 * time.monotonic() - began + _ANSWER_S
             for place in self._round.others:
@@ -126,10 +118,10 @@ class NodeVerifier:
     def _read(self, request: Message) -> None:
         so_far = 0
         try:
-            manifest = read_manifest(request["uri"], request["digest"], self._files)
+            manifest = manifests.read_manifest(request["uri"], request["digest"], self._files)
             part = parts_of(manifest.files, self._round.share.nodes)[self._round.share.node]
             for entry in part:
-                verify_entry(entry, folder_uri(request["uri"]), self._files)
+                manifests.verify_entry(entry, folder_uri(request["uri"]), self._files)
                 so_far += entry.bytes
                 if not self._report(request, bytes=so_far):
                     return

@@ -116,14 +116,14 @@ class Demo:
     def _print(self, report: Mapping[str, Any]) -> None:
         self._console.print(_audits(report["audits"]), _recoveries(report["recoveries"]))
         verdict = "[green]holds[/]" if report["ok"] else "[red]does not hold[/]"
-        home = self._dagster.home
+        home, embedded = self._dagster.home, not self._spec.lakehouse.is_named
+        commands = f"  dlac audit {FAULTY} --home {home}\n  dlac status {FAULTY} --home {home}\n" if embedded else ""
         self._console.print(
             f"Losses of both runs are bit-identical at {report['steps_compared']} steps: {report['losses_identical']}.\n"
             f"Everything that the demo must show {verdict}. It took {self._screen.passed_s():.0f} s.\n\n"
             "Where to look next:\n"
             f"  {self._report / 'report.html'}   losses, coverage and recoveries, with plots\n"
-            f"  dlac audit {FAULTY} --home {home}\n"
-            f"  dlac status {FAULTY} --home {home}\n"
+            f"{commands}"
             "  make ui   these runs in Dagster, if the demo ran in its default folder",
             highlight=False,
             soft_wrap=True,

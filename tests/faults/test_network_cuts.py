@@ -32,7 +32,7 @@ def network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("who", ["the leader", "another one"])
 def test_lost_node_is_replaced(network: Network, who: str) -> None:
     """Three nodes train, then two, then three again."""
-    spec = network.job("lost-for-good", "2:3")
+    spec = network.job("lost-for-good", "2:3", pause_s=0.4)  # the newcomer comes in time, also on a busy node
     for name in ("a", "b", "c"):
         network.join(f"dlac-{name}", spec)
     wait_for_checkpoint(network.arena, spec.run, 3)

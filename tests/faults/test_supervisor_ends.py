@@ -64,7 +64,7 @@ def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
 def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals) -> None:
     """After a signal that ends a launch the run saves a checkpoint. The next launch resumes there and repeats nothing."""
     run = f"stopped-by-{number.name}"
-    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05))
+    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.2))
     launch.wait_for("checkpoint")
     os.kill(launch.process.pid, number)
     assert launch.wait() == 0, launch.stderr

@@ -30,7 +30,7 @@ from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.registration.register import register, registered_tables
 from dlac_pipeline.plan.planner import make_plan
 from tests.conftest import Arena
-from tests.object_store import ObjectStore
+from tests.object_store import Network, ObjectStore
 
 ROWS = 40
 
@@ -235,6 +235,21 @@ def test_bucket_is_registered(store: ObjectStore, tmp_path: Path) -> None:
     assert (done.added_files, done.added_rows) == (2, 2 * ROWS)
     assert {row["day"] for row in rows_in(lakehouse, ("row_id", "day"))} == {1, 2}
     assert datetime.fromisoformat(lakehouse.load("docs.pages").properties["dlac.registered-until"])
+
+
+def test_bucket_outage_commits_nothing(store: ObjectStore, network: Network, tmp_path: Path) -> None:
+    """While the bucket does not answer the location is refused, and no table is made. Then the same command works."""
+    (tmp_path / "home").mkdir()
+    lakehouse = connect(LakehouseConfig(properties=store.properties(network.url)).at_home(tmp_path / "home"))
+    path = write(tmp_path, "a.parquet", 0)
+    with store.files.open_output_stream("lake/pages/a.parquet") as stream:
+        stream.write(path.read_bytes())
+    network.cut()
+    with pytest.raises(DataFileUnreadable, match="s3://lake/pages"):
+        register(lakehouse, "docs.pages", "s3://lake/pages")
+    assert list(registered_tables(lakehouse)) == []
+    network.mend()
+    assert register(lakehouse, "docs.pages", "s3://lake/pages").added_rows == ROWS
 
 
 def test_sensor_requests_new_files(arena: Arena, tmp_path: Path) -> None:

@@ -17,18 +17,9 @@ from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import check_mine, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
-    AdvanceRow,
-    CheckpointRow,
-    Columns,
-    ForkRow,
-    LedgerRow,
-    RetireRow,
-    repeatable,
-)
 from dlac_pipeline.plan.slices import SliceWriter
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -50,7 +41,7 @@ class Prepared:
     """For the votes of all ranks."""
     note: Mapping[str, Any]
     """Further facts for its row."""
-    rows: Sequence[ForkRow] = ()
+    rows: Sequence[typed_rows.ForkRow] = ()
     """Further rows of its append, of this checkpoint."""
 
 
@@ -71,7 +62,7 @@ class Committer:
         self._leg = trained.leg
         self._leg_is_new = trained.is_new
         self._parent = trained.parent
-        self._rows_since: list[Columns] = []
+        self._rows_since: list[typed_rows.Columns] = []
         """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
         self._slices = SliceWriter(lakehouse, trained.order)
@@ -130,7 +121,7 @@ class Committer:
         retention = self._retention
         assert retention is not None, "made before the first commit"
         retired = retention.due(checkpoint_id, taken.step, parent)
-        rows += [RetireRow(checkpoint_id=each) for each in retired]
+        rows += [typed_rows.RetireRow(checkpoint_id=each) for each in retired]
         rows += [replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows]
         manifest = self._make_manifest(prepared, votes, checkpoint_id, reader_state, [checkpoint, *rows])
         size = sum(entry.bytes for entry in manifest.files)
@@ -161,7 +152,7 @@ class Committer:
         return {
             "error": None,
             "checkpoint_id": checkpoint_id,
-            "rows": sum(row.rows_consumed for row in rows if isinstance(row, AdvanceRow)),
+            "rows": sum(row.rows_consumed for row in rows if isinstance(row, typed_rows.AdvanceRow)),
             "bytes": size,
             "phases": {**phases, "commit": time.monotonic() - started},
         }
@@ -172,7 +163,7 @@ class Committer:
         votes: Sequence[Vote],
         checkpoint_id: str,
         reader_state: list[list[list[int]]],
-        rows: Sequence[LedgerRow],
+        rows: Sequence[typed_rows.LedgerRow],
     ) -> Manifest:
         return Manifest(
             ledger_uuid=self._ledger.table_uuid,
@@ -188,7 +179,7 @@ class Committer:
             files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
             config_digest=self._config_digest,
             libraries={name: version(name) for name in _LIBRARIES if find_spec(name)},
-            ledger_rows=[*self._rows_since, *repeatable(rows)],
+            ledger_rows=[*self._rows_since, *typed_rows.repeatable(rows)],
         )
 
     def _write(self, manifest: Manifest, name: str) -> str:
@@ -205,12 +196,14 @@ class Committer:
     def _begin(self) -> None:
         """Before the first commit: what the run's rows are."""
         if self._retention is None:
-            rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
+            rows = self._ledger.rows(self._attempt.run, kinds=typed_rows.HEAD_KINDS)
             self._seq = max(row.seq for row in rows)
             self._retention = Retention(self._settings, self._tiers, self._attempt.number, rows)
-            parents = (row for row in rows if isinstance(row, CheckpointRow) and row.checkpoint_id == self._parent)
+            parents = (
+                row for row in rows if isinstance(row, typed_rows.CheckpointRow) and row.checkpoint_id == self._parent
+            )
             since = max((row.seq for row in parents), default=0)
-            self._rows_since = repeatable(row for row in rows if row.seq > since)
+            self._rows_since = typed_rows.repeatable(row for row in rows if row.seq > since)
 
     def _see(self) -> None:
         """Rows that others appended since the last commit: they are kept in mind, and repeated by the next manifest."""
@@ -218,7 +211,7 @@ class Committer:
         self._seq = max((row.seq for row in rows), default=self._seq)
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)
-        self._rows_since += repeatable(rows)
+        self._rows_since += typed_rows.repeatable(rows)
 
 
 def _longest_phases(votes: Sequence[Vote]) -> dict[str, float]:

@@ -10,44 +10,38 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dlac_pipeline.checkpoint.commit.removal import Removal
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_name_of, folder_uri
+from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.older_ledger import proven_parent
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, out_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    CheckpointRow,
-    ClaimRow,
-    LedgerRow,
-    NameRow,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    RewindRow,
-)
 from dlac_pipeline.lakehouse.store_files import below
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
-_OUT = (RetireRow, QuarantinedCheckpointRow)
-_KINDS = (CheckpointRow, NameRow, RewindRow, *_OUT)
+_OUT = (typed_rows.RetireRow, typed_rows.QuarantinedCheckpointRow)
+_KINDS = (typed_rows.CheckpointRow, typed_rows.NameRow, typed_rows.RewindRow, *_OUT)
 _STAGED = re.compile(r"/step-\d+-(\w+)$")
 
 
 class Retention:
     """Retention at the coordinator of one attempt. `rows` are the run's when the attempt began."""
 
-    def __init__(self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[LedgerRow]) -> None:
+    def __init__(
+        self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[typed_rows.LedgerRow]
+    ) -> None:
         self._settings = settings
         self._tiers = tiers
         self._files = tiers.files.hurried()  # the end of the process waits for a removal
         self._attempt = attempt
-        claims = [row for row in rows if isinstance(row, ClaimRow)]
+        claims = [row for row in rows if isinstance(row, typed_rows.ClaimRow)]
         self._nonces = {row.nonce for row in claims}
         self._marking = {row.nonce for row in claims if row.marks_commits}
         """Of attempts that mark each checkpoint that they commit."""
-        self._rows: list[LedgerRow] = []
+        self._rows: list[typed_rows.LedgerRow] = []
         self._removal = Removal(tiers, attempt, self._left_over)
         self.saw(rows)
 
-    def saw(self, rows: Sequence[LedgerRow]) -> None:
+    def saw(self, rows: Sequence[typed_rows.LedgerRow]) -> None:
         """Rows that others have appended to the run."""
         self._rows += [row for row in rows if isinstance(row, _KINDS)]
 
@@ -75,9 +69,9 @@ class Retention:
         needed = kept | abandoned | out | set(names_of(self._rows).values())
         return [each for each in checkpoints if each not in needed]
 
-    def committed(self, checkpoint: CheckpointRow, retired: Iterable[str]) -> None:
+    def committed(self, checkpoint: typed_rows.CheckpointRow, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
-        gone = [RetireRow(checkpoint_id=each) for each in retired]
+        gone = [typed_rows.RetireRow(checkpoint_id=each) for each in retired]
         self._rows += [checkpoint, *gone]
         found = checkpoint_rows(self._rows)
         folders = [folder_uri(found[row.checkpoint_id].manifest_uri) for row in gone]
@@ -100,7 +94,7 @@ class Retention:
 
         Their names identify them, at any mount point, because no other launch can have used them.
         """
-        out = {row.checkpoint_id for row in self._rows if isinstance(row, RetireRow)}
+        out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
         named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoint_rows(self._rows).values()}
         known = set(named.values())
         files, run = self._files, self._tiers.durable_run()

@@ -4,51 +4,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.manifest import (
-    Done,
-    FileEntry,
-    Manifest,
-    check_inside,
-    check_there,
-    manifest_content,
-    of_each,
-    parse_manifest,
-    read_manifest,
-    verify_file,
-    verify_files,
-)
+from dlac_pipeline.checkpoint import manifest as manifests
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_name_of, folder_of, folder_uri, storing
 from dlac_pipeline.lakehouse.durable_io import temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles, below
 
-Verify = Callable[[CheckpointRow, Manifest, StoreFiles, Done], None]
+Verify = Callable[[CheckpointRow, manifests.Manifest, StoreFiles, manifests.Done], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
     """A checkpoint that can be loaded."""
 
-    manifest: Manifest
+    manifest: manifests.Manifest
     folder: Path
     fetched: list[str]
     """Files that came from the store, because the local copy lacked them or had them otherwise."""
 
 
-def manifest_of(row: CheckpointRow, tiers: Tiers) -> Manifest:
+def manifest_of(row: CheckpointRow, tiers: Tiers) -> manifests.Manifest:
     """Return the manifest that a ledger row names, from this node's copy if that is whole. Raises as `restore`."""
     uri = row.manifest_uri
-    return read_manifest(uri, row.manifest_digest, tiers.files, copy=tiers.folder(folder_name_of(uri)))
+    return manifests.read_manifest(uri, row.manifest_digest, tiers.files, copy=tiers.folder(folder_name_of(uri)))
 
 
-def verify_here(row: CheckpointRow, manifest: Manifest, files: StoreFiles, done: Done) -> None:
+def verify_here(row: CheckpointRow, manifest: manifests.Manifest, files: StoreFiles, done: manifests.Done) -> None:
     """Verify the checkpoint that a ledger row names where it was written. Raises as `verify_files`."""
-    verify_files(manifest, folder_uri(row.manifest_uri), files, done)
+    manifests.verify_files(manifest, folder_uri(row.manifest_uri), files, done)
 
 
 def restore(
-    row: CheckpointRow, tiers: Tiers, done: Done = lambda done, total: None, *, verify: Verify = verify_here
+    row: CheckpointRow, tiers: Tiers, done: manifests.Done = lambda done, total: None, *, verify: Verify = verify_here
 ) -> Restored:
     """Return the verified folder of the checkpoint that a ledger row names. Safe to be killed and repeated.
 
@@ -60,25 +48,25 @@ def restore(
     """
     uri, digest = row.manifest_uri, row.manifest_digest
     if tiers.store is None:
-        manifest = read_manifest(uri, digest, tiers.files)
+        manifest = manifests.read_manifest(uri, digest, tiers.files)
         verify(row, manifest, tiers.files, done)
         return Restored(manifest=manifest, folder=folder_of(uri), fetched=[])
     folder = tiers.folder(folder_name_of(uri))
-    content = manifest_content(uri, digest, tiers.files, copy=folder)
-    manifest = parse_manifest(content, origin=uri)
-    came = of_each(manifest.files, lambda entry: _have(entry, folder, uri, tiers.files), done)
+    content = manifests.manifest_content(uri, digest, tiers.files, copy=folder)
+    manifest = manifests.parse_manifest(content, origin=uri)
+    came = manifests.of_each(manifest.files, lambda entry: _have(entry, folder, uri, tiers.files), done)
     fetched = [entry.path for entry, fresh in zip(manifest.files, came, strict=True) if fresh]
     with storing(folder):
         write_durably(folder / MANIFEST, content)
     return Restored(manifest=manifest, folder=folder, fetched=fetched)
 
 
-def _have(entry: FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) -> bool:
+def _have(entry: manifests.FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) -> bool:
     """Provide one file of the local copy. Return True if it came from the store."""
     path, local = folder / entry.path, StoreFiles(deadline_s=0.0)
     try:
-        check_inside(entry, str(folder))
-        verify_file(entry, str(path), local)
+        manifests.check_inside(entry, str(folder))
+        manifests.verify_file(entry, str(path), local)
     except (CheckpointDamaged, StoreUnavailable):
         with storing(folder):
             _remove_links(folder, path.parent)
@@ -100,15 +88,15 @@ def _remove_links(folder: Path, below_it: Path) -> None:
             return
 
 
-def _fetch(entry: FileEntry, manifest_uri: str, files: StoreFiles, target: Path) -> None:
+def _fetch(entry: manifests.FileEntry, manifest_uri: str, files: StoreFiles, target: Path) -> None:
     """One file of the store at `target`, compared with its entry."""
     address = below(folder_uri(manifest_uri), entry.path)
     try:
         files.fetch(address, target)
     except FileNotFoundError as err:
-        check_there(manifest_uri, files)
+        manifests.check_there(manifest_uri, files)
         raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
     try:
-        verify_file(entry, str(target), StoreFiles(deadline_s=0.0))
+        manifests.verify_file(entry, str(target), StoreFiles(deadline_s=0.0))
     except CheckpointDamaged as err:
         raise CheckpointDamaged(str(err).replace(str(target), address)) from err

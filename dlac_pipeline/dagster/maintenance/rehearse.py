@@ -26,24 +26,14 @@ POOL = "rehearsals"
 class RehearseConfig(Section, dg.Config):
     """Runs to rehearse, and for how many steps."""
 
-    runs: list[str] = Field(
-        default=[], description="Training runs. Empty: all that have committed a checkpoint within committed_within_h."
-    )
-    committed_within_h: float = Field(
-        default=26.0,
-        gt=0,
-        le=87_600,
-        description="Hours within which a run must have committed a checkpoint to be rehearsed, if `runs` is empty.",
-    )
-    steps: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_STEPS,
-        description="Steps to repeat. Unset: all up to the next checkpoint, at most 20.",
-    )
-    sandbox: str = Field(
-        default="", description="Folder for the sandbox with a copy of the checkpoint. Empty: temporary."
-    )
+    runs: list[str] = Field(default=[])
+    """Training runs. Empty: all that have committed a checkpoint within committed_within_h."""
+    committed_within_h: float = Field(default=26.0, gt=0, le=87_600)
+    """Hours within which a run must have committed a checkpoint to be rehearsed, if `runs` is empty."""
+    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    """Steps to repeat. Unset: all up to the next checkpoint, at most 20."""
+    sandbox: str = ""
+    """Folder for the sandbox with a copy of the checkpoint. Empty: temporary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,9 +16,8 @@ from dlac_pipeline.spec.spec_problems import Section
 class UpkeepConfig(Section, dg.Config):
     """Limits of upkeep."""
 
-    keep_snapshots: int = Field(
-        default=KEEP_SNAPSHOTS, ge=1, le=MOST_SNAPSHOTS, description="Snapshots to keep of each of DLAC's own tables."
-    )
+    keep_snapshots: int = Field(default=KEEP_SNAPSHOTS, ge=1, le=MOST_SNAPSHOTS)
+    """Snapshots to keep of each of DLAC's own tables."""
 
 
 @dg.op(description="Merges small files, expires snapshots and removes unneeded files of DLAC's own tables.")

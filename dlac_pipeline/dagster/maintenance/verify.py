@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 class VerifyConfig(Section, dg.Config):
     """Checkpoints to verify."""
 
-    runs: list[str] = Field(default=[], description="Training runs; empty: all of the lakehouse.")
-    not_since_h: float = Field(
-        default=20.0,
-        ge=0,
-        le=87_600,
-        description="Hours for which a verified checkpoint is not read again.",
-    )
+    runs: list[str] = Field(default=[])
+    """Training runs; empty: all of the lakehouse."""
+    not_since_h: float = Field(default=20.0, ge=0, le=87_600)
+    """Hours for which a verified checkpoint is not read again."""
 
 
 @dg.op(

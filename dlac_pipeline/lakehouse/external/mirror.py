@@ -33,15 +33,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import EMPTY_DICT, Record
 from pyiceberg.types import NestedField
 
-from dlac_pipeline.lakehouse.errors import (
-    AppendHistoryLost,
-    CommitConflict,
-    NoSuchSnapshot,
-    NoSuchTable,
-    PinLost,
-    SpecInvalid,
-    UnsupportedSnapshot,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME
@@ -88,12 +80,12 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
     if place is None:
         return lakehouse.load(identifier)
     if number is not None:
-        with suppress(NoSuchTable):
+        with suppress(errors.NoSuchTable):
             table = lakehouse.load(identifier)
             if table.snapshot_by_id(number) is not None:
                 return table
     source = _open_source(*place, lakehouse.config.catalog_properties())
-    return retrying(of=CommitConflict)(partial(_mirror, lakehouse, identifier, source, number))
+    return retrying(of=errors.CommitConflict)(partial(_mirror, lakehouse, identifier, source, number))
 
 
 def load_unchanged(lakehouse: Lakehouse, identifier: str, number: int | None = None) -> Table:
@@ -113,7 +105,7 @@ def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths:
     # those of a shallow clone may be in another folder
     gone = sorted(path for path, place in places.items() if place.startswith(f"{root}/") and place not in known)
     if gone:
-        raise PinLost(
+        raise errors.PinLost(
             f"expected {len(paths)} data files of version {number} of {identifier!r}, as planned, found {len(gone)} gone, such "
             f"as {gone[0]!r}: VACUUM, or Hudi's cleaning, removes files that newer versions do not need; restore them from a "
             "backup, or start a new run on the newest version, and have files kept (delta.deletedFileRetentionDuration, "
@@ -140,7 +132,7 @@ def _open_source(table_format: str, location: str, properties: Mapping[str, str]
 
         return DeltaSource(location, options, io)
     except ModuleNotFoundError as err:
-        raise SpecInvalid(
+        raise errors.SpecInvalid(
             f"expected the Python module {err.name!r} for a source of format {table_format!r}, found none: install "
             f"'dlac-pipeline[{table_format}]'"
         ) from err
@@ -152,7 +144,7 @@ def _mirror(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", numb
     head = table.current_snapshot()
     newest = -1 if head is None else head.snapshot_id
     if source.newest < newest:
-        raise AppendHistoryLost(
+        raise errors.AppendHistoryLost(
             f"expected {identifier!r} to have version {newest}, which was read before, found versions up to {source.newest}: its "
             "log was restored from an older copy; restore the newer one, or use a table at another location"
         )
@@ -172,7 +164,7 @@ def _readable(source: "ExternalTable", numbers: Sequence[int]) -> Iterator[Exter
     for number in numbers[-1:] if gap else numbers:
         try:
             version = source.read(number)
-        except (NoSuchSnapshot, UnsupportedSnapshot):
+        except (errors.NoSuchSnapshot, errors.UnsupportedSnapshot):
             if number == numbers[-1]:
                 raise
             gap = True
@@ -183,7 +175,7 @@ def _readable(source: "ExternalTable", numbers: Sequence[int]) -> Iterator[Exter
 
 def _find_or_create(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", number: int) -> Table:
     """Return the mirror. Replace that of another table, which was at the same location before."""
-    with suppress(NoSuchTable):
+    with suppress(errors.NoSuchTable):
         table = lakehouse.load(identifier)
         if table.properties.get(TABLE_ID) == source.table_id:
             return table
@@ -222,7 +214,9 @@ def _commit(lakehouse: Lakehouse, table: Table, version: ExternalVersion, *, on_
     except ValueError as err:
         if "last sequence number" not in str(err) and "already exists" not in str(err):
             raise
-        raise CommitConflict(f"a version was mirrored beside {version.number} of {table.name()!r}: {err}") from err
+        raise errors.CommitConflict(
+            f"a version was mirrored beside {version.number} of {table.name()!r}: {err}"
+        ) from err
 
 
 def _columns(schema: pa.Schema) -> list[NestedField]:
@@ -230,7 +224,9 @@ def _columns(schema: pa.Schema) -> list[NestedField]:
     try:
         found = _pyarrow_to_schema_without_ids(schema.remove_metadata()).fields
     except (TypeError, ValueError) as err:
-        raise UnsupportedSnapshot(f"expected columns of types that Iceberg has, found {err}: leave them out") from err
+        raise errors.UnsupportedSnapshot(
+            f"expected columns of types that Iceberg has, found {err}: leave them out"
+        ) from err
     return [field.model_copy(update={"required": False}) for field in found]
 
 

@@ -1,7 +1,5 @@
 """From a lakehouse's settings to an open catalog: `LakehouseConfig` in, `Lakehouse` out."""
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import time
@@ -10,40 +8,17 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import requests
+from pyiceberg import exceptions
 from pyiceberg.catalog import Catalog
-from pyiceberg.exceptions import (
-    BadRequestError,
-    ForbiddenError,
-    NamespaceAlreadyExistsError,
-    NoSuchNamespaceError,
-    NoSuchTableError,
-    OAuthError,
-    RESTError,
-    TableAlreadyExistsError,
-    UnauthorizedError,
-    ValidationError,
-)
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
-from dlac_pipeline.lakehouse.errors import (
-    CatalogHostUnknown,
-    CatalogMisconfigured,
-    CatalogUnreachable,
-    CommitConflict,
-    FormatTooNew,
-    LakehouseError,
-    LedgerOlderThanStore,
-    MetadataLost,
-    NoSuchLakehouse,
-    NoSuchTable,
-    SpecInvalid,
-)
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse.iceberg.metadata_files import newest_metadata
 from dlac_pipeline.lakehouse.iceberg.relocation import (
@@ -80,8 +55,8 @@ _TABLE_PROPERTIES = {
 _LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
 """Pauses after looks that find an own table older than before."""
 _TABLES_ABSENT = re.compile(r"no such table|does not exist|UndefinedTable")
-_OPENING = (SQLAlchemyError, requests.RequestException, RESTError, ValueError)
-_REFUSALS = (BadRequestError, UnauthorizedError, ForbiddenError, OAuthError)
+_OPENING = (SQLAlchemyError, requests.RequestException, exceptions.RESTError, ValueError)
+_REFUSALS = (exceptions.BadRequestError, exceptions.UnauthorizedError, exceptions.ForbiddenError, exceptions.OAuthError)
 
 
 class Lakehouse:
@@ -106,7 +81,7 @@ class Lakehouse:
         """Uuid and last sequence number of each own table, as read last."""
         self.relocation = relocation or Relocation()
 
-    def catalog_of(self, identifier: str) -> tuple[Lakehouse, str]:
+    def catalog_of(self, identifier: str) -> "tuple[Lakehouse, str]":
         """Return the catalog of a table, opened, and the table's name in it.
 
         A name such as "lake:docs.pages" is that of table docs.pages in the catalog that PyIceberg's configuration names lake.
@@ -136,14 +111,14 @@ class Lakehouse:
         if home is not self:
             return home.load(identifier)
         if not all(part.strip() for part in identifier.split(".")) or "." not in identifier:
-            raise NoSuchTable(
+            raise errors.NoSuchTable(
                 f"expected a table as namespace.table, found {identifier!r}: write its namespace before it"
             )
         with reachable(self.config.uri):
             try:
                 return self._load(identifier)
-            except NoSuchTableError as err:
-                raise NoSuchTable(
+            except exceptions.NoSuchTableError as err:
+                raise errors.NoSuchTable(
                     f"expected a table named {identifier!r} in the catalog at {self.config.address!r}, found none; "
                     "another embedded lakehouse is named with --home or DLAC_HOME"
                 ) from err
@@ -160,20 +135,20 @@ class Lakehouse:
             newest = newest_metadata(err.location, {**self.config.catalog_properties(), **self.relocation.properties()})
             if newest is None or identifier not in {f"{self.config.namespace}.{name}" for name in TABLES}:
                 raise
-            raise LedgerOlderThanStore(
+            raise errors.LedgerOlderThanStore(
                 f"expected the newest state of table {identifier!r}, found that the catalog at {self.config.address!r} names "
                 f"{err.location!r}, which is gone, while {newest!r} exists: the catalog was restored from an older backup; "
                 "nothing was deleted: stop all launches and restore the newest backup of the catalog, or point its "
                 f"metadata_location of table {identifier!r} to {newest!r} (docs/recovery.md)"
             ) from err
         # pyiceberg's of a metadata file with other content
-        except (ValidationError, ValueError, KeyError, NotADirectoryError) as err:
+        except (exceptions.ValidationError, ValueError, KeyError, NotADirectoryError) as err:
             raise self._metadata_problem(identifier, err) from err
 
-    def _metadata_problem(self, identifier: str, err: Exception) -> LakehouseError:
+    def _metadata_problem(self, identifier: str, err: Exception) -> errors.LakehouseError:
         """Return the error that names a table whose metadata file is missing or cannot be read."""
         reason = next(iter(str(err).splitlines()), "")
-        return MetadataLost(
+        return errors.MetadataLost(
             f"expected the metadata file of table {identifier!r}, which the catalog at {self.config.address!r} names, found "
             f"{type(err).__name__}: {reason}: mount the warehouse, or restore the file from a backup of it"
         )
@@ -183,7 +158,7 @@ class Lakehouse:
         identifier = f"{self.config.namespace}.consumption"
         try:
             self._load(identifier)
-        except (NoSuchTableError, NoSuchNamespaceError):
+        except (exceptions.NoSuchTableError, exceptions.NoSuchNamespaceError):
             return False
         except FileNotFoundError as err:
             raise self._metadata_problem(identifier, err) from err
@@ -202,7 +177,7 @@ class Lakehouse:
         table = self._load_not_older(name)
         found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
         if found > FORMAT_VERSION:
-            raise FormatTooNew(
+            raise errors.FormatTooNew(
                 f"table {name!r} has format version {found}, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
             )
         return table
@@ -217,7 +192,7 @@ class Lakehouse:
         for pause_s in _LOOKS_AT_OLDER_S:
             try:
                 table = self.load(f"{self.config.namespace}.{name}")
-            except NoSuchTable:
+            except errors.NoSuchTable:
                 if not known[0]:
                     raise
                 found = ("", 0)
@@ -227,7 +202,7 @@ class Lakehouse:
                     self.remember(name, table)
                     return table
             time.sleep(pause_s)  # a replica of the catalog may be late
-        raise LedgerOlderThanStore(
+        raise errors.LedgerOlderThanStore(
             f"expected table {name!r} with the {known[1]} commits that were read before, found "
             f"{f'{found[1]} commits' if found[0] == known[0] else 'another table, or none'}: the catalog at "
             f"{self.config.address!r} was replaced by an older backup while it was in use; nothing was deleted: stop all "
@@ -250,7 +225,7 @@ class Lakehouse:
             with reachable(self.config.uri):
                 return rereading()(lambda: read(self.own(name)))
         except FileNotFoundError as err:
-            raise LakehouseError(
+            raise errors.LakehouseError(
                 f"expected the files of table {name!r} in the warehouse, found {err}: retry if upkeep is running, else "
                 "restore them"
             ) from err
@@ -284,15 +259,15 @@ class Lakehouse:
                     self._evolve(identifier, schema)
                 except FileNotFoundError as err:
                     raise self._metadata_problem(identifier, err) from err
-                except NoSuchTableError:
+                except exceptions.NoSuchTableError:
                     self._create(identifier, schema, spec)
 
     def _create(self, identifier: str, schema: Schema, spec: PartitionSpec) -> None:
         try:
-            with suppress(TableAlreadyExistsError):
+            with suppress(exceptions.TableAlreadyExistsError):
                 self.catalog.create_table(identifier, schema, partition_spec=spec, properties=_TABLE_PROPERTIES)
         except (FileNotFoundError, ValueError) as err:  # pyiceberg's of a setting, and of a folder that cannot be made
-            kind = LakehouseError if isinstance(err, OSError) else CatalogMisconfigured
+            kind = errors.LakehouseError if isinstance(err, OSError) else errors.CatalogMisconfigured
             raise kind(
                 f"expected to make table {identifier!r} in the warehouse {mask_secrets(self.config.warehouse)!r}, found "
                 f"{type(err).__name__}: {err}: correct lakehouse.warehouse or lakehouse.properties"
@@ -319,11 +294,14 @@ class Lakehouse:
                     for field in missing:
                         update.add_column(field.name, field.field_type)
 
-        retrying(of=CommitConflict)(once)
+        retrying(of=errors.CommitConflict)(once)
 
     def create_namespace(self, namespace: str) -> None:
         """Create `namespace` unless it exists. Safe to race."""
-        with reachable(self.config.uri), suppress(NamespaceAlreadyExistsError, IntegrityError):  # pyiceberg's own race
+        with (
+            reachable(self.config.uri),
+            suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError),
+        ):  # pyiceberg's own race
             self.catalog.create_namespace_if_not_exists(namespace)
 
 
@@ -374,14 +352,14 @@ def _open_other(name: str) -> Lakehouse:
 
 def _check_commits(config: LakehouseConfig) -> None:
     if config.kind in ("dynamodb", "bigquery"):
-        raise CatalogMisconfigured(
+        raise errors.CatalogMisconfigured(
             f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
             'read: name another catalog for the lakehouse, and this one with source.catalog and pin = "none"'
         )
 
 
-def _no_lakehouse(config: LakehouseConfig) -> NoSuchLakehouse:
-    return NoSuchLakehouse(
+def _no_lakehouse(config: LakehouseConfig) -> errors.NoSuchLakehouse:
+    return errors.NoSuchLakehouse(
         f"expected a lakehouse of DLAC at {config.address!r}, found none: name its home with --home or DLAC_HOME, or its job "
         "spec with --spec; `dlac train SPEC` makes one"
     )
@@ -395,7 +373,7 @@ def _make_folder(config: LakehouseConfig) -> None:
     try:
         make_folder_durably(file.parent)
     except OSError as err:
-        kind = CatalogUnreachable if may_pass(err) else CatalogMisconfigured
+        kind = errors.CatalogUnreachable if may_pass(err) else errors.CatalogMisconfigured
         raise kind(
             f"expected a folder for the catalog at {config.address!r}, found {err}: correct the address, or mount the folder"
         ) from err
@@ -407,14 +385,14 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
     if file is None:
         return None
     if answered and not file.is_file():
-        raise CatalogUnreachable(
+        raise errors.CatalogUnreachable(
             f"expected the SQLite catalog of this run at {str(file)!r}, found no such file any more: mount its folder, or "
             "restore the file"
         )
     try:
         return read_recorded(file, config)
     except (sqlite3.Error, OSError) as err:
-        kind = CatalogMisconfigured if is_misconfigured(err, answered=answered) else CatalogUnreachable
+        kind = errors.CatalogMisconfigured if is_misconfigured(err, answered=answered) else errors.CatalogUnreachable
         raise kind(
             f"expected an SQLite catalog that can be read at {str(file)!r}, found {err}; {locked_by(file)}"
             "correct the address, or restore the file from a backup"
@@ -434,7 +412,7 @@ def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> C
         try:
             return guarded_catalog(kind)(name, **properties)
         except ModuleNotFoundError as err:
-            raise SpecInvalid(
+            raise errors.SpecInvalid(
                 f"the catalog at {config.address!r} needs the Python module {err.name!r}: install it"
             ) from err
         except SQLAlchemyError as err:
@@ -477,7 +455,7 @@ def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
         known = is_misconfigured(err, answered=answered) if isinstance(err, _OPENING) else is_refused_client(err)
         if not isinstance(err, _REFUSALS) and not known:
             raise
-        raise CatalogMisconfigured(
+        raise errors.CatalogMisconfigured(
             f"expected a catalog at {shown!r} that takes this address and these credentials, found {_describe_error(err, uri)}; "
             "correct lakehouse.uri, or lakehouse.properties"
         ) from err
@@ -493,27 +471,27 @@ def reachable(uri: str) -> Iterator[None]:
     try:
         yield
     except _REFUSALS as err:
-        raise LakehouseError(
+        raise errors.LakehouseError(
             f"expected the catalog at {shown!r} to take a request, found {_describe_error(err, uri)}; "
             "check the address, the credentials and what they allow"
         ) from err
-    except (SQLAlchemyError, requests.RequestException, RESTError) as err:
+    except (SQLAlchemyError, requests.RequestException, exceptions.RESTError) as err:
         if is_unknown_host(err):
-            raise CatalogHostUnknown(
+            raise errors.CatalogHostUnknown(
                 f"expected the host of the catalog at {shown!r} to have an address, found "
                 f"{_describe_error(err, uri)}; correct the name "
                 "in lakehouse.uri"
             ) from err
         file = sqlite_file(uri)
         holder = "" if file is None or not is_locked(err) else locked_by(file)
-        raise CatalogUnreachable(
+        raise errors.CatalogUnreachable(
             f"expected the catalog at {shown!r} to answer, found {_describe_error(err, uri)}; {holder}"
             "check the address, the network and the credentials, then try again"
         ) from err
     except FileNotFoundError:
         raise
     except OSError as err:
-        kind = CatalogUnreachable if may_pass(err) else LakehouseError
+        kind = errors.CatalogUnreachable if may_pass(err) else errors.LakehouseError
         raise kind(
             f"expected the warehouse of the catalog at {shown!r} to be read and written, found {type(err).__name__}: {err}; "
             "free, mount or reach it"
@@ -521,7 +499,7 @@ def reachable(uri: str) -> Iterator[None]:
     except Exception as err:
         if not is_client_error(err):
             raise
-        kind = LakehouseError if is_refused_client(err) else CatalogUnreachable
+        kind = errors.LakehouseError if is_refused_client(err) else errors.CatalogUnreachable
         raise kind(
             f"expected the catalog at {shown!r} to answer, found {mask_secrets(_describe_error(err, uri))}; check its address, "
             "the credentials and what they allow, then try again"

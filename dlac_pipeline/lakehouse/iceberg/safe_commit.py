@@ -13,8 +13,6 @@
 - A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import struct
 from functools import cache, partial

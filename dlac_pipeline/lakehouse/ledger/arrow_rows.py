@@ -9,31 +9,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
+from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    DEFAULTS,
-    KINDS,
-    LedgerRow,
-    OtherRow,
-    QuarantinedCheckpointRow,
-    QuarantinedRowsRow,
-    columns_of,
-)
 
 CONSUMPTION_ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
-def parse_columns(rows: Sequence[Mapping[str, Any]]) -> list[LedgerRow]:
+def parse_columns(rows: Sequence[Mapping[str, Any]]) -> list[typed_rows.LedgerRow]:
     """Return rows that are given by column, as `parse_rows` does: those of a manifest, or of a rank's vote."""
     return parse_rows(pa.Table.from_pylist(list(rows), schema=CONSUMPTION_ARROW)) if rows else []
 
 
-def parse_rows(table: pa.Table) -> list[LedgerRow]:
+def parse_rows(table: pa.Table) -> list[typed_rows.LedgerRow]:
     """Return the rows of an Arrow table in order of `seq`, in order of the table within an append.
 
     A column that the table lacks has the default value of its field. It needs `kind`.
     """
-    rows: list[tuple[int, int, LedgerRow]] = []
+    rows: list[tuple[int, int, typed_rows.LedgerRow]] = []
     for row, mask in _parts(table):
         places = pc.indices_nonzero(mask)
         parsed = _parse_part(row, table.take(places))
@@ -42,36 +34,36 @@ def parse_rows(table: pa.Table) -> list[LedgerRow]:
     return [row for _, _, row in rows]
 
 
-def _parts(table: pa.Table) -> Iterator[tuple[type[LedgerRow], Any]]:
+def _parts(table: pa.Table) -> Iterator[tuple[type[typed_rows.LedgerRow], Any]]:
     """Return the classes of a table's rows, each with a mask of its rows."""
     for kind in pc.unique(table["kind"]).to_pylist():
         mask = pc.equal(table["kind"], kind)
-        if kind == QuarantinedCheckpointRow.kind:
+        if kind == typed_rows.QuarantinedCheckpointRow.kind:
             named = pc.is_valid(table["checkpoint_id"])
-            yield QuarantinedCheckpointRow, pc.and_(mask, named)
-            yield QuarantinedRowsRow, pc.and_(mask, pc.invert(named))
+            yield typed_rows.QuarantinedCheckpointRow, pc.and_(mask, named)
+            yield typed_rows.QuarantinedRowsRow, pc.and_(mask, pc.invert(named))
         else:
-            yield KINDS.get(kind, OtherRow), mask
+            yield typed_rows.KINDS.get(kind, typed_rows.OtherRow), mask
 
 
-def _parse_part(kind: type[LedgerRow], part: pa.Table) -> list[LedgerRow]:
+def _parse_part(kind: type[typed_rows.LedgerRow], part: pa.Table) -> list[typed_rows.LedgerRow]:
     """Return the rows of a table that has rows of one class.
 
     Fields are set column by column: the constructor of a frozen dataclass takes five times as long for 100,000 rows.
     """
     rows = [kind.__new__(kind) for _ in range(len(part))]
-    defaults = DEFAULTS[kind]
-    for column, name in columns_of(kind).items():
+    defaults = typed_rows.DEFAULTS[kind]
+    for column, name in typed_rows.columns_of(kind).items():
         values = _values(part[column], defaults[name]) if column in part.column_names else repeat(defaults[name])
         _set(kind, name, rows, values)
-    if kind is OtherRow:
+    if kind is typed_rows.OtherRow:
         _set(kind, "more", rows, part.to_pylist())
     elif "detail" in part.column_names:
         _set(kind, "_text", rows, part["detail"].to_pylist())
     return rows
 
 
-def _set(kind: type[LedgerRow], name: str, rows: list[LedgerRow], values: Iterable[Any]) -> None:
+def _set(kind: type[typed_rows.LedgerRow], name: str, rows: list[typed_rows.LedgerRow], values: Iterable[Any]) -> None:
     deque(map(getattr(kind, name).__set__, rows, values), maxlen=0)
 
 

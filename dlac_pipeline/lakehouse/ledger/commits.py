@@ -9,19 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, no_such_run, restorable
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
-    CheckpointRow,
-    ClaimRow,
-    ExportRow,
-    FinishRow,
-    LedgerRow,
-    NameRow,
-    QuarantinedCheckpointRow,
-    VerifyRow,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +43,7 @@ def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[s
                 "another launch owns the run; nothing to do"
             )
         mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=fence.head)
-        return Append(rows=[ClaimRow(replaces=replaces, **detail)], fence=mine)
+        return Append(rows=[typed_rows.ClaimRow(replaces=replaces, **detail)], fence=mine)
 
     return ledger.append(run, decide)
 
@@ -64,7 +54,7 @@ def commit_checkpoint(
     *,
     checkpoint_id: str,
     parent: str | None,
-    rows: Sequence[LedgerRow],
+    rows: Sequence[typed_rows.LedgerRow],
     seq: int | None = None,
 ) -> RunState:
     """Append a checkpoint's rows and make it the head, exactly once, however often the commit is repeated.
@@ -105,7 +95,7 @@ def quarantine(ledger: Ledger, attempt: Attempt, *, damaged: dict[str, str], hea
         if state.fence.head == head_after:
             return None
         rows = [
-            QuarantinedCheckpointRow(checkpoint_id=checkpoint_id, reason=reason)
+            typed_rows.QuarantinedCheckpointRow(checkpoint_id=checkpoint_id, reason=reason)
             for checkpoint_id, reason in damaged.items()
         ]
         return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1, head=head_after))
@@ -124,7 +114,9 @@ def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
         if state.finished and state.fence.nonce == attempt.nonce:
             return None
         check_mine(state, attempt)
-        return Append(rows=[FinishRow(step=step)], fence=replace(state.fence, seq=state.fence.seq + 1), finished=True)
+        return Append(
+            rows=[typed_rows.FinishRow(step=step)], fence=replace(state.fence, seq=state.fence.seq + 1), finished=True
+        )
 
     return ledger.append(attempt.run, decide)
 
@@ -145,7 +137,7 @@ def name_checkpoint(
         nonlocal named
         if not state.exists:
             raise no_such_run(run, ledger.runs())
-        rows = ledger.rows_at(state, kinds=HEAD_KINDS)
+        rows = ledger.rows_at(state, kinds=typed_rows.HEAD_KINDS)
         named = restorable(run, rows, step, checkpoint_id=checkpoint_id).checkpoint_id
         holder = names_of(rows).get(name)
         if holder == named:
@@ -155,17 +147,17 @@ def name_checkpoint(
                 f"expected {name!r} to tag no checkpoint of run {run!r}, found it tags {holder!r}: choose another tag, or "
                 "remove this one with `dlac untag`"
             )
-        return beside(state, [NameRow(checkpoint_id=named, name=name)])
+        return beside(state, [typed_rows.NameRow(checkpoint_id=named, name=name)])
 
     ledger.append(run, decide)
     return named
 
 
-def record_export(ledger: Ledger, run: str, export: ExportRow) -> None:
+def record_export(ledger: Ledger, run: str, export: typed_rows.ExportRow) -> None:
     """Record a file that was made from a checkpoint. Once, however often it is made."""
 
     def decide(state: RunState) -> Append | None:
-        known = ledger.rows_at(state, kinds=(ExportRow,))
+        known = ledger.rows_at(state, kinds=(typed_rows.ExportRow,))
         return None if any(row.digest == export.digest for row in known) else beside(state, [export])
 
     ledger.append(run, decide)
@@ -178,10 +170,10 @@ def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None]
     """
 
     def decide(state: RunState) -> Append | None:
-        if any(row.verification == verification for row in ledger.rows_at(state, kinds=(VerifyRow,))):
+        if any(row.verification == verification for row in ledger.rows_at(state, kinds=(typed_rows.VerifyRow,))):
             return None
         found = [
-            VerifyRow(checkpoint_id=each, verification=verification, problem=problem)
+            typed_rows.VerifyRow(checkpoint_id=each, verification=verification, problem=problem)
             for each, problem in problems.items()
         ]
         return beside(state, found)
@@ -202,7 +194,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
         nonlocal removed
         if not state.exists:
             raise no_such_run(run, ledger.runs())
-        names = names_of(ledger.rows_at(state, kinds=(NameRow,)))
+        names = names_of(ledger.rows_at(state, kinds=(typed_rows.NameRow,)))
         if name not in names:
             if removed:
                 return None  # an earlier try has landed
@@ -210,7 +202,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
                 f"expected a checkpoint of run {run!r} with tag {name!r}, found the tags {sorted(names)!r}"
             )
         removed = names[name]
-        return beside(state, [NameRow(name=name)])
+        return beside(state, [typed_rows.NameRow(name=name)])
 
     ledger.append(run, decide)
     return removed
@@ -219,7 +211,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
 @contextmanager
 def keep_checkpoint(
     ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
-) -> Iterator[CheckpointRow]:
+) -> Iterator[typed_rows.CheckpointRow]:
     """Keep a checkpoint, or the head, from the retention of its run, which may be training. Yield its row.
 
     A process that is killed inside leaves the name, and so the checkpoint, until `name` is used again or removed.
@@ -229,7 +221,7 @@ def keep_checkpoint(
         NoSuchCheckpoint: the checkpoint does not exist, or was retired or found damaged since then.
     """
     target = ledger.restorable(run, step, checkpoint_id=checkpoint_id).checkpoint_id
-    if names_of(ledger.rows(run, kinds=(NameRow,))).get(name, target) != target:
+    if names_of(ledger.rows(run, kinds=(typed_rows.NameRow,))).get(name, target) != target:
         unname_checkpoint(ledger, run, name)  # of one that was killed
     named = name_checkpoint(ledger, run, name, step=step, checkpoint_id=checkpoint_id)  # the head as it is now
     try:
@@ -239,18 +231,18 @@ def keep_checkpoint(
             unname_checkpoint(ledger, run, name)
 
 
-def names_of(rows: Sequence[LedgerRow]) -> dict[str, str]:
+def names_of(rows: Sequence[typed_rows.LedgerRow]) -> dict[str, str]:
     """Name -> id of the checkpoint that has it, from rows in order of `seq`."""
     names: dict[str, str] = {}
     for row in rows:
-        if isinstance(row, NameRow):
+        if isinstance(row, typed_rows.NameRow):
             names.pop(row.name, None)
             if row.checkpoint_id is not None:
                 names[row.name] = row.checkpoint_id
     return names
 
 
-def beside(state: RunState, rows: Sequence[LedgerRow]) -> Append:
+def beside(state: RunState, rows: Sequence[typed_rows.LedgerRow]) -> Append:
     """Return rows that leave owner and head unchanged. The owner of the run continues after them."""
     return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
 
