@@ -76,11 +76,7 @@ class AuditReport:
 def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> AuditReport:
     """Audit a run, finished or not. An id or a step selects the state in which that checkpoint was last the head.
 
-    Raises:
-        NoSuchRun: the ledger has no row of it.
-        NoSuchCheckpoint: it has no such checkpoint.
-        SpecInvalid: the run passed the step more than once.
-        CatalogUnreachable: the catalog does not answer.
+    Raises as `open_run`.
     """
     with open_run(lakehouse, run, checkpoint) as connection:
         return audit_open_run(lakehouse, connection, run)

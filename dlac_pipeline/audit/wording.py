@@ -6,6 +6,7 @@ Programs get the facts as JSON. Everything here returns plain text without marku
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import zip_longest
 
 from rich.cells import cell_len, chop_cells
 from rich.filesize import decimal
@@ -93,9 +94,6 @@ def lay_out_table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]],
         found = _lines_of(columns, cells, inline, [index for index in used if index not in inline], width)
         if found is not None:
             return found
-        folded = _folded(columns, cells, used, long, width)
-        if folded is not None:
-            return folded
     blocks = [lay_out_facts({columns[index].name: row[index] for index in used}, width) for row in rows]
     return [line for block in blocks for line in ([*block, ""])][:-1]
 
@@ -107,36 +105,26 @@ def _lines_of(
     below: Sequence[int],
     width: int,
 ) -> list[str] | None:
-    """Return the table with the columns `inline`, and the others `below` each row, or None if that is wider than `width`."""
+    """Return the table with the columns `inline`, and the others `below` each row, or None if that is wider than `width`.
+
+    Its only long column is folded if much room is left for it.
+    """
     if not inline:
         return None
     widths = {index: _width_of(columns, rows, index) for index in inline}
-    if sum(widths.values()) + len(_GAP) * (len(inline) - 1) > width:
-        return None
-    lines = [_line([columns[index].name for index in inline], [columns[index] for index in inline], widths.values())]
-    for row in rows:
-        lines.append(_line([row[index] for index in inline], [columns[index] for index in inline], widths.values()))
-        shown = {columns[index].name: row[index] for index in below}
-        lines += [_GAP + line for line in lay_out_facts(shown, width - len(_GAP))]
-    return lines
-
-
-def _folded(
-    columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], used: Sequence[int], long: Sequence[int], width: int
-) -> list[str] | None:
-    """Return the table with its only long column folded, or None if it has several or too little room."""
-    widths = {index: _width_of(columns, rows, index) for index in used}
-    room = width - sum(widths[index] + len(_GAP) for index in used if index not in long)
-    if len(long) != 1 or room < _ROOMY:
-        return None
-    widths[long[0]] = room
-    shown = [columns[index] for index in used]
+    excess = sum(widths.values()) + len(_GAP) * (len(inline) - 1) - width
+    long = [index for index in inline if columns[index].long]
+    if excess > 0:
+        if len(long) != 1 or widths[long[0]] - excess < _ROOMY:
+            return None
+        widths[long[0]] -= excess
+    shown = [columns[index] for index in inline]
     lines = [_line([each.name for each in shown], shown, widths.values())]
     for row in rows:
-        parts = fold(row[long[0]], room)
-        for at, part in enumerate(parts):
-            cells = [part if index in long else row[index] if at == 0 else "" for index in used]
-            lines.append(_line(cells, shown, widths.values()))
+        parts = [fold(row[index], widths[index]) if excess > 0 and index in long else [row[index]] for index in inline]
+        lines += [_line(cells, shown, widths.values()) for cells in zip_longest(*parts, fillvalue="")]
+        facts = {columns[index].name: row[index] for index in below}
+        lines += [_GAP + line for line in lay_out_facts(facts, width - len(_GAP))]
     return lines
 
 
@@ -161,9 +149,7 @@ def lay_out_facts(facts: Mapping[str, object], width: int) -> list[str]:
     for name, value in shown.items():
         parts = [part for line in value.split("\n") for part in fold(line, width - label - len(_GAP))]
         names = fold(name, label) if label else [name]
-        for index in range(max(len(parts), len(names))):
-            left = names[index] if index < len(names) else ""
-            right = parts[index] if index < len(parts) else ""
+        for left, right in zip_longest(names, parts, fillvalue=""):
             lines.append(f"{left}{' ' * (label - cell_len(left))}{_GAP}{right}".rstrip())
     return lines
 

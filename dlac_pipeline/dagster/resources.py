@@ -70,11 +70,7 @@ class JobResource(dg.ConfigurableResource[Any]):
             self._heartbeat.was_interrupted()
 
     def job_spec(self) -> JobSpec:
-        """The validated spec, with the embedded lakehouse of $DLAC_HOME where none is named.
-
-        Raises:
-            SpecInvalid: names every wrong field.
-        """
+        """The validated spec, with the embedded lakehouse of $DLAC_HOME where none is named. Raises as `parse_spec`."""
         spec = parse_spec(self.spec.model_dump(), origin="the run configuration")  # type: ignore[attr-defined]
         script = str(Path(spec.launch.script).resolve())
         launch = spec.launch.model_copy(update={"script": script})

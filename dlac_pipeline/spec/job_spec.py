@@ -387,11 +387,7 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
 
 
 def parse_recorded(raw: dict[str, Any], *, origin: str) -> JobSpec:
-    """Parse a spec that DLAC recorded itself: earlier versions wrote a missing filter as an empty text.
-
-    Raises:
-        SpecInvalid: every wrong field by name, with what was expected and found.
-    """
+    """Parse a spec that DLAC recorded: earlier versions wrote a missing filter as an empty text. Raises as `parse_spec`."""
     sources = [raw.get("source"), *(raw.get("mixture") or [])]
     for source in sources:
         if isinstance(source, dict) and source.get("row_filter") == "":

@@ -30,8 +30,7 @@ def plan_sources(
 ) -> tuple[Plan, ...]:
     """Plan each source of a new run, after all that its first leg needs was checked. A plan that exists is returned.
 
-    Raises:
-        BadInput: as `check_readable`, or a source cannot be planned.
+    Raises as `check_readable` and `make_plan`.
     """
     check_readable(lakehouse, spec)
     return tuple(
