@@ -20,20 +20,11 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.legs.choice import check_tokens, first_leg, plan_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.spec.job_spec import (
-    JobSpec,
-    OrderSpec,
-    ReadSpec,
-    SequenceSpec,
-    SourceSpec,
-    home_folder,
-    parse_spec,
-    read_spec,
-)
+from dlac_pipeline.spec import job_spec
 
 
 def open_dataset(
-    spec: JobSpec | str | Path | None = None,
+    spec: job_spec.JobSpec | str | Path | None = None,
     *,
     home: str | Path | None = None,
     lakehouse: Lakehouse | LakehouseConfig | None = None,
@@ -63,7 +54,7 @@ def open_dataset(
         BadInput, LakehouseError: as from planning and opening.
     """
     _check_types(spec=spec, home=home, lakehouse=lakehouse, state=state)
-    job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else home_folder())
+    job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else job_spec.home_folder())
     _check_readable(job, last_batch)
     own_rank, own_world_size = _own_place()
     rank = own_rank if rank is None else _whole("rank", rank)
@@ -82,7 +73,7 @@ def open_dataset(
     return dataset
 
 
-def _check_readable(spec: JobSpec, last_batch: str) -> None:
+def _check_readable(spec: job_spec.JobSpec, last_batch: str) -> None:
     """Check what a spec asks for that training_run can do and a dataset cannot, and `last_batch`."""
     if last_batch not in LAST_BATCHES:
         raise SpecInvalid(f"expected last_batch to be one of {LAST_BATCHES!r}, found {last_batch!r}: correct it")
@@ -107,7 +98,7 @@ def _check_not_empty(dataset: DlacDataset) -> None:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "spec": (JobSpec, str, Path),
+    "spec": (job_spec.JobSpec, str, Path),
     "home": (str, Path),
     "lakehouse": (Lakehouse, LakehouseConfig),
     "state": (Mapping, str, Path),
@@ -128,16 +119,18 @@ def _check_types(**arguments: object) -> None:
 
 
 def _spec_of(
-    spec: JobSpec | str | Path | None, settings: Mapping[str, Any], lakehouse: Lakehouse | LakehouseConfig | None
-) -> JobSpec:
+    spec: job_spec.JobSpec | str | Path | None,
+    settings: Mapping[str, Any],
+    lakehouse: Lakehouse | LakehouseConfig | None,
+) -> job_spec.JobSpec:
     """The job spec that is named, or one of single settings."""
     if spec is None:
         raw: dict[str, Any] = {"run": "dataset", "launch": {"script": "-"}, **_sections(settings)}
-        job = parse_spec(raw, origin="what open_dataset() was given")
+        job = job_spec.parse_spec(raw, origin="what open_dataset() was given")
     elif settings:
         raise SpecInvalid(f"expected a job spec or single settings, found both: {sorted(settings)!r}")
     else:
-        job = spec if isinstance(spec, JobSpec) else read_spec(Path(spec))
+        job = spec if isinstance(spec, job_spec.JobSpec) else job_spec.read_spec(Path(spec))
     if lakehouse is None:
         return job
     config = lakehouse.named if isinstance(lakehouse, Lakehouse) else lakehouse
@@ -147,10 +140,10 @@ def _spec_of(
 def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Each setting in the section that knows it."""
     homes: dict[str, type[BaseModel]] = {
-        "source": SourceSpec,
-        "order": OrderSpec,
-        "sequences": SequenceSpec,
-        "read": ReadSpec,
+        "source": job_spec.SourceSpec,
+        "order": job_spec.OrderSpec,
+        "sequences": job_spec.SequenceSpec,
+        "read": job_spec.ReadSpec,
     }
     found: dict[str, Any] = {"source": {}, "order": {}}
     for name, value in settings.items():
@@ -206,7 +199,7 @@ def _own_place() -> tuple[int, int]:
         ) from err
 
 
-def _plan_leg(spec: JobSpec, group: dist.ProcessGroup | None) -> tuple[Leg, Plans | None]:
+def _plan_leg(spec: job_spec.JobSpec, group: dist.ProcessGroup | None) -> tuple[Leg, Plans | None]:
     """Return the leg that the spec requests, on the current snapshot. In a group rank 0 plans, and keeps its plans."""
     answer: dict[str, str] | None = None
     plans: Plans | None = None

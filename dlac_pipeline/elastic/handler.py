@@ -11,15 +11,7 @@ from collections.abc import Callable
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous
 
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import Round
@@ -33,7 +25,7 @@ _ANY_BATCH_SIZE = 0
 _ENDED = {"ending": "closed"}
 
 
-class DlacRendezvous(RendezvousHandler):
+class DlacRendezvous(rendezvous.RendezvousHandler):
     """The rendezvous of one agent."""
 
     def __init__(self, run_id: str, launch: LaunchSpec, *, batch_size: int) -> None:
@@ -53,7 +45,7 @@ class DlacRendezvous(RendezvousHandler):
         """Return the name that `--rdzv-id` has."""
         return self._run_id
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait for the next round, and return this node's place in it.
 
         Raises:
@@ -69,21 +61,21 @@ class DlacRendezvous(RendezvousHandler):
             round_ = self._membership.next_round(self._attempt, threading.Event(), lambda: None)
         except EndedElsewhere as err:
             self._closed = True
-            raise RendezvousClosedError("the run has ended on the other nodes") from err
+            raise rendezvous.RendezvousClosedError("the run has ended on the other nodes") from err
         except NodesMissing as err:
-            raise RendezvousTimeoutError(str(err)) from err
+            raise rendezvous.RendezvousTimeoutError(str(err)) from err
         assert round_ is not None, "nothing stops it"
         self._round, self._attempt = round_, self._attempt + 1
         share = round_.share
         try:
             store = self._membership.open_store() or HashStore()
         except (OSError, RuntimeError) as err:
-            raise RendezvousConnectionError(str(err)) from err
-        return RendezvousInfo(
+            raise rendezvous.RendezvousConnectionError(str(err)) from err
+        return rendezvous.RendezvousInfo(
             PrefixStore(f"dlac/{self._run_id}/agents/round-{round_.number}", store),
             share.node,
             share.nodes,
-            RendezvousStoreInfo(share.address, share.port),
+            rendezvous.RendezvousStoreInfo(share.address, share.port),
         )
 
     def num_nodes_waiting(self) -> int:
@@ -112,7 +104,7 @@ class DlacRendezvous(RendezvousHandler):
         return True
 
 
-def create_handler(parameters: RendezvousParameters) -> DlacRendezvous:
+def create_handler(parameters: rendezvous.RendezvousParameters) -> DlacRendezvous:
     """Return the handler of an agent, from torchrun's arguments.
 
     `--rdzv-conf` takes `timeout` (seconds to wait for the least number of nodes, torchrun gives 900), `last_call_timeout`,
@@ -133,6 +125,6 @@ def create_handler(parameters: RendezvousParameters) -> DlacRendezvous:
     return DlacRendezvous(parameters.run_id, launch, batch_size=batch_size)
 
 
-def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+def torchrun_handler() -> Callable[[rendezvous.RendezvousParameters], rendezvous.RendezvousHandler]:
     """Return what the entry point group `torchrun.handlers` wants: a function that makes handlers."""
     return create_handler

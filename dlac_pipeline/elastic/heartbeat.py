@@ -22,19 +22,10 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
+from dlac_pipeline.elastic import records
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.watched_time import watched_time
-from dlac_pipeline.elastic.records import (
-    LEASE,
-    NO_LEASE,
-    Peer,
-    later_number,
-    name_of_announcement,
-    name_of_plan,
-    publish_parts,
-    read_round,
-)
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.elastic.timing import BRISK_FOR_S, LastCall, pause_of_leader, pause_of_node
 from dlac_pipeline.spec.launch_spec import LaunchSpec
@@ -91,10 +82,10 @@ class NodeHeartbeat:
         self._published: dict[str, Message] = {}
         """This node's writes as the leader of this round."""
         self._end: Message | None = None
-        self._lease: Message = NO_LEASE
+        self._lease: Message = records.NO_LEASE
         self._lease_raw = b""
         self._lease_at = self._lease_raw_at = self._spoke_at = self._now()
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, records.Peer] = {}
         self._last_call = LastCall(launch, self._now)
         self._leaves = False
         self._brisk_until = self._now() + BRISK_FOR_S
@@ -160,7 +151,7 @@ class NodeHeartbeat:
     def is_foreign(self) -> bool:
         """True if the lease has content that this node's key does not open."""
         with self._lock:
-            return self._lease is NO_LEASE and bool(self._lease_raw)
+            return self._lease is records.NO_LEASE and bool(self._lease_raw)
 
     @property
     def end(self) -> Message | None:
@@ -304,7 +295,7 @@ class NodeHeartbeat:
 
     def _tick(self) -> None:
         self._ticks += 1
-        lease = self._store.read(LEASE)
+        lease = self._store.read(records.LEASE)
         self._note_lease(lease)
         if not self._slot and not self._has_foreign_leader():
             self._take_slot()
@@ -342,7 +333,7 @@ class NodeHeartbeat:
                 self.ended_before = "" if ended is None else str(ended["id"])
 
     def _publish_record(self) -> None:
-        self._beat = later_number(self._beat)
+        self._beat = records.later_number(self._beat)
         with self._lock:
             ended = self._lease["ended"]
             known = ended is not None and (ended["id"] == self.ended_before or not self.ids.isdisjoint(ended["to"]))
@@ -371,10 +362,10 @@ class NodeHeartbeat:
         with self._lock:
             if self._offer is None or self._in_round or self.refused:  # as the leader it would refuse no other job
                 return False
-            heard_at = self._lease_raw_at if self._lease is NO_LEASE else self._lease_at
+            heard_at = self._lease_raw_at if self._lease is records.NO_LEASE else self._lease_at
             silent = heard_at < self._now() - self._launch.node_timeout_s
             return (
-                (not found.raw and self._lease is NO_LEASE)
+                (not found.raw and self._lease is records.NO_LEASE)
                 or (bool(self._lease["beat"]) and not self._lease["slot"])
                 or silent
             )
@@ -390,7 +381,7 @@ class NodeHeartbeat:
                 lease["ended"] = {**self._end, "to": self._uninformed()}
         for subject, news in announced.items():
             version = lease["announced"].get(subject, 0) + 1
-            self._publish(name_of_announcement(lease, subject, version), news)
+            self._publish(records.name_of_announcement(lease, subject, version), news)
             lease["announced"] = {**lease["announced"], subject: version}
         if waits:
             lease |= self._gather(lease)
@@ -442,11 +433,13 @@ class NodeHeartbeat:
         )
         with self._lock:
             if self.leads and before:
-                self._peers[before] = Peer(id=id_before, heard_at=silent_since)
+                self._peers[before] = records.Peer(id=id_before, heard_at=silent_since)
         self._hurries.set()
 
     def _write_lease(self, found: Sealed, lease: Message) -> None:
-        self._note_lease(self._store.replace(LEASE, found, {**lease, "beat": later_number(self._lease["beat"])}))
+        self._note_lease(
+            self._store.replace(records.LEASE, found, {**lease, "beat": records.later_number(self._lease["beat"])})
+        )
 
     def _has_foreign_leader(self) -> bool:
         """Return whether nodes with another key meet here: this node would only overwrite what they write."""
@@ -460,7 +453,7 @@ class NodeHeartbeat:
             wanted = {"last": slot, "by": self._id}
             found = self._store.replace("slots", found, wanted)
             if found.message == wanted:
-                self._slot, self._wrote_at = slot, later_number(0) - int(1000 * self._launch.node_timeout_s)
+                self._slot, self._wrote_at = slot, records.later_number(0) - int(1000 * self._launch.node_timeout_s)
                 return
 
     def _restore_slots(self) -> None:
@@ -480,7 +473,7 @@ class NodeHeartbeat:
             self._lease["slots"] = last
             now, forgotten_s = self._now(), _FORGET * self._launch.node_timeout_s
             for slot in range(1, last + 1):
-                self._peers.setdefault(slot, Peer(heard_at=now))
+                self._peers.setdefault(slot, records.Peer(heard_at=now))
             all_of_them = self._ticks % _REPEAT == 0
             known = [slot for slot in self._peers if slot != self._slot and not self._gone(slot)]
             read = [slot for slot in known if all_of_them or now - self._peers[slot].heard_at < forgotten_s]
@@ -522,10 +515,10 @@ class NodeHeartbeat:
         members = assign_ranks(
             offers, ids, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
-        plan = RoundPlan.form(members, number=later_number(lease["round"]), port=free_port())
+        plan = RoundPlan.form(members, number=records.later_number(lease["round"]), port=free_port())
         self._published = {}
-        self._publish(name_of_plan(plan.number, self._slot), plan.message())
-        publish_parts(self._store, plan, formed_by=self._slot)
+        self._publish(records.name_of_plan(plan.number, self._slot), plan.message())
+        records.publish_parts(self._store, plan, formed_by=self._slot)
         return {**state, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 
     def _members_before(self, lease: Message) -> list[int]:
@@ -535,7 +528,7 @@ class NodeHeartbeat:
         if plan is None or plan.number != lease["round"]:
             return []
         if not plan.is_whole:
-            plan = read_round(self._store, number=plan.number, formed_by=lease["formed_by"]) or plan
+            plan = records.read_round(self._store, number=plan.number, formed_by=lease["formed_by"]) or plan
             with self._lock:
                 self._plan = plan
         return [member.slot for member in plan.members]
@@ -548,7 +541,7 @@ class NodeHeartbeat:
             if not number or number == known or self._in_round:
                 return  # `cut_off` reports that the others went on
         slot = 0 if formed_by == self._slot else self._slot
-        plan = read_round(self._store, number=number, formed_by=formed_by, slot=slot)
+        plan = records.read_round(self._store, number=number, formed_by=formed_by, slot=slot)
         if plan is None:
             return
         with self._lock:
@@ -557,7 +550,7 @@ class NodeHeartbeat:
                 self._in_round, self._offer = True, None
                 now = self._now()
                 for member in plan.members:
-                    self._peers.setdefault(member.slot, Peer()).heard_at = now
+                    self._peers.setdefault(member.slot, records.Peer()).heard_at = now
 
     def _read_announcements(self) -> None:
         with self._lock:
@@ -565,7 +558,7 @@ class NodeHeartbeat:
             mine = self._in_round and not self.leads and lease["round"] == number
             news = {subject: v for subject, v in lease["announced"].items() if self._versions.get(subject) != v}
         for subject, version in news.items() if mine else ():
-            message = self._store.read(name_of_announcement(lease, subject, version)).message
+            message = self._store.read(records.name_of_announcement(lease, subject, version)).message
             if message is None:
                 return
             with self._lock:
@@ -589,8 +582,8 @@ class NodeHeartbeat:
         return bool(slot in self._peers and self._peers[slot].record.get("gone"))
 
     def _depart(self) -> None:
-        self._beat = later_number(self._beat)
+        self._beat = records.later_number(self._beat)
         self._write_record({"id": self._id, "beat": self._beat, "gone": True, "knows_end": None})
-        lease = self._store.read(LEASE)
+        lease = self._store.read(records.LEASE)
         if lease.message is not None and lease.message["slot"] == self._slot:
-            self._store.replace(LEASE, lease, {**lease.message, "slot": 0, "training": False})
+            self._store.replace(records.LEASE, lease, {**lease.message, "slot": 0, "training": False})

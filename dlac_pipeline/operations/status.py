@@ -10,17 +10,11 @@ from typing import Any
 
 from dlac_pipeline.audit.wording import format_ago
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger import run_rows
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import (
-    checkpoint_rows,
-    claim_of,
-    fence_of_rows,
-    finished_of_rows,
-    idle_kind,
-)
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise import claims
@@ -73,9 +67,9 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     check_ledger(lakehouse, run)
     rows = Ledger(lakehouse).head_rows(run)
     recoveries = recoveries_of(lakehouse, run)
-    fence, finished = fence_of_rows(rows), finished_of_rows(rows)
+    fence, finished = run_rows.fence_of_rows(rows), run_rows.finished_of_rows(rows)
     standing = standing_of(rows, recoveries)
-    head = checkpoint_rows(rows).get(fence.head or "")
+    head = run_rows.checkpoint_rows(rows).get(fence.head or "")
     given_up = [each.cause for each in recoveries if each.outcome == "gave up" and each.attempt == fence.attempt]
     losses = () if head is None else head.losses
     return {
@@ -88,7 +82,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "checkpoint_reason": None if head is None else head.reason,
         "checkpoint_interval_s": None if head is None or head.interval_s is None else round(head.interval_s, 1),
         "checkpoint_interval_why": None if head is None else head.why,
-        "checkpoints": len(checkpoint_rows(rows)),
+        "checkpoints": len(run_rows.checkpoint_rows(rows)),
         "attempt": fence.attempt,
         "attempts_without_progress": 0 if finished else claims.attempts_without_progress(rows),
         "excluded_by_rewinds": [each.where for each in exclusions_in_force(rows)],
@@ -105,10 +99,10 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
 def current_failure(rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> str | None:
     """Return the cause of the last failure, unless a later attempt has committed a checkpoint or the run is finished."""
     last = max(recoveries, key=lambda each: each.failed_at, default=None)
-    if last is None or finished_of_rows(rows):
+    if last is None or run_rows.finished_of_rows(rows):
         return None
     failed = last.attempt if last.outcome == "gave up" else last.replaced_attempt
-    later = any(each.attempt > failed for each in checkpoint_rows(rows).values())
+    later = any(each.attempt > failed for each in run_rows.checkpoint_rows(rows).values())
     return None if later else last.cause
 
 
@@ -123,8 +117,8 @@ def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
 
 
 def _listed(run: str, rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    fence, standing = fence_of_rows(rows), standing_of(rows, recoveries)
-    head = checkpoint_rows(rows).get(fence.head or "")
+    fence, standing = run_rows.fence_of_rows(rows), standing_of(rows, recoveries)
+    head = run_rows.checkpoint_rows(rows).get(fence.head or "")
     return {
         "run": run,
         "state": "finished" if standing.state == "finished" else "open",
@@ -146,10 +140,10 @@ def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> S
     """
     if not rows:
         return Standing(state="unknown")
-    run, attempt = rows[0].run, fence_of_rows(rows).attempt
-    if finished_of_rows(rows):
+    run, attempt = rows[0].run, run_rows.fence_of_rows(rows).attempt
+    if run_rows.finished_of_rows(rows):
         return Standing(state="finished", command=("audit", run))
-    begun = idle_kind(rows, attempt)
+    begun = run_rows.idle_kind(rows, attempt)
     if begun is not None:
         return Standing(state=begun, note="not launched since", command=_resume(rows, run, attempt))
     return _standing_of_launch(rows, run, attempt, recoveries)
@@ -192,7 +186,7 @@ def _holder(signs: LaunchLiveness, run: str) -> str:
 
 def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:
     """Return the end of an attempt that reported it or took its last checkpoint to exit, or None for another attempt."""
-    folder = claim_of(rows, attempt).launch_folder
+    folder = run_rows.claim_of(rows, attempt).launch_folder
     ending = read_ending(Path(folder)) if folder else None
     reason = claims.last_reason(rows, attempt)
     if ending == "caught_up" or (claims.left_in_order(rows, attempt) and reason == "end"):
@@ -203,17 +197,17 @@ def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:
 
 def _resume(rows: list[LedgerRow], run: str, attempt: int) -> tuple[str, ...]:
     """Return the command that resumes a run. It names a job spec if the one of the last launch is not on this node."""
-    folder = claim_of(rows, max(claims.trained_attempts(rows), default=0)).launch_folder
+    folder = run_rows.claim_of(rows, max(claims.trained_attempts(rows), default=0)).launch_folder
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
     return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
 
 def _total_steps(rows: list[LedgerRow]) -> int | None:
     """Return the last step of the run, as the last attempt that trains or else the head records it, or None."""
-    fence = fence_of_rows(rows)
-    head = checkpoint_rows(rows).get(fence.head or "")
-    if finished_of_rows(rows):
+    fence = run_rows.fence_of_rows(rows)
+    head = run_rows.checkpoint_rows(rows).get(fence.head or "")
+    if run_rows.finished_of_rows(rows):
         return None if head is None else head.step
-    folder = claim_of(rows, fence.attempt).launch_folder
+    folder = run_rows.claim_of(rows, fence.attempt).launch_folder
     announced = read_total_steps(Path(folder)) if folder else None
     return announced if announced is not None or head is None else head.total_steps

@@ -12,16 +12,9 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import metadata as metadatas
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -89,13 +82,13 @@ class ShardWriter(_AsPlanned, StorageWriter):
             ]
         )
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: metadatas.Metadata, results: list[list[WriteResult]]) -> None:
         """The index."""
         places = [result for rank in results for result in rank]
         tensors = {
             name: _tensor_entry(entry)
             for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, metadatas.TensorStorageMetadata)
         }
         index = {
             "format_version": _FORMAT_VERSION,
@@ -135,15 +128,16 @@ class ShardReader(_AsPlanned, StorageReader):
                 f"{_FORMAT_VERSION}"
             )
         self._places = {
-            MetadataIndex(name, offset): (file, position) for name, offset, file, position in self.index["places"]
+            metadatas.MetadataIndex(name, offset): (file, position)
+            for name, offset, file, position in self.index["places"]
         }
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadatas.Metadata:
         """Return the metadata with which DCP plans."""
         described = {name: _tensor_metadata(entry) for name, entry in self.index["tensors"].items()}
-        values = {name: BytesStorageMetadata() for name in self.index["values"]}
+        values = {name: metadatas.BytesStorageMetadata() for name in self.index["values"]}
         paths = {name: tuple(path) for name, path in self.index["paths"].items()}
-        return Metadata(state_dict_metadata={**described, **values}, planner_data=paths)
+        return metadatas.Metadata(state_dict_metadata={**described, **values}, planner_data=paths)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the parts into the existing tensors."""
@@ -162,7 +156,9 @@ class ShardReader(_AsPlanned, StorageReader):
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: metadatas.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing: the index is read."""
 
 
@@ -209,17 +205,17 @@ def _plain(size: torch.Size | None) -> list[int] | None:
     return None if size is None else list(size)
 
 
-def _tensor_entry(entry: TensorStorageMetadata) -> dict[str, Any]:
+def _tensor_entry(entry: metadatas.TensorStorageMetadata) -> dict[str, Any]:
     chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
     return {"dtype": entry.properties.dtype, "size": list(entry.size), "chunks": chunks}
 
 
-def _tensor_metadata(entry: dict[str, Any]) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=entry["dtype"]),
+def _tensor_metadata(entry: dict[str, Any]) -> metadatas.TensorStorageMetadata:
+    return metadatas.TensorStorageMetadata(
+        properties=metadatas.TensorProperties(dtype=entry["dtype"]),
         size=torch.Size(entry["size"]),
         chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            metadatas.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
             for offsets, sizes in entry["chunks"]
         ],
     )

@@ -5,17 +5,9 @@ from typing import Any
 
 import dagster as dg
 
+from dlac_pipeline.dagster import failures
 from dlac_pipeline.dagster.assets.planning import Deps, metadata_of_this_run
 from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
-from dlac_pipeline.dagster.failures import (
-    PREEMPTED_TAG,
-    RUN_TAG,
-    STEPPED_ASIDE_TAG,
-    as_failure,
-    failure,
-    run_tag,
-    tag_run,
-)
 from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.dagster.training_runs import MODEL, PLAN
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
@@ -49,10 +41,10 @@ def _train_run(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
-    with as_failure(context):
+    with failures.as_failure(context):
         spec = job.job_spec()
-    if context.run.tags.get(RUN_TAG) != spec.run:
-        context.instance.add_run_tags(context.run_id, {RUN_TAG: spec.run})
+    if context.run.tags.get(failures.RUN_TAG) != spec.run:
+        context.instance.add_run_tags(context.run_id, {failures.RUN_TAG: spec.run})
     planned = metadata_of_this_run(context, PLAN)
     request = Request(
         spec=spec,
@@ -63,13 +55,13 @@ def _train_run(
     )
     last, served = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)
     if _stepped_aside(served, last):
-        tag_run(context, STEPPED_ASIDE_TAG, last["kind"])
+        failures.tag_run(context, failures.STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
         return
     _fail_if_unfinished(context, last)
     from dlac_pipeline.dagster.assets.pages import model_page
 
-    with as_failure(context):
+    with failures.as_failure(context):
         yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
 
 
@@ -86,17 +78,17 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
     """
     if last["event"] == "error":
         if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
-            raise failure(context, last["kind"], last["message"])
+            raise failures.failure(context, last["kind"], last["message"])
     elif last["ending"] == "left":
-        raise failure(
+        raise failures.failure(
             context,
             LeftUnfinished.__name__,
             f"the script ended after a checkpoint of step {last['step']}, before the end of the run",
         )
     elif last["ending"] == "stopped":
-        if not run_tag(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
-            tag_run(context, PREEMPTED_TAG, "supervisor")
-        raise failure(
+        if not failures.run_tag(context.instance.get_run_by_id(context.run_id), failures.PREEMPTED_TAG):
+            failures.tag_run(context, failures.PREEMPTED_TAG, "supervisor")
+        raise failures.failure(
             context, Preempted.__name__, f"preempted: the run stopped after a checkpoint of step {last['step']}"
         )
 
@@ -112,7 +104,7 @@ class _Shown:
         if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
             self._notice = event["notice"]
         if self._notice:
-            tag_run(self._context, PREEMPTED_TAG, self._notice)
+            failures.tag_run(self._context, failures.PREEMPTED_TAG, self._notice)
             self._notice = ""
         _show(self._context, event)
 

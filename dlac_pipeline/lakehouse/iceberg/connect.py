@@ -20,15 +20,8 @@ from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
+from dlac_pipeline.lakehouse.iceberg import relocation as relocations
 from dlac_pipeline.lakehouse.iceberg.metadata_files import newest_metadata
-from dlac_pipeline.lakehouse.iceberg.relocation import (
-    MADE_AT,
-    Recorded,
-    Relocation,
-    find_relocation,
-    raw_path,
-    read_recorded,
-)
 from dlac_pipeline.lakehouse.iceberg.safe_commit import MetadataMissing, guarded_catalog
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
@@ -66,7 +59,7 @@ class Lakehouse:
         self,
         config: LakehouseConfig,
         catalog: Catalog,
-        relocation: Relocation | None = None,
+        relocation: relocations.Relocation | None = None,
         *,
         named: LakehouseConfig | None = None,
     ) -> None:
@@ -79,7 +72,7 @@ class Lakehouse:
         """Further catalogs of source tables, by name."""
         self._seen: dict[str, tuple[str, int]] = {}
         """Uuid and last sequence number of each own table, as read last."""
-        self.relocation = relocation or Relocation()
+        self.relocation = relocation or relocations.Relocation()
 
     def catalog_of(self, identifier: str) -> "tuple[Lakehouse, str]":
         """Return the catalog of a table, opened, and the table's name in it.
@@ -276,11 +269,11 @@ class Lakehouse:
     def _record_place(self) -> None:
         """Record where an SQLite catalog is made, once: by that it is known that it was moved or copied."""
         file, namespace = sqlite_file(self.config.uri), self.config.namespace
-        if file is None or MADE_AT in self.catalog.load_namespace_properties(namespace):
+        if file is None or relocations.MADE_AT in self.catalog.load_namespace_properties(namespace):
             return
         place = self.relocation.to_recorded(str(file.resolve()))
         with suppress(IntegrityError, OperationalError):  # another process was faster, or the catalog may only be read
-            self.catalog.update_namespace_properties(namespace, updates={MADE_AT: place})
+            self.catalog.update_namespace_properties(namespace, updates={relocations.MADE_AT: place})
 
     def _evolve(self, identifier: str, schema: Schema) -> None:
         """Add the columns that a table of an older version lacks. Columns are only ever added, as optional ones."""
@@ -332,7 +325,7 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
         raise _no_lakehouse(config)
     if create:
         _make_folder(config)
-    relocation = Relocation() if recorded is None else find_relocation(config, recorded)
+    relocation = relocations.Relocation() if recorded is None else relocations.find_relocation(config, recorded)
     with reachable(config.uri):
         with opening(config.uri, answered=answered):
             lakehouse = Lakehouse(config, _open(config, relocation, create=create), relocation, named=named)
@@ -347,7 +340,7 @@ def _open_other(name: str) -> Lakehouse:
     config = source_catalog(name)
     check_address(config)
     with reachable(config.uri), opening(config.uri):
-        return Lakehouse(config, _open(config, Relocation(), create=False))
+        return Lakehouse(config, _open(config, relocations.Relocation(), create=False))
 
 
 def _check_commits(config: LakehouseConfig) -> None:
@@ -379,7 +372,7 @@ def _make_folder(config: LakehouseConfig) -> None:
         ) from err
 
 
-def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
+def _read_places(config: LakehouseConfig, *, answered: bool) -> relocations.Recorded | None:
     """Read the places that an SQLite catalog records. Wait while another process has it locked. None: another catalog."""
     file = sqlite_file(config.uri)
     if file is None:
@@ -390,7 +383,7 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
             "restore the file"
         )
     try:
-        return read_recorded(file, config)
+        return relocations.read_recorded(file, config)
     except (sqlite3.Error, OSError) as err:
         kind = errors.CatalogMisconfigured if is_misconfigured(err, answered=answered) else errors.CatalogUnreachable
         raise kind(
@@ -399,11 +392,13 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
         ) from err
 
 
-def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> Catalog:
+def _open(config: LakehouseConfig, relocation: relocations.Relocation, *, create: bool) -> Catalog:
     """Open the catalog. If two processes create an SQL catalog's tables at once, both succeed."""
     properties = {**config.catalog_properties(), **relocation.properties()}
-    if raw_path(config.warehouse) is not None:  # a table made now is recorded as those that were made before the move
-        path = relocation.to_recorded(raw_path(config.warehouse) or "")
+    if (
+        relocations.raw_path(config.warehouse) is not None
+    ):  # a table made now is recorded as those that were made before the move
+        path = relocation.to_recorded(relocations.raw_path(config.warehouse) or "")
         properties["warehouse"] = f"file://{path}"
     if not create and config.kind == "sql":
         properties.setdefault("init_catalog_tables", "false")

@@ -18,15 +18,9 @@ from pyiceberg.table import Table
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
+from dlac_pipeline.lakehouse.ledger import run_rows
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import (
-    checkpoint_rows,
-    fence_of_rows,
-    finished_of_rows,
-    lineage_of,
-    restorable_rows,
-)
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
     CheckpointRow,
     ClaimRow,
@@ -91,7 +85,7 @@ class _RunRows:
     @property
     def finished(self) -> bool:
         """True if the run takes no more attempts."""
-        return finished_of_rows(self.rows)
+        return run_rows.finished_of_rows(self.rows)
 
     @cached_property
     def used(self) -> frozenset[str]:
@@ -104,10 +98,12 @@ class _RunRows:
 
         A finished run needs only those to which an operator may go back, because a rewind abandoned them.
         """
-        restorable = set(restorable_rows(self.rows))
+        restorable = set(run_rows.restorable_rows(self.rows))
         if self.finished:
-            restorable &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
-        checkpoints = checkpoint_rows(self.rows)
+            restorable &= left_by_rewinds(self.rows) - set(
+                run_rows.lineage_of(self.rows, run_rows.fence_of_rows(self.rows).head)
+            )
+        checkpoints = run_rows.checkpoint_rows(self.rows)
         indices = {checkpoints[each].leg for each in restorable}
         legs = [row for row in self.rows if isinstance(row, LegRow)]
         needed: list[LegRow | ClaimRow] = [row for row in legs if row.leg in indices]

@@ -9,16 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
+from dlac_pipeline.lakehouse.ledger import run_rows
 from dlac_pipeline.lakehouse.ledger.commits import beside, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.run_rows import (
-    Fence,
-    checkpoint_rows,
-    fence_of_rows,
-    lineage_of,
-    restorable,
-    restorable_rows,
-)
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
     HEAD_KINDS,
     CheckpointRow,
@@ -87,10 +80,10 @@ def commit_rewind(
             return None
         fence, step = state.fence, 0
         if checkpoint_id is not None:
-            step = restorable(run, rows, None, checkpoint_id=checkpoint_id).step
+            step = run_rows.restorable(run, rows, None, checkpoint_id=checkpoint_id).step
         _check_changes(run, rows, checkpoint_id, step, exclude)
-        head = checkpoint_rows(rows).get(fence.head or "")
-        mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=checkpoint_id)
+        head = run_rows.checkpoint_rows(rows).get(fence.head or "")
+        mine = run_rows.Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=checkpoint_id)
         claims = ClaimRow(replaces=fence.attempt, purpose="rewinds", origin=checkpoint_id, **detail)
         row = RewindRow(
             attempt=mine.attempt,
@@ -134,10 +127,10 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
     def decide(state: RunState) -> Append | None:
         nonlocal gone
         rows = ledger.rows_at(state, kinds=HEAD_KINDS)
-        found = restorable_rows(rows)
+        found = run_rows.restorable_rows(rows)
         if gone and not any(row.checkpoint_id in found for row in gone):
             return None  # an earlier try has landed
-        needed = {*lineage_of(rows, state.fence.head), *names_of(rows).values()}
+        needed = {*run_rows.lineage_of(rows, state.fence.head), *names_of(rows).values()}
         abandoned = {name: row for name, row in found.items() if name not in needed}
         if checkpoint is not None:
             row = _one_abandoned(run, abandoned, checkpoint)
@@ -157,7 +150,7 @@ def checkpoint_of(run: str, rows: Sequence[LedgerRow], named: str) -> Checkpoint
         NoSuchCheckpoint: there is none.
         SpecInvalid: the run passed the step more than once, on several branches.
     """
-    checkpoints = checkpoint_rows(rows)
+    checkpoints = run_rows.checkpoint_rows(rows)
     if named in checkpoints:
         return checkpoints[named]
     found = [row for row in checkpoints.values() if str(row.step) == named]
@@ -167,7 +160,7 @@ def checkpoint_of(run: str, rows: Sequence[LedgerRow], named: str) -> Checkpoint
             f"expected the id or the step of a checkpoint of run {run!r}, found {named!r}; there are {steps!r}"
         )
     newest = max(found, key=lambda row: row.seq)
-    if not {row.checkpoint_id for row in found} <= set(lineage_of(rows, newest.checkpoint_id)):
+    if not {row.checkpoint_id for row in found} <= set(run_rows.lineage_of(rows, newest.checkpoint_id)):
         raise SpecInvalid(
             f"expected one checkpoint of run {run!r} at step {named}, found {[row.checkpoint_id for row in found]!r}: "
             "name one of these"
@@ -185,7 +178,7 @@ def left_by_rewinds(rows: Sequence[LedgerRow]) -> set[str]:
     abandoned: set[str] = set()
     for row in rows:
         if isinstance(row, RewindRow):
-            abandoned |= set(lineage_of(rows, row.left)) - set(lineage_of(rows, row.checkpoint_id))
+            abandoned |= set(run_rows.lineage_of(rows, row.left)) - set(run_rows.lineage_of(rows, row.checkpoint_id))
     return abandoned
 
 
@@ -213,7 +206,7 @@ def _check_changes(
 ) -> None:
     found, now = _rewinds_by_checkpoint(rows)
     wanted = tuple(dict.fromkeys([*_exclusions(found.get(target or "", ())), *exclude]))
-    if target == fence_of_rows(rows).head and wanted == _exclusions(now):
+    if target == run_rows.fence_of_rows(rows).head and wanted == _exclusions(now):
         place = "its beginning" if target is None else f"the head {target!r}"
         raise SpecInvalid(
             f"expected another checkpoint than the head of run {run!r}, or rows to exclude, found {place} at step {step} as it "
