@@ -13,6 +13,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.store import S3Store
 from pyarrow.fs import resolve_s3_region
 
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+
 SCHEMES = ("s3", "s3a", "s3n")
 SETTINGS = {
     "s3.endpoint": "endpoint",
@@ -31,6 +33,9 @@ _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
 _ONE_REQUEST_BYTES = 64 << 20
 """Larger objects are uploaded in parts. obstore can make only a single request conditional."""
 _CHUNK_BYTES = 8 << 20
+_ENVIRONMENT = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL")
+_used_by: dict[int, bool] = {}
+"""Processes that have opened a bucket, by id: this one, or the one from which it was forked."""
 
 
 def serves(properties: Mapping[str, str]) -> bool:
@@ -39,30 +44,59 @@ def serves(properties: Mapping[str, str]) -> bool:
     Roles, signers, and the profiles of the AWS command line are known to pyarrow only.
     """
     known = {*SETTINGS, *_CLIENT_SETTINGS, *_SECONDS}
+    if _used_by.keys() - {os.getpid()}:
+        return False  # this process was forked from one that uses obstore, whose threads it lacks
     foreign = any(name.startswith("s3.") and name not in known for name in properties)
     profile = "AWS_PROFILE" in os.environ or Path("~/.aws/credentials").expanduser().exists()
     return not foreign and ("s3.access-key-id" in properties or not profile)
 
 
-class S3Objects:
+class Objects:
+    """Objects of a store without folders. A subclass reads one in `_chunks`."""
+
+    def make(self, path: str) -> None:
+        """Make nothing: there are no folders."""
+
+    def fetch(self, path: str, target: Path) -> None:
+        """Write an object into a local file."""
+        with target.open("wb") as into:
+            for chunk in self._chunks(path):
+                into.write(chunk)
+
+    def digest(self, path: str) -> tuple[int, str]:
+        """Return an object's size and its BLAKE3 digest."""
+        size, hasher = 0, blake3(max_threads=blake3.AUTO)
+        for chunk in self._chunks(path):
+            size += len(chunk)
+            hasher.update(chunk)
+        return size, hasher.hexdigest()
+
+    def _chunks(self, path: str) -> Iterator[bytes | memoryview]:
+        raise NotImplementedError
+
+
+class S3Objects(Objects):
     """One bucket. Paths are `bucket/key`, as pyarrow writes them."""
 
     def __init__(self, bucket: str, properties: Mapping[str, str]) -> None:
         settings: dict[str, Any] = {ours: properties[name] for name, ours in SETTINGS.items() if name in properties}
-        if not {"region", "endpoint"} & settings.keys() and "AWS_REGION" not in os.environ:
+        if not {"region", "endpoint"} & settings.keys() and not any(name in os.environ for name in _ENVIRONMENT):
             settings["region"] = resolve_s3_region(bucket)
         client: dict[str, Any] = {
             ours: properties[name] for name, ours in _CLIENT_SETTINGS.items() if name in properties
         }
         client |= {ours: f"{properties.get(name, default)}s" for name, (ours, default) in _SECONDS.items()}
         settings["client_options"] = {**client, "allow_http": True}  # where the endpoint is written so
-        self._store = S3Store(bucket, retry_config=_RETRIES, **settings)
-
-    def make(self, path: str) -> None:
-        """Make nothing: there are no folders."""
+        _used_by[os.getpid()] = True
+        try:
+            self._store = S3Store(bucket, retry_config=_RETRIES, **settings)
+        except BaseError as err:
+            raise SpecInvalid(
+                f"expected S3 settings that obstore takes, found: {_first_line(err)}: correct them"
+            ) from err
 
     def put(self, source: Path, path: str, within: str) -> None:
-        """Upload a file to a new name.
+        """Upload a file to a new name. Two that upload a large one at the same time are not kept apart.
 
         Raises:
             FileExistsError: another object has the name.
@@ -85,20 +119,6 @@ class S3Objects:
         """Return a small object's content."""
         with _as_os_errors():
             return bytes(self._store.get(_key(path)).bytes())
-
-    def fetch(self, path: str, target: Path) -> None:
-        """Write an object into a local file."""
-        with target.open("wb") as into:
-            for chunk in self._chunks(path):
-                into.write(chunk)
-
-    def digest(self, path: str) -> tuple[int, str]:
-        """Return an object's size and its BLAKE3 digest."""
-        size, hasher = 0, blake3(max_threads=blake3.AUTO)
-        for chunk in self._chunks(path):
-            size += len(chunk)
-            hasher.update(chunk)
-        return size, hasher.hexdigest()
 
     def children(self, path: str) -> list[str]:
         """Return the sorted names one level below a prefix."""
@@ -156,6 +176,11 @@ def _as_os_errors() -> Iterator[None]:
             raise OSError("NoSuchBucket: the bucket does not exist") from err
         raise
     except (PermissionDeniedError, UnauthenticatedError) as err:
-        raise PermissionError(errno.EACCES, str(err).split("\n", 1)[0]) from err
+        raise PermissionError(errno.EACCES, _first_line(err)) from err
     except BaseError as err:
-        raise OSError(str(err).split("\n", 1)[0]) from err
+        raise OSError(_first_line(err)) from err
+
+
+def _first_line(err: Exception) -> str:
+    """Return the message without the debug output of obstore's library."""
+    return str(err).split("\n", 1)[0]

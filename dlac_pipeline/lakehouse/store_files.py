@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably, 
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.retrying import is_final, retrying
-from dlac_pipeline.lakehouse.s3_objects import S3Objects
+from dlac_pipeline.lakehouse.s3_objects import Objects, S3Objects
 
 _CHUNK_BYTES = 8 << 20
 
@@ -147,7 +147,9 @@ class StoreFiles:
             return _LOCAL, str(path_at(address))
         scheme, netloc, path = PyArrowFileIO.parse_location(address)
         if scheme in s3_objects.SCHEMES and s3_objects.serves(self._remote.properties):
-            return self._buckets.setdefault(netloc, S3Objects(netloc, self._remote.properties)), path
+            if netloc not in self._buckets:
+                self._buckets[netloc] = S3Objects(netloc, self._remote.properties)
+            return self._buckets[netloc], path
         try:
             return _Remote(self._remote.fs_by_scheme(scheme, netloc)), path
         except ValueError as err:
@@ -223,14 +225,11 @@ class _Local:
 _LOCAL = _Local()
 
 
-class _Remote:
+class _Remote(Objects):
     """A file system of pyarrow. Its objects appear whole when they are closed."""
 
     def __init__(self, files: pafs.FileSystem) -> None:
         self._files = files
-
-    def make(self, path: str) -> None:
-        pass  # there are no folders
 
     def put(self, source: Path, path: str, within: str) -> None:
         with source.open("rb") as stream, self._files.open_output_stream(path) as target:
@@ -247,18 +246,6 @@ class _Remote:
     def read(self, path: str) -> bytes:
         with self._files.open_input_stream(path) as stream:
             return bytes(stream.read())
-
-    def fetch(self, path: str, target: Path) -> None:
-        with target.open("wb") as into:
-            for chunk in self._chunks(path):
-                into.write(chunk)
-
-    def digest(self, path: str) -> tuple[int, str]:
-        size, hasher = 0, blake3(max_threads=blake3.AUTO)
-        for chunk in self._chunks(path):
-            size += len(chunk)
-            hasher.update(chunk)
-        return size, hasher.hexdigest()
 
     def children(self, path: str) -> list[str]:
         selector = pafs.FileSelector(path, allow_not_found=True)

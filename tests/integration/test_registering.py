@@ -237,6 +237,30 @@ def test_bucket_is_registered(store: ObjectStore, tmp_path: Path) -> None:
     assert datetime.fromisoformat(lakehouse.load("docs.pages").properties["dlac.registered-until"])
 
 
+def test_reserved_keys_are_refused(store: ObjectStore, tmp_path: Path) -> None:
+    """PyIceberg cuts off what follows # in an address: it would read another object."""
+    (tmp_path / "home").mkdir()
+    path = write(tmp_path, "a.parquet", 0)
+    for key in ("a.parquet", "a.parquet#2.parquet"):
+        with store.files.open_output_stream(f"lake/pages/{key}") as stream:
+            stream.write(path.read_bytes())
+    with pytest.raises(SpecInvalid, match=r"without '\?' and '#'.*a\.parquet#2"):
+        register(connect(store.lakehouse(tmp_path / "home")), "docs.pages", "s3://lake/pages")
+
+
+@pytest.mark.parametrize(
+    ("location", "files"),
+    [("pages/part-?.parquet", 2), ("pages/*/c d.parquet", 1), ("pages/x[1]#é %20", 1), ("pages", 4)],
+)
+def test_locations_are_patterns_or_names(arena: Arena, tmp_path: Path, location: str, files: int) -> None:
+    """Wildcards match, and a folder whose name has some is itself."""
+    for number, name in enumerate(["part-1.parquet", "part-2.parquet", "sub/c d.parquet", "x[1]#é %20/e.parquet"]):
+        write(tmp_path / "pages", name, number * 100)
+    done = register(arena.lakehouse, "docs.deep.pages", f"{tmp_path}/{location}")
+    assert (done.added_files, len(rows_in(arena.lakehouse, ["row_id"], "docs.deep.pages"))) == (files, files * ROWS)
+    assert list(registered_tables(arena.lakehouse)) == [("docs.deep.pages", f"file://{tmp_path}/{location}")]
+
+
 def test_bucket_outage_commits_nothing(store: ObjectStore, network: Network, tmp_path: Path) -> None:
     """While the bucket does not answer the location is refused, and no table is made. Then the same command works."""
     (tmp_path / "home").mkdir()

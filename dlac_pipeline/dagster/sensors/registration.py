@@ -1,6 +1,7 @@
 """Parquet files that appear at the locations of registered tables: a sensor looks for them, and a job registers them."""
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 
 import dagster as dg
 from blake3 import blake3
@@ -42,7 +43,7 @@ def register_job() -> None:
 
 
 def build_registration_sensor(lakehouse: LakehouseResource) -> dg.SensorDefinition:
-    """Return the sensor that requests one Dagster run for each set of new files. A refused set is not tried again."""
+    """Return the sensor that requests a Dagster run for each set of new files, and again every hour if the set was refused."""
 
     @dg.sensor(
         job_name=register_job.name,
@@ -63,7 +64,8 @@ def build_registration_sensor(lakehouse: LakehouseResource) -> dg.SensorDefiniti
             reasons.append(f"{name}: {len(new)} new files")
             found += [f"{name} {file.address} {file.bytes}" for file in new]
         if found:
-            return [dg.RunRequest(run_key=blake3("\n".join(found).encode()).hexdigest())]
+            digest = blake3("\n".join(found).encode()).hexdigest()
+            return [dg.RunRequest(run_key=f"{digest} {datetime.now(UTC):%Y-%m-%d %H}")]
         return dg.SkipReason("; ".join(reasons) or "no table is registered")
 
     return registration_sensor

@@ -1,11 +1,12 @@
 """Parquet files at a location: their names by a pattern, their Hive partitions, and the columns that all of them have."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ _INTEGER = re.compile(r"-?\d{1,18}")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _FIELD_ID = b"PARQUET:field_id"
 _THREADS = 16
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +51,11 @@ class Location:
             SpecInvalid: no file system serves the location.
         """
         self.pattern = location if "://" in location else f"file://{Path(location).absolute()}"
+        scheme, _, self._path = self.pattern.partition("://")  # keys and patterns may have what an URL reserves
+        self._prefix = f"{scheme}://"
+        self._is_local = scheme == "file"
         self._io = PyArrowFileIO(dict(properties))
-        scheme, netloc, self._path = PyArrowFileIO.parse_location(self.pattern, self._io.properties)
-        self._prefix = self.pattern[: len(self.pattern) - len(self._path)]
+        netloc = "" if self._is_local else self._path.partition("/")[0]
         try:
             self._files: FileSystem = self._io.fs_by_scheme(scheme, netloc)
         except ValueError as err:
@@ -68,19 +72,15 @@ class Location:
         """
         wild = WILD.search(self._path)
         root = self._path[: self._path.rfind("/", 0, wild.start())] if wild else self._path.rstrip("/")
-        try:
-            info = self._files.get_file_info(root)
-            found = (
-                [info] if info.type == FileType.File else self._files.get_file_info(FileSelector(root, recursive=True))
-            )
-        except OSError as err:
-            raise DataFileUnreadable(
-                f"expected to list {self.pattern!r}, found {type(err).__name__}: {err}; correct the location, or reach it"
-            ) from err
-        matches = re.compile(glob_translate(self._path if wild else f"{root}/**/*.parquet"))
-        paths = [
-            info for info in found if info.type == FileType.File and (info.path == root or matches.match(info.path))
-        ]
+        info = _listed(self.pattern, lambda: self._files.get_file_info(root))
+        everything = FileSelector(root, recursive=True)
+        found = (
+            [info]
+            if info.type == FileType.File
+            else _listed(self.pattern, lambda: self._files.get_file_info(everything))
+        )
+        matches = re.compile(glob_translate(self._path) if wild else r".*\.parquet").fullmatch
+        paths = [info for info in found if info.type == FileType.File and (info.path == root or matches(info.path))]
         files = [
             ParquetFile(
                 address=self._prefix + info.path, bytes=info.size, changed_at=info.mtime, keys=_keys(info.path, root)
@@ -93,8 +93,16 @@ class Location:
             raise SpecInvalid(
                 f"expected Parquet files at {self.pattern!r}, found none: correct the location or its pattern"
             )
+        reserved = [file.address for file in files if not self._is_local and set(file.address) & set("?#")]
+        if reserved:
+            raise SpecInvalid(
+                f"expected keys without '?' and '#', which PyIceberg cuts off, found {reserved[0]!r}: rename the object"
+            )
         _check_keys(files)
         return files
+
+    def _exists(self, path: str) -> bool:
+        return bool(_listed(self.pattern, lambda: self._files.get_file_info(path)).type != FileType.NotFound)
 
     def schemas(self, files: Sequence[ParquetFile]) -> list[pa.Schema]:
         """Return the schema of each file, from its footer.
@@ -114,6 +122,15 @@ class Location:
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             return list(pool.map(read, files))
+
+
+def _listed(location: str, look: Callable[[], _Found]) -> _Found:
+    try:
+        return look()
+    except OSError as err:
+        raise DataFileUnreadable(
+            f"expected to list {location!r}, found {type(err).__name__}: {err}; correct the location, or reach it"
+        ) from err
 
 
 def unite_columns(files: Sequence[ParquetFile], schemas: Sequence[pa.Schema]) -> list[NestedField]:

@@ -3,6 +3,7 @@
 A registered file that changes under its name is refused, by its size or by the time of its change. See docs/registering.md.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from os.path import realpath
 
-from pyiceberg.exceptions import TableAlreadyExistsError
+from pyiceberg.catalog import Catalog
+from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError
 from pyiceberg.io.pyarrow import parquet_file_to_data_file
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionField, PartitionSpec
@@ -18,14 +20,23 @@ from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.typedef import Record
+from pyiceberg.typedef import Identifier, Record
 from pyiceberg.types import LongType, NestedField
 
-from dlac_pipeline.lakehouse.errors import CommitConflict, DataFileChanged, NoSuchTable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import (
+    CommitConflict,
+    DataFileChanged,
+    DataFileUnreadable,
+    DlacError,
+    NoSuchTable,
+    SpecInvalid,
+    UnsupportedColumn,
+)
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.registration.parquet_files import WILD, Location, ParquetFile, unite_columns
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
+_log = logging.getLogger(__name__)
 LOCATION = "dlac.registered-location"
 """Property of a registered table."""
 _UNTIL = "dlac.registered-until"
@@ -73,11 +84,23 @@ def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: b
 
 def registered_tables(lakehouse: Lakehouse) -> Iterator[tuple[str, str]]:
     """Yield name and location of each registered table of the catalog."""
-    for namespace in lakehouse.catalog.list_namespaces():
-        for name in lakehouse.catalog.list_tables(namespace):
-            location = lakehouse.load(".".join(name)).properties.get(LOCATION)
-            if location is not None:
-                yield ".".join(name), location
+    for namespace in _namespaces(lakehouse.catalog):
+        for name in map(".".join, lakehouse.catalog.list_tables(namespace)):
+            try:
+                location = lakehouse.load(name).properties.get(LOCATION)
+            except DlacError as err:
+                _log.warning("%s is not looked at, because it cannot be loaded: %s", name, err)
+            else:
+                yield from [] if location is None else [(name, location)]
+
+
+def _namespaces(catalog: Catalog, above: Identifier = ()) -> Iterator[Identifier]:
+    """Yield all namespaces, also nested ones where the catalog has them."""
+    with suppress(NoSuchNamespaceError):
+        for each in catalog.list_namespaces(above):
+            if each != above:
+                yield each
+                yield from _namespaces(catalog, each)
 
 
 def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list[ParquetFile]:
@@ -188,6 +211,10 @@ def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], co
                 made = parquet_file_to_data_file(table.io, metadata, file.address)
             except ValueError as err:
                 raise UnsupportedColumn(f"expected the columns of the table in {file.address!r}, found: {err}") from err
+            except OSError as err:
+                raise DataFileUnreadable(
+                    f"expected {file.address!r}, which was listed, found {err}; try again"
+                ) from err
             made[_PARTITION] = Record(*_partition(metadata.schema(), file))
             return made
 
