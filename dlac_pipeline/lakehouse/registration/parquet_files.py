@@ -70,7 +70,7 @@ class Location:
             SpecInvalid: there is none, or their folders have different partition keys.
             DataFileUnreadable: the location cannot be listed.
         """
-        wild = WILD.search(self._path)
+        wild = None if self._exists(self._path) else WILD.search(self._path)
         root = self._path[: self._path.rfind("/", 0, wild.start())] if wild else self._path.rstrip("/")
         info = _listed(self.pattern, lambda: self._files.get_file_info(root))
         everything = FileSelector(root, recursive=True)
