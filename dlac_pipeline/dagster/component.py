@@ -41,6 +41,38 @@ _KIND = "dlac"
 _STAGE = "dlac/stage"
 
 
+_JOB_FILE = """\
+# Every setting: docs/reference/settings.md
+
+run = "{run}"
+
+[source]
+table = "namespace.table"   # the Iceberg table to train on
+columns = ["x"]             # its columns, as tensors of a batch
+
+[order]
+batch_size = 128            # global: over all ranks
+passes = 1
+
+[checkpoint]
+every_steps = 100
+
+[launch]
+script = "train.py"         # calls dlac_pipeline.training_run()
+world_size = 1
+"""
+
+
+class TrainingRunScaffolder(dg.Scaffolder):
+    """Makes the files of a training run for `dg scaffold defs`: defs.yaml and a job file to complete."""
+
+    def scaffold(self, request: dg.ScaffoldRequest) -> None:
+        """Write the files."""
+        dg.scaffold_component(request, {"spec_file": "job.toml"})
+        (request.target_path / "job.toml").write_text(_JOB_FILE.format(run=request.target_path.name))
+
+
+@dg.scaffold_with(TrainingRunScaffolder)
 class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
     """One training run: the assets `plans/<run>` and `models/<run>` with checks, from its job spec.
 
@@ -60,7 +92,7 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
     kinds: Sequence[str] = Field(default=("pytorch",), description="Kinds of the model, beside dlac.")
     tags: Mapping[str, str] = Field(default={}, description="Tags of the assets.")
     pool: str = Field(default=POOL, description="Pool whose limit is the number of trainers at one time.")
-    automation_condition: Injected[dg.AutomationCondition] | None = Field(
+    automation_condition: Injected[dg.AutomationCondition[Any]] | None = Field(
         default=None,
         description="When to plan and train, such as '{{ automation_condition.eager() }}'. Unset: by hand.",
     )
@@ -204,7 +236,7 @@ class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
             from dlac_pipeline.lakehouse.iceberg.connect import connect
 
             lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
-            current = lakehouse.load_table(self.table).current_snapshot()
+            current = lakehouse.load(self.table).current_snapshot()
             return dg.DataVersion("empty" if current is None else str(current.snapshot_id))
 
         asset = dg.observable_source_asset(

@@ -80,7 +80,7 @@ HEARTBEAT = "dlac_heartbeat"
 """Key of the resource that the assets of training runs share."""
 
 
-@dg.resource(description="Heartbeat of the process of a Dagster run that trains.")  # type: ignore[untyped-decorator]
+@dg.resource(description="Heartbeat of the process of a Dagster run that trains.")
 def heartbeat_resource(context: dg.InitResourceContext) -> Iterator[Heartbeat]:
     """Yield the heartbeat while the Dagster run uses the resource."""
     assert context.instance is not None

@@ -126,8 +126,10 @@ def _keys_of(instance: dg.DagsterInstance, run: dg.DagsterRun, kind: dg.DagsterE
 
 def _trained_asset(key: dg.AssetKey, run: dg.DagsterRun) -> Trained:
     step = key.to_python_identifier()
-    config = run.run_config.get("ops", {}).get(step, {}).get("config") or {}
-    overrides = dict(config.get("overrides") or {})
+    written: Any = run.run_config
+    for name in ("ops", step, "config", "overrides"):
+        written = written.get(name) if isinstance(written, Mapping) else None
+    overrides = dict(written) if isinstance(written, Mapping) else {}
     return Trained(
         name=key.path[1],
         key=key,

@@ -229,7 +229,7 @@ def test_preempted_cancelled_run_is_recovered(instance: dg.DagsterInstance, aren
     by_machine = dagster_run(
         instance, spec, dg.DagsterRunStatus.CANCELED, **{PREEMPTED_TAG.replace("/", "__"): "SIGTERM"}
     )
-    answers = []
+    answers: list[Any] = []
     for run in (by_person, by_machine):
         event = instance.report_run_canceled(run)
         answers.append(sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, run)))

@@ -121,7 +121,11 @@ def _specs(job: TrainingJob) -> "Iterator[tuple[str, Callable[[], JobSpec]]]":
         yield from ((key.path[1], partial(read, {})) for key, read in training_runs().items())
         return
     for path in job_files(job_folder()):
-        yield path.name, lambda path=path: read_spec(path).resolved(home_folder())
+        yield path.name, partial(_read_file, path)
+
+
+def _read_file(path: Path) -> JobSpec:
+    return read_spec(path).resolved(home_folder())
 
 
 def job_folder() -> Path:
