@@ -81,16 +81,12 @@ def incidents(
         Ledger(lakehouse).head_rows(run)  # raises if there is no such run
     found = recoveries_of(lakehouse, run)
     if as_json:
-        ui.show_json([_facts_of(each) for each in found])
+        ui.show_json([{**asdict(each), "down_s": each.down_s, "recovered_s": each.recovered_s} for each in found])
         return
     if not found:
         ui.show_lines(fold(f"no incident of {'any run' if run is None else f'run {run}'}", ui.OUT.width))
     for index, each in enumerate(found):
         ui.show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), ui.OUT.width)])
-
-
-def _facts_of(recovery: "Recovery") -> dict[str, object]:
-    return {**asdict(recovery), "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
 
 
 def describe_incident(recovery: "Recovery") -> dict[str, str | None]:

@@ -214,7 +214,8 @@ class Membership:
         return Offer(
             host=socket.gethostname(),
             address=address,
-            interface=_chosen_interface(self._launch) or interface_of(address),
+            interface=(self._launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, ""))
+            or interface_of(address),
             config=self._config,
             ranks=_ranks_here(self._launch),
             attempt=attempt,
@@ -244,10 +245,6 @@ def _quiet_import() -> Iterator[None]:
         yield
     finally:
         del os.environ[_LOG_LEVEL]  # it is not for the ranks
-
-
-def _chosen_interface(launch: LaunchSpec) -> str:
-    return launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, "")
 
 
 def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:

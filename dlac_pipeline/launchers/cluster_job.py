@@ -135,7 +135,7 @@ class ClusterJob:
         if state is not None:
             self._unknown_since = None
             return state
-        now, position = time.monotonic(), self._position()
+        now, position = time.monotonic(), self._query(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
         if self._unknown_since is None and self._ending_since is None:
             self._warn(f"expected {self._scheduler.name} to know job {job}, found no such job: it is asked again")
         if self._unknown_since is None or self._unknown_since[1] != position:
@@ -251,10 +251,6 @@ class ClusterJob:
 
     def _is_finished(self) -> bool:
         return bool(self._query(lambda ledger: ledger.state(self._request.spec.run).finished))
-
-    def _position(self) -> int | None:
-        """Number of the run's last row. None: the ledger cannot be asked."""
-        return self._query(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
 
     def _head_step(self) -> int | None:
         """Step of the last checkpoint. None: the ledger cannot be asked."""

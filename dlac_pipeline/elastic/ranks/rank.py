@@ -182,10 +182,6 @@ def _as_script_invalid(err: BaseException, script: str) -> BaseException:
     )
 
 
-def _reason_file() -> Path:
-    return reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"]))
-
-
 def leave_reason(err: BaseException) -> None:
     """Overwrite the reserved blanks, or an earlier record: this exception may be that the disk is full.
 
@@ -201,17 +197,14 @@ def leave_reason(err: BaseException) -> None:
     reason = {
         "kind": "" if exits else error_kind(err),
         "message": "" if exits else mask_secrets(text_of(err))[: _RESERVED_BYTES // 8],
-        "detail": {"status": _status_of(err)} if isinstance(err, SystemExit) else _mask_detail(err),
+        "detail": {"status": _status_of(err)}
+        if isinstance(err, SystemExit)
+        else mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr))),
         "at": time.time(),
         **describe_exception(err),
     }
-    with _reason_file().open("r+b") as stream:
+    with reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
-
-
-def _mask_detail(err: BaseException) -> Any:
-    """Return the detail of an exception as plain JSON values without secrets."""
-    return mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
 
 
 def _status_of(err: SystemExit) -> int:

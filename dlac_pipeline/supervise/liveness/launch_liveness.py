@@ -60,7 +60,7 @@ def liveness_of(rows: list[LedgerRow], attempt: int) -> LaunchLiveness:
     if not claim.attempt:
         return LaunchLiveness(host="", local="", here=False, lock_held=False, silent_s=float("inf"))
     written = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and isinstance(row, _ITS_OWN)]
-    steps = _steps_at(claim.launch_folder)
+    steps = [progress.at for progress in read_heartbeats(Path(claim.launch_folder))] if claim.launch_folder else []
     host, local = claim.host, claim.local
     here = host == socket.gethostname()
     return LaunchLiveness(
@@ -88,8 +88,3 @@ def is_lock_held(lock: Path) -> bool:
         except psutil.AccessDenied:
             return True  # a process of another user, which cannot be inspected, is not fenced off
     return False
-
-
-def _steps_at(folder: str) -> list[float]:
-    """Return the moment of each rank's last heartbeat, if the launch folder can be seen from this node."""
-    return [progress.at for progress in read_heartbeats(Path(folder))] if folder else []
