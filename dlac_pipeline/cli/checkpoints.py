@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.audit.wording import TableColumn, format_age, format_bytes
+from dlac_pipeline.audit.wording import format_age, format_bytes, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
@@ -27,17 +27,8 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
     if as_json:
         ui.show_json([asdict(each) for each in listed])
         return
-    columns = (
-        TableColumn(name="step", right=True),
-        TableColumn(name="state"),
-        TableColumn(name="committed"),
-        TableColumn(name="size", right=True),
-        TableColumn(name="attempt", right=True),
-        TableColumn(name="tiers"),
-        TableColumn(name="verified"),
-        TableColumn(name="checkpoint", long=True),
-        TableColumn(name="tags", long=True),
-    )
+    names = ("step", "state", "committed", "size", "attempt", "tiers", "verified", "checkpoint", "tags")
+    columns = table_columns(names, right=("step", "size", "attempt"), long=("checkpoint", "tags"))
     ui.show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.audit.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
+from dlac_pipeline.audit.wording import fold, format_count, format_duration, lay_out_facts, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.spec_problems import MOST_STEPS
@@ -47,12 +47,7 @@ def rehearse(
     if as_json:
         ui.show_json(done.to_json())
     else:
-        columns = (
-            TableColumn(name="step", right=True),
-            TableColumn(name="recorded"),
-            TableColumn(name="replayed"),
-            TableColumn(name="verdict"),
-        )
+        columns = table_columns(("step", "recorded", "replayed", "verdict"), right=("step",))
         ui.show_table(columns, [_row_of_step(each) for each in done.steps], empty="no step was replayed")
         ui.show_text(done.summary())
     if not done.identical:

@@ -304,8 +304,10 @@ class NodeHeartbeat:
         self._publish_record()
         if not self._slot:
             return
-        if self._slot > self._lease["slots"]:
-            self._restore_slots()
+        if self._slot > self._lease["slots"]:  # a stranger may have deleted the last slot
+            found = self._store.read("slots")
+            if found.message is None or found.message["last"] < self._slot:
+                self._store.replace("slots", found, {"last": self._slot, "by": self._id})
         if self.leads:
             self._lead(lease)
         elif self._may_lead(lease):
@@ -455,12 +457,6 @@ class NodeHeartbeat:
             if found.message == wanted:
                 self._slot, self._wrote_at = slot, records.later_number(0) - int(1000 * self._launch.node_timeout_s)
                 return
-
-    def _restore_slots(self) -> None:
-        """Write the last slot again, unless its record knows of this node: a stranger may have deleted it."""
-        found = self._store.read("slots")
-        if found.message is None or found.message["last"] < self._slot:
-            self._store.replace("slots", found, {"last": self._slot, "by": self._id})
 
     def _last_slot(self, found: Sealed) -> int:
         """Return the last slot. A stranger may have deleted its record, or written an old one again."""

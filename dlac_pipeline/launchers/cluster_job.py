@@ -126,7 +126,10 @@ class ClusterJob:
             elif self._is_given_up(job, failed):
                 break
             self._read_logs(job)
-            self._pause()
+            if self._ending_since is not None:
+                time.sleep(min(self._look_s, 1.0))  # Kubernetes drops the log with the pod
+            else:
+                self._stop.wait(self._look_s)
         return state.name
 
     def _look(self, job: str, last: JobState) -> JobState:
@@ -212,12 +215,6 @@ class ClusterJob:
             pieces = self._scheduler.read(job)
         for log, piece in pieces:
             self._events.read(log, piece)
-
-    def _pause(self) -> None:
-        if self._ending_since is not None:
-            time.sleep(min(self._look_s, 1.0))  # Kubernetes drops the log with the pod
-        else:
-            self._stop.wait(self._look_s)
 
     def _warn(self, message: str) -> None:
         self._report({"event": "warning", "message": message})

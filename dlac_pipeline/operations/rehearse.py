@@ -123,23 +123,16 @@ def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
 
 
 def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> ResumePoint:
-    manifest, row = restored.manifest, chosen.checkpoint
-    return ResumePoint(
+    before = leg_of(chosen.rows, chosen.checkpoint.checkpoint_id)
+    point = ResumePoint(
         attempt=chosen.successor.attempt,
         nonce=new_nonce(),
         replaces=0,
         leg=leg.to_json(),
-        leg_is_new=leg.index != leg_of(chosen.rows, manifest.checkpoint_id).index,
-        step=manifest.step,
-        checkpoint_id=manifest.checkpoint_id,
-        folder=str(restored.folder),
-        manifest_uri=row.manifest_uri,
-        manifest_digest=row.manifest_digest,
-        world_size=manifest.world_size,
-        engine=manifest.engine,
-        reader_state=manifest.reader_state,
+        leg_is_new=leg.index != before.index,
         rehearses_until=last,
     )
+    return point.after(restored, chosen.checkpoint)
 
 
 def _compared(

@@ -66,7 +66,7 @@ def replay(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
 
 def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -> None:
     failures = ranks.failures()
-    silent = hang_detector.find_hang(ranks)
+    silent = hang_detector.find_hang(ranks.heartbeats())
     if not failures and silent is None:
         return
     cause = first_cause(failures) if failures else silent

@@ -224,7 +224,7 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._monitor.find_hang(ranks)
+        hung = self._monitor.find_hang(ranks.heartbeats())
         if hung is not None:
             yield Observation.HANG_FOUND, hung
         drained_s = time.monotonic() - self._drains_since  # the wall clock may be set during the attempt

@@ -92,7 +92,11 @@ class FollowerAttempt:
     def _observe(self, ranks: RankGroup) -> Iterator[Observation]:
         """Yield what is observed now. The leader's verdict precedes all else."""
         if self._point is not None and self._machine.state is AttemptState.STARTING and ranks.is_started:
-            self._publish_start(self._point, ranks)
+            # Until now the ranks imported, and this node followed the leader.
+            event = {"event": "attempt", "attempt": self._point.attempt, "step": self._point.step, "pids": ranks.pids}
+            share = self._round.share
+            nodes = {"leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
+            self._publish({**event, **nodes})
             yield Observation.TRAINING_BEGAN
         if self._round.announced(VERDICT) is not None:
             yield Observation.VERDICT_RECEIVED
@@ -144,13 +148,6 @@ class FollowerAttempt:
         self._point = point = ResumePoint(**announced)
         self._attempt = point.attempt
         write_resume_point(self._folder, json.dumps(announced))
-
-    def _publish_start(self, point: ResumePoint, ranks: RankGroup) -> None:
-        """Report the attempt once its ranks have started. Until then the ranks import, and this node follows the leader."""
-        event = {"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids}
-        share = self._round.share
-        nodes = {"leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
-        self._publish({**event, **nodes})
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""

@@ -136,7 +136,11 @@ def _forget_shadowed(folder: Path) -> None:
 def _run(script: str) -> int:
     """Run the script and return its exit status. The reason of a failure is recorded."""
     try:
-        _serve_group_store()
+        # PyTorch would listen at every address. A new Python that is the only rank does not import it for that.
+        if os.environ["RANK"] == "0" and (os.environ["WORLD_SIZE"] != "1" or "torch" in sys.modules):
+            from dlac_pipeline.elastic.ranks.process_group import serve_group_store
+
+            serve_group_store()
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         leave_reason(ended)
@@ -157,17 +161,6 @@ def _print_to_log(text: str) -> None:
     with suppress(OSError):  # the log may be on the disk that is full
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
-
-
-def _serve_group_store() -> None:
-    """Serve the store of the process group before the script may do so: PyTorch would listen at every address.
-
-    A new Python that is the only rank does not import PyTorch for that ahead of its script.
-    """
-    if os.environ["RANK"] == "0" and (os.environ["WORLD_SIZE"] != "1" or "torch" in sys.modules):
-        from dlac_pipeline.elastic.ranks.process_group import serve_group_store
-
-        serve_group_store()
 
 
 def _as_script_invalid(err: BaseException, script: str) -> BaseException:
@@ -197,14 +190,17 @@ def leave_reason(err: BaseException) -> None:
     reason = {
         "kind": "" if exits else error_kind(err),
         "message": "" if exits else mask_secrets(text_of(err))[: _RESERVED_BYTES // 8],
-        "detail": {"status": _status_of(err)}
-        if isinstance(err, SystemExit)
-        else mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr))),
+        "detail": {"status": _status_of(err)} if isinstance(err, SystemExit) else _mask_detail(err),
         "at": time.time(),
         **describe_exception(err),
     }
     with reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
+
+
+def _mask_detail(err: BaseException) -> Any:
+    """Return the detail of an exception as plain JSON values without secrets."""
+    return mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
 
 
 def _status_of(err: SystemExit) -> int:
