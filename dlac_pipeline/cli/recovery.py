@@ -15,7 +15,7 @@ from dlac_pipeline.spec.spec_problems import MOST_STEPS
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-    from dlac_pipeline.operations.rehearsal import RehearsedStep
+    from dlac_pipeline.operations.rehearse import RehearsedStep
 
 app = typer.Typer()
 
