@@ -111,7 +111,7 @@ def rendezvous(
     Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
     """
     from dlac_pipeline.elastic.endpoint import serve_rendezvous
-    from dlac_pipeline.launchers.signals import on_signals
+    from dlac_pipeline.launchers.orchestrator import on_signals
 
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
@@ -158,8 +158,8 @@ def recover(
 
 
 def _launch(request: Request) -> None:
+    from dlac_pipeline.launchers.orchestrator import on_ending_signals, on_signals
     from dlac_pipeline.launchers.protocol import launcher_for
-    from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
 
     run = request.spec.run
     with TrainingDisplay(ui.OUT, run) as display:

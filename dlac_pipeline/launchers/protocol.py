@@ -32,7 +32,7 @@ class Launcher(Protocol):
         """
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`launchers/signals.py`)."""
+        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`launchers/orchestrator.py`)."""
 
     def leave(self) -> None:
         """Ask this node alone to leave. The run continues if enough others are left."""

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, FinishRow
 from dlac_pipeline.supervise.claims import to_replace
-from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.launch_liveness import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervision import Supervision
 

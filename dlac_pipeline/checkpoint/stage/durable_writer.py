@@ -102,7 +102,8 @@ class DurableWriter:
     def _make_durable(self, path: Path, name: str) -> None:
         if self._copied:
             with self.phases.of("upload"):
-                return self._tiers.put(path, self._name, name)
+                self._tiers.put(path, self._name, name)
+            return
         with self.phases.of("sync"):
             fsync_path(path)
             fsync_path(path.parent)
