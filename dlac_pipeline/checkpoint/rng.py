@@ -21,15 +21,10 @@ def save_rng(folder: Path, rank: int, write: Write) -> None:
     """Save Python's, NumPy's and PyTorch's generators of this rank, those of its accelerators included."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))
     state = {
         "python": [version, list(internal), gauss],
-        "numpy": [
-            str(name),
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": [str(name), numpy_keys, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         "cuda": [],  # expected by DLAC 0.1, whichever accelerator there is
         **_accelerator_states(),

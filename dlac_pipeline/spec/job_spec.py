@@ -242,15 +242,12 @@ class CheckpointSpec(spec_problems.Section):
     keep_steps: list[Annotated[int, Field(ge=0, le=spec_problems.MOST_STEPS)]] = Field(default_factory=list)
     """Steps whose checkpoints are also kept."""
 
-    @field_validator("store")
+    @field_validator("store", "local")
     @classmethod
-    def _is_an_address(cls, store: str) -> str:
-        return checked_address(store) if store else store
-
-    @field_validator("local")
-    @classmethod
-    def _is_a_folder(cls, local: str) -> str:
-        return checked_address(local, known=()) if local else local
+    def _is_a_place(cls, place: str, info: ValidationInfo) -> str:
+        if not place:
+            return place
+        return checked_address(place, known=()) if info.field_name == "local" else checked_address(place)
 
     @model_validator(mode="after")
     def _one_way(self) -> CheckpointSpec:

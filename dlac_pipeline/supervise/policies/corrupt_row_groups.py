@@ -25,9 +25,10 @@ def damaged_row_group(plans: Plans, spec: JobSpec, leg: Leg, path: str, row_grou
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         for plan_id in mine.start.live_plan_ids:
             plan = plans.load(plan_id, table=source.table)
-            unit = _unit_of(plan, path, row_group)
-            if unit is None:
+            places = plan.units.places()
+            if (path, row_group) not in places:
                 continue
+            unit = places.index((path, row_group))
             decoder = open_decoder(plans.lakehouse.load(source.table), mine, [plan.row.snapshot_id])
             reason = _problem(decoder, plan, unit)
             if reason is None or not _store_answers(decoder, plan, path):
@@ -38,23 +39,10 @@ def damaged_row_group(plans: Plans, spec: JobSpec, leg: Leg, path: str, row_grou
     return None
 
 
-def _unit_of(plan: Plan, path: str, row_group: int) -> int | None:
-    places = zip(plan.units.file.tolist(), plan.units.row_group.tolist(), strict=True)
-    return next(
-        (
-            unit
-            for unit, (file, group) in enumerate(places)
-            if (plan.units.file_paths[file], group) == (path, row_group)
-        ),
-        None,
-    )
-
-
 def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
     """Return why a unit does not decode, or None if it decodes."""
-    units = plan.units
     try:
-        decoder.row_group(units.file_paths[int(units.file[unit])], int(units.row_group[unit]), int(units.rows[unit]))
+        decoder.row_group(*plan.units.place(unit), int(plan.units.rows[unit]))
     except DataFileUnreadable as err:
         return str(err)
     return None

@@ -134,8 +134,7 @@ def rows_in_hand(
     order = leg.order(units)
     found: dict[tuple[str, int], set[int]] = {}
     for table, unit, row in _of_counted(order, step) if order.counted else _of_streamed(order, step, folder):
-        place = (table.file_paths[int(table.file[unit])], int(table.row_group[unit]))
-        found.setdefault(place, set()).add(int(table.first_row[unit]) + row)
+        found.setdefault(table.place(unit), set()).add(int(table.first_row[unit]) + row)
     return tuple(
         Unreadable(path=path, row_group=group, reason=reason, positions=tuple(sorted(rows)))
         for (path, group), rows in sorted(found.items())
