@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from dlac_pipeline.audit.wording import format_age, format_bytes, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
-
-if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.listing import ListedCheckpoint
 
 app = typer.Typer()
 
@@ -30,21 +27,21 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
         return
     names = ("step", "state", "committed", "size", "attempt", "tiers", "verified", "checkpoint", "tags")
     columns = table_columns(names, right=("step", "size", "attempt"), long=("checkpoint", "tags"))
-    ui.show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
-
-
-def _row_of(listed: "ListedCheckpoint") -> tuple[str, ...]:
-    return (
-        f"{listed.step:,}",
-        listed.state,
-        format_age(listed.committed_at),
-        format_bytes(listed.bytes),
-        f"{listed.attempt:,}",
-        " ".join(listed.tiers),
-        format_age(listed.verified_at),
-        listed.checkpoint_id,
-        ", ".join(listed.names),
-    )
+    rows = [
+        (
+            f"{each.step:,}",
+            each.state,
+            format_age(each.committed_at),
+            format_bytes(each.bytes),
+            f"{each.attempt:,}",
+            " ".join(each.tiers),
+            format_age(each.verified_at),
+            each.checkpoint_id,
+            ", ".join(each.names),
+        )
+        for each in listed
+    ]
+    ui.show_table(columns, rows, empty=f"run {run} has no checkpoint yet")
 
 
 @app.command("name", hidden=True)  # the name of version 0.1
@@ -58,9 +55,8 @@ def tag(
 ) -> None:
     """Tag a checkpoint. Retention keeps it until the tag is removed, with any job spec."""
     from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
-    checkpoint_id = name_checkpoint(Ledger(ui.lakehouse_of(spec, home)), run, name, step=step)
+    checkpoint_id = name_checkpoint(ui.ledger_of(spec, home), run, name, step=step)
     ui.show_text(f"checkpoint {checkpoint_id} is tagged {name}")
 
 
@@ -74,9 +70,8 @@ def untag(
 ) -> None:
     """Remove a tag from a checkpoint. Retention then treats the checkpoint as any other."""
     from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
-    checkpoint_id = unname_checkpoint(Ledger(ui.lakehouse_of(spec, home)), run, name)
+    checkpoint_id = unname_checkpoint(ui.ledger_of(spec, home), run, name)
     ui.show_text(f"checkpoint {checkpoint_id} is not tagged {name} any more")
 
 
@@ -96,16 +91,15 @@ def verify(
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.ledger.commits import record_verified
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     problems: dict[str, str | None] = {}
-    lakehouse, files = ui.lakehouse_of(spec, home), None
+    ledger, files = ui.ledger_of(spec, home), None
     with suppress(NoSuchJobSpec):  # launched from another node: the addresses in the lakehouse suffice
-        files = tiers_of(ui.spec_of_run(run, spec, home, lakehouse=lakehouse)).files
+        files = tiers_of(ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse)).files
     with ui.steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         verdicts = verify_checkpoints(
-            lakehouse,
+            ledger.lakehouse,
             run,
             step,
             files=files,
@@ -117,7 +111,7 @@ def verify(
                 ui.show_text(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}")
         finally:  # verdicts before an outage of the store are recorded
             if problems:
-                record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))
+                record_verified(ledger, run, problems, verification=token_hex(8))
     if any(problems.values()):
         raise typer.Exit(1)
 
@@ -139,12 +133,11 @@ def adopt(
     DCP's own index is a pickle, which can run code. Adopt only checkpoints that you trust.
     """
     from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
-    from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.operations.adopt import adopt_checkpoint
 
     job = ui.resolved(spec, home)
     found = foreign_checkpoint(folder, tag=tag)
-    checkpoint_id = adopt_checkpoint(connect(job.lakehouse), job, found)
+    checkpoint_id = adopt_checkpoint(ui.lakehouse_of(spec, home, create=True), job, found)
     ui.show_text(f"run {job.run} begins with checkpoint {checkpoint_id}, adopted from {found.origin}")
 
 

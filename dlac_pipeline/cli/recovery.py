@@ -68,13 +68,12 @@ def incidents(
     as_json: ui.AsJson = False,
 ) -> None:
     """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome."""
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 
-    lakehouse = ui.lakehouse_of(spec, home)
+    ledger = ui.ledger_of(spec, home)
     if run is not None:
-        Ledger(lakehouse).head_rows(run)  # raises if there is no such run
-    found = recoveries_of(lakehouse, run)
+        ledger.head_rows(run)  # raises if there is no such run
+    found = recoveries_of(ledger.lakehouse, run)
     if as_json:
         ui.show_json([{**asdict(each), "down_s": each.down_s, "recovered_s": each.recovered_s} for each in found])
         return

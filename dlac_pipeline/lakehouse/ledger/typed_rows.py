@@ -430,20 +430,28 @@ DEFAULTS: dict[type[LedgerRow], dict[str, Any]] = {
 
 
 @cache
-def columns_of(kind: type[LedgerRow]) -> dict[str, str]:
-    """Return column -> field, of those columns that are fields of a class."""
+def _columns() -> dict[type[LedgerRow], dict[str, str]]:
     # It takes long to import, and `dlac --help` needs no row.
     from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
 
     names = {column: _FIELDS.get(column, column) for column in CONSUMPTION.column_names}
-    return {column: name for column, name in names.items() if name in DEFAULTS[kind]}
+    return {kind: {each: names[each] for each in names if names[each] in DEFAULTS[kind]} for kind in DEFAULTS}
 
 
 @cache
+def _details() -> dict[type[LedgerRow], dict[str, Any]]:
+    kept = {kind: columns.values() for kind, columns in _columns().items()}
+    return {kind: {each: DEFAULTS[kind][each] for each in DEFAULTS[kind] if each not in kept[kind]} for kind in kept}
+
+
+def columns_of(kind: type[LedgerRow]) -> dict[str, str]:
+    """Return column -> field, of those columns that are fields of a class."""
+    return _columns()[kind]
+
+
 def details_of(kind: type[LedgerRow]) -> dict[str, Any]:
     """Return field -> its default value, of the fields that `detail` has."""
-    kept = columns_of(kind).values()
-    return {name: default for name, default in DEFAULTS[kind].items() if name not in kept}
+    return _details()[kind]
 
 
 def _take(kind: type[LedgerRow], detail: dict[str, Any]) -> dict[str, Any]:
