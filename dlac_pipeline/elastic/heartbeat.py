@@ -513,7 +513,7 @@ class NodeHeartbeat:
         )
         plan = RoundPlan.form(members, number=records.later_number(lease["round"]), port=free_port())
         self._published = {}
-        self._publish(records.name_of_plan(plan.number, self._slot), plan.message())
+        self._publish(records.name_of_plan(plan.number, self._slot), asdict(plan))
         records.publish_parts(self._store, plan, formed_by=self._slot)
         return {**state, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 

@@ -103,7 +103,8 @@ class Membership:
             SpecInvalid: another node would train something else.
         """
         if self._endpoint is None:
-            ranks = _ranks_alone(self._launch, self._batch_size)
+            launch = self._launch
+            ranks = usable_ranks(self._batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
             return Round(Share(world_size=ranks, ranks=ranks, port=free_port()))
         from dlac_pipeline.elastic.endpoint import in_time
 
@@ -245,10 +246,6 @@ def _quiet_import() -> Iterator[None]:
         yield
     finally:
         del os.environ[_LOG_LEVEL]  # it is not for the ranks
-
-
-def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:
-    return usable_ranks(batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
 
 
 def _ranks_here(launch: LaunchSpec) -> int:

@@ -155,6 +155,7 @@ def rehearse_run(
         restored_at = time.monotonic()
         count = MOST_STEPS if steps is None else steps
         last = min(int(chosen.successor.step), restored.manifest.step + count)
+        digest = restored.manifest.config_digest
         leg = leg_of(chosen.rows, chosen.successor.checkpoint_id)
         point = _resume_point(chosen, restored, leg, last)
         replayed = replay(spec_in_sandbox(spec, leg, chosen.successor, folder), folder, point)
@@ -166,7 +167,7 @@ def rehearse_run(
             attempt=chosen.successor.attempt,
             world_size=chosen.successor.world_size,
             script=spec.launch.script,
-            config_changed=_changed(spec, restored.manifest.config_digest),
+            config_changed=config_digest(spec) != digest if digest else None,
             steps=tuple(_compared(lakehouse, chosen, restored.manifest.step, last, replayed)),
             restore_s=restored_at - started,
             replay_s=time.monotonic() - restored_at,
@@ -243,10 +244,6 @@ def _skipped_steps(lakehouse: Lakehouse, successor: CheckpointRow) -> set[int]:
     rows = Ledger(lakehouse).rows(successor.run, kinds=(AdvanceRow,))
     mine = [row for row in rows if row.checkpoint_id == successor.checkpoint_id and not row.applied]
     return {step for row in mine for step in range(row.first_step, row.last_step + 1)}
-
-
-def _changed(spec: JobSpec, digest: str) -> bool | None:
-    return None if not digest else config_digest(spec) != digest
 
 
 def _at(losses: Sequence[float], index: int) -> float | None:

@@ -6,9 +6,11 @@ In: the resume point from the leader. Out: the leader's verdict, or this node's 
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
@@ -41,21 +43,10 @@ class AttemptVerdict:
     attempt: int = 0
     step: int = 0
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the verdict as a message for the other nodes."""
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "AttemptVerdict":
-        """Return the verdict of a message."""
-        restart, error = message["restart"], message["error"]
-        return cls(
-            ending=message["ending"],
-            restart=None if restart is None else Failure(**restart),
-            error=None if error is None else (error[0], error[1]),
-            attempt=message["attempt"],
-            step=message["step"],
-        )
+        """Return the verdict that `asdict` made a message of."""
+        return TypeAdapter(cls).validate_python(message)
 
 
 class FollowerAttempt:

@@ -16,8 +16,7 @@ from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
 from dlac_pipeline.supervise.incident import write_given_up
-from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
-from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
+from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_group, rows_in_hand
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import Supervision
 
