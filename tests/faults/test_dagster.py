@@ -11,7 +11,7 @@ import yaml
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.assets.training import POOL
-from dlac_pipeline.dagster.component import build_runs_of
+from dlac_pipeline.dagster.components.training_run import build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.dagster.sensors.continual import FOLDER
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
