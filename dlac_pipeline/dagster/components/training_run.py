@@ -167,7 +167,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
     found = []
     for path in job_files(folder):
         try:
-            found.append(TrainingRun(spec_file=str(path), **attributes).build_in(folder))
+            found.append(TrainingRun(spec_file=path.name, **attributes).build_in(folder))
         except SpecInvalid as err:
             _log.error("%s defines no training run: %s", path, err)
     return dg.Definitions.merge(*found)
