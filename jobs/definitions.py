@@ -11,7 +11,7 @@ from assets.training import model_checkpoint, pinned_snapshot, work_plan
 from catalog import PROFILE
 from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
 from dlac_pipeline.dagster.assets.rehearsal import rehearsal_identical
-from dlac_pipeline.dagster.component import build_runs_of
+from dlac_pipeline.dagster.components.training_run import build_runs_of
 from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
 from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from dlac_pipeline.dagster.maintenance.verify import verify_job

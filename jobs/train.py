@@ -5,7 +5,7 @@ import dagster as dg
 from assets.sources import corpus, tokens
 from assets.training import model_checkpoint, pinned_snapshot, work_plan
 from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
-from dlac_pipeline.dagster.component import build_runs_job
+from dlac_pipeline.dagster.components.training_run import build_runs_job
 from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, build_new_snapshot_sensor
 from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
 from dlac_pipeline.dagster.training_runs import NOT_RETRIED, RECOVER_JOB, TRAIN_JOB

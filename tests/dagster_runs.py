@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import psutil
+import yaml
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster.components.training_run import build_runs_of
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.heartbeat import beats_of
+from dlac_pipeline.dagster.sensors.continual import FOLDER
 from dlac_pipeline.dagster.sensors.recovery import recovery_of
-from dlac_pipeline.dagster.training_runs import trained_by
+from dlac_pipeline.dagster.training_runs import model_key, plan_key, trained_by
 from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from jobs.definitions import defs
@@ -21,6 +25,21 @@ from tests.conftest import Arena, wait_until
 def job_config(spec: JobSpec) -> dict[str, Any]:
     """Return the run configuration of a training run."""
     return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
+
+
+def write_job_file(spec: JobSpec, home: Path) -> None:
+    """Write the job file of a training run, for which the code location of `home` defines assets."""
+    (home / FOLDER).mkdir(exist_ok=True)
+    settings = spec.model_dump(mode="json", exclude_none=True)
+    (home / FOLDER / f"{spec.run}.yaml").write_text(yaml.safe_dump(settings))
+
+
+def materialize_run(dagster: LocalDagster, run: str) -> str:
+    """Submit a Dagster run that plans and trains a run with a job file, as *Materialize* does. Return its id."""
+    runs = build_runs_of(dagster.home / FOLDER)
+    defs = dg.Definitions.merge(runs, dg.Definitions(executor=dg.in_process_executor))
+    with dagster.instance() as instance:
+        return dagster.materialize(instance, defs, [plan_key(run), model_key(run)])
 
 
 def dagster_run(

@@ -7,19 +7,25 @@ from collections.abc import Iterator
 
 import dagster as dg
 import pytest
-import yaml
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.assets.training import POOL
-from dlac_pipeline.dagster.component import build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
-from dlac_pipeline.dagster.sensors.continual import FOLDER
-from dlac_pipeline.dagster.training_runs import model_key, plan_key
+from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import events_of, have_ended, job_config, runs_that_recover, sensor_ticks, wait_for_step
+from tests.dagster_runs import (
+    events_of,
+    have_ended,
+    job_config,
+    materialize_run,
+    runs_that_recover,
+    sensor_ticks,
+    wait_for_step,
+    write_job_file,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 STEPS = 50
@@ -33,17 +39,10 @@ def defined_run(campaign: Arena) -> JobSpec:
 @pytest.fixture(scope="module")
 def dagster(campaign: Arena) -> Iterator[LocalDagster]:
     """A daemon whose code location has an asset for a job file, on the campaign's lakehouse."""
-    (campaign.home / FOLDER).mkdir()
-    settings = defined_run(campaign).model_dump(mode="json", exclude_none=True)
-    (campaign.home / FOLDER / "dagster-dagster.yaml").write_text(yaml.safe_dump(settings))
+    write_job_file(defined_run(campaign), campaign.home)
     local_dagster = LocalDagster(campaign.home)
     with local_dagster.running():
         yield local_dagster
-
-
-def definitions(campaign: Arena) -> dg.Definitions:
-    """Return the assets of the job files, as the code location defines them."""
-    return dg.Definitions.merge(build_runs_of(campaign.home / FOLDER), dg.Definitions(executor=dg.in_process_executor))
 
 
 def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
@@ -55,8 +54,7 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
         instance.event_log_storage.set_concurrency_slots(POOL, 1)
     spec = defined_run(campaign)
     live = LiveRun(spec.checkpoint.store, spec.run)
-    with dagster.instance() as instance:
-        run_id = dagster.materialize(instance, definitions(campaign), [plan_key(spec.run), model_key(spec.run)])
+    run_id = materialize_run(dagster, spec.run)
     wait_for_step(live, dagster, run_id, 15)
     supervisor = live.supervisor()
     assert supervisor is not None

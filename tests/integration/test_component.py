@@ -123,6 +123,9 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
     done = job.execute_in_process(instance=instance, run_config=request.run_config, tags=request.tags)
     assert done.success
     assert [row.step for row in arena.lineage("dead")][:2] == [5, 10]
+    events = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
+    links = [each.dagster_event.engine_event_data.metadata for each in events if each.dagster_event]
+    assert [link["recovery"].value for link in links if "recovery" in link] == [done.run_id]
     assert audit_run(arena.lakehouse, "dead").exact
 
 

@@ -211,3 +211,7 @@ class Clock:
     def time(self) -> float:
         """Seconds since the epoch, as this node has them."""
         return time.time() + self._ahead_s
+
+    def monotonic(self) -> float:
+        """Seconds since this node started."""
+        return time.monotonic()

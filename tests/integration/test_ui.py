@@ -13,7 +13,7 @@ import pytest
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.browser import Page, browsing
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import job_config, sensor_ticks, wait_for_step
+from tests.dagster_runs import materialize_run, sensor_ticks, wait_for_step, write_job_file
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Dagster's own libraries warn of each other
@@ -21,17 +21,19 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium (Debian's package of that name)"),
 ]
 CHECKS = ("no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable")
-MODEL = "/assets/model_checkpoint"
+MODEL = "/assets/models/healed"
 
 
 @pytest.fixture(scope="module")
 def dagster(campaign: Arena) -> Iterator[LocalDagster]:
-    """A daemon on a lakehouse with a training run that was killed twice and has finished."""
+    """A daemon with two training runs as assets: one was killed twice and has finished, the other has not begun."""
+    spec = campaign.spec("healed", pause_s=0.05)
+    for each in (spec, campaign.spec("live", pause_s=1.0)):
+        write_job_file(each, campaign.home)
     made = LocalDagster(campaign.home)
     with made.running():
-        spec = campaign.spec("healed", pause_s=0.05)
         live = LiveRun(spec.checkpoint.store, spec.run)
-        run_id = made.launch("train_job", job_config(spec))
+        run_id = materialize_run(made, spec.run)
         wait_for_step(live, made, run_id, 40)
         assert live.kill_rank(1)
         wait_for_step(live, made, run_id, 70)
@@ -49,7 +51,7 @@ def test_person_finds_every_page(campaign: Arena, dagster: LocalDagster, tmp_pat
     with dagster.webserver() as address, browsing(address, tmp_path / "profile") as page:
         walk_finished(page, pictures)
         spec = campaign.spec("live", pause_s=1.0)
-        run_id = dagster.launch("train_job", job_config(spec))
+        run_id = materialize_run(dagster, spec.run)
         wait_for_step(LiveRun(spec.checkpoint.store, spec.run), dagster, run_id, 12)
         page.open(f"/runs/{run_id}")
         page.wait_for("Started", "Terminate", "ASSET_OBSERVATI")
@@ -63,10 +65,10 @@ def test_person_finds_every_page(campaign: Arena, dagster: LocalDagster, tmp_pat
 def walk_finished(page: Page, pictures: Path) -> None:
     """The pages of what has ended."""
     page.open("/locations/__repository__@dlac/asset-groups/training")
-    page.wait_for("tokens", "pinned_snapshot", "work_plan", "model_checkpoint", "4 / 5 Passed")
+    page.wait_for("healed", "live", "4 / 4 Passed")
     page.picture(pictures / "graph.png", height=620)
     page.open(MODEL)
-    page.wait_for("One committed checkpoint", "ml-platform", "healed", "incidents", "last_checkpoints")
+    page.wait_for("One model of training run", "ml-platform", "healed", "incidents", "last_checkpoints")
     page.picture(pictures / "asset.png", height=1300)
     for index, name in enumerate(("loss", "coverage", "cost")):
         page.click("[Show Markdown]", nth=index)

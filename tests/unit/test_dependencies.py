@@ -22,6 +22,7 @@ _PRIVATE = re.compile(r"_[^_]")
 PRIVATE_NAMES = {
     "dagster": {
         "_instance",
+        "dagster._core.events.EngineEventData",
         "dagster._core.remote_origin.RemoteJobOrigin",
         "dagster._core.remote_origin.RemoteRepositoryOrigin",
         "dagster._core.workspace.load.location_origins_from_yaml_paths",

@@ -1,10 +1,12 @@
 """The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import dagster as dg
+from dagster._core.events import EngineEventData
 from pydantic import Field, create_model
 
 from dlac_pipeline.dagster import failures
@@ -86,6 +88,7 @@ def _train(
         spec = job.job_spec()
     if context.run.tags.get(failures.RUN_TAG) != spec.run:
         context.instance.add_run_tags(context.run_id, {failures.RUN_TAG: spec.run})
+    _link_recovery(context, choices.recovers)
     planned = metadata_of_this_run(context, plan)
     request = Request(
         spec=spec,
@@ -104,6 +107,14 @@ def _train(
 
     with failures.as_failure(context):
         yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
+
+
+def _link_recovery(context: dg.AssetExecutionContext, recovered: str) -> None:
+    """Add a link to this Dagster run to the page of the one that it recovers, if it recovers one."""
+    with suppress(Exception):  # a link must not keep a run from its recovery
+        if dead := context.instance.get_run_by_id(recovered):
+            link = EngineEventData({"recovery": dg.MetadataValue.dagster_run(context.run_id)})
+            context.instance.report_engine_event(f"Recovered by run {context.run_id}", dead, link)
 
 
 def _stepped_aside(request: Request, last: Event) -> bool:

@@ -1,11 +1,4 @@
-"""Dagster components: a training run as assets, what recovers all of them, and an Iceberg table that others write.
-
-`defs.yaml` of a Dagster project names them, for example:
-
-    type: dlac_pipeline.dagster.TrainingRun
-    attributes:
-      spec_file: job.toml
-"""
+"""Component of a training run: its plan and its model as assets, from its job file."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +14,9 @@ from dlac_pipeline.dagster.assets.planning import build_run_plan
 from dlac_pipeline.dagster.assets.rehearsal import build_run_rehearsal
 from dlac_pipeline.dagster.assets.training import POOL, build_run_model
 from dlac_pipeline.dagster.failures import RUN_TAG
-from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
-from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
-from dlac_pipeline.dagster.maintenance.verify import verify_job
-from dlac_pipeline.dagster.resources import HEARTBEAT, DefinedJob, LakehouseResource, heartbeat_resource
-from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
-from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, job_files
-from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
+from dlac_pipeline.dagster.resources import HEARTBEAT, DefinedJob, heartbeat_resource
+from dlac_pipeline.dagster.sensors.continual import job_files
 from dlac_pipeline.dagster.training_runs import NOT_RETRIED, RUNS_JOB, define_training_run, model_key, plan_key
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
@@ -181,72 +167,10 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
     found = []
     for path in job_files(folder):
         try:
-            found.append(TrainingRun(spec_file=str(path), **attributes).build_in(folder))
+            found.append(TrainingRun(spec_file=path.name, **attributes).build_in(folder))
         except SpecInvalid as err:
             _log.error("%s defines no training run: %s", path, err)
     return dg.Definitions.merge(*found)
-
-
-class Recovery(dg.Component, dg.Model, dg.Resolvable):
-    """Recovery of all training runs of a code location, alerts about them, and maintenance of their lakehouse.
-
-    A code location has one.
-    """
-
-    lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
-    continual_cron: str = Field(default="*/15 * * * *", description="When runs that follow appends are looked at.")
-    maintenance: Mapping[str, str] = Field(
-        default={"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"},
-        description="Cron schedules of the maintenance jobs by name. All schedules are off until you turn them on.",
-    )
-
-    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Return jobs, schedules and sensors."""
-        jobs = {job.name: job for job in (upkeep_job, verify_job, rehearse_job)}
-        schedules = [
-            dg.ScheduleDefinition(name=f"{name}_schedule", job=jobs[name], cron_schedule=cron)
-            for name, cron in self.maintenance.items()
-        ]
-        runs_job = build_runs_job()
-        return dg.Definitions(
-            jobs=[runs_job, *jobs.values()],
-            schedules=[*schedules, build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
-            sensors=[
-                build_recovery_sensor(runs_job),
-                build_preemption_sensor(runs_job),
-                lost_run_sensor,
-                *dlac_alerts(),
-            ],
-            resources={"lakehouse": LakehouseResource(**self.lakehouse)},
-        )
-
-
-class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
-    """A source table that other programs write, as an observed asset. Its data version is the current snapshot."""
-
-    table: str = Field(description="Name of the table, as namespace.table.")
-    lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
-    group_name: str = Field(default="sources", description="Group of the asset.")
-
-    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Return the asset, and the sensor that observes it each minute."""
-        key = dg.AssetKey(self.table.split("."))
-
-        def observe() -> dg.DataVersion:
-            from dlac_pipeline.lakehouse.iceberg.connect import connect
-
-            lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
-            current = lakehouse.load(self.table).current_snapshot()
-            return dg.DataVersion("empty" if current is None else str(current.snapshot_id))
-
-        asset = dg.observable_source_asset(
-            key=key,
-            group_name=self.group_name,
-            description=f"One row per row of the Iceberg table {self.table}. Its data version is the snapshot.",
-            automation_condition=dg.AutomationCondition.cron_tick_passed("* * * * *")
-            & ~dg.AutomationCondition.in_progress(),
-        )(observe)
-        return dg.Definitions(assets=[asset])
 
 
 def build_runs_job() -> Any:

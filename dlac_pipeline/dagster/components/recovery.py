@@ -1,0 +1,51 @@
+"""Component that recovers all training runs of a code location, and maintains their lakehouse."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+from pydantic import Field
+
+from dlac_pipeline.dagster.components.training_run import build_runs_job
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.resources import LakehouseResource
+from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
+from dlac_pipeline.dagster.sensors.continual import build_continual_schedule
+from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
+from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
+
+
+class Recovery(dg.Component, dg.Model, dg.Resolvable):
+    """Recovery of all training runs of a code location, alerts about them, and maintenance of their lakehouse.
+
+    A code location has one.
+    """
+
+    lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
+    continual_cron: str = Field(default="*/15 * * * *", description="When runs that follow appends are looked at.")
+    maintenance: Mapping[str, str] = Field(
+        default={"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"},
+        description="Cron schedules of the maintenance jobs by name. All schedules are off until you turn them on.",
+    )
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """Return jobs, schedules and sensors."""
+        jobs = {job.name: job for job in (upkeep_job, verify_job, rehearse_job)}
+        schedules = [
+            dg.ScheduleDefinition(name=f"{name}_schedule", job=jobs[name], cron_schedule=cron)
+            for name, cron in self.maintenance.items()
+        ]
+        runs_job = build_runs_job()
+        return dg.Definitions(
+            jobs=[runs_job, *jobs.values()],
+            schedules=[*schedules, build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
+            sensors=[
+                build_recovery_sensor(runs_job),
+                build_preemption_sensor(runs_job),
+                lost_run_sensor,
+                *dlac_alerts(),
+            ],
+            resources={"lakehouse": LakehouseResource(**self.lakehouse)},
+        )
