@@ -19,10 +19,15 @@ def rng_file(folder: Path, rank: int) -> Path:
 
 
 def save_rng(folder: Path, rank: int, write: Write) -> None:
-    """Save Python's, NumPy's and PyTorch's generators of this rank, those of its accelerators included."""
+    """Save the generators of this rank."""
+    write(rng_file(folder, rank), rng_state())
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of Python's, NumPy's and PyTorch's generators, those of the accelerators included."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
+    return {
         "python": [version, list(internal), gauss],
         "numpy": [
             str(name),
@@ -35,7 +40,6 @@ def save_rng(folder: Path, rank: int, write: Write) -> None:
         "cuda": [],  # expected by DLAC 0.1, whichever accelerator there is
         **_accelerator_states(),
     }
-    write(rng_file(folder, rank), state)
 
 
 def load_rng(folder: Path, rank: int) -> None:
@@ -44,7 +48,11 @@ def load_rng(folder: Path, rank: int) -> None:
     Raises:
         CheckpointUnsafe: there is more in it than tensors and plain values.
     """
-    state = load_tensors(rng_file(folder, rank))
+    set_rng_state(load_tensors(rng_file(folder, rank)))
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set all generators to what `rng_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
