@@ -15,7 +15,7 @@ with dlac.training_run("job.toml") as run:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
     model, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
     run.restore(accelerator_files(accelerator, model))  # load_state of the last committed checkpoint, if one exists
-    total = 0.0
+    total = torch.tensor(0.0)
     for batch in run.loader(lambda batch: {"x": batch["x"], "y": batch["y"]}, micro_batches=2):
         with accelerator.accumulate(model):
             loss = torch.nn.functional.mse_loss(model(batch["x"][:, None])[:, 0], batch["y"])
@@ -26,5 +26,5 @@ with dlac.training_run("job.toml") as run:
         total += loss.detach() / 2
         if accelerator.sync_gradients:  # the optimizer step is done
             run.step_done(total)  # commits a checkpoint when one is due, which save_state writes
-            total = 0.0
+            total = torch.tensor(0.0)
             time.sleep(0.03)  # slow enough to be killed by hand

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -10,19 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from tests.conftest import wait_until
+from tests.conftest import PROGRAMS, wait_until
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
+_FOLDERS = (_EXAMPLES / "trainers", PROGRAMS)
 _BIN = Path(sys.executable).parent
 _STEPS = 125
 SCRIPTS = ("train_ddp.py", "train_huggingface.py", "train_accelerate.py", "train_lightning.py")
@@ -42,7 +42,7 @@ class Lake:
         """Start torchrun with a script, in a folder of the run."""
         folder = self.home / run
         folder.mkdir()
-        shutil.copy(_EXAMPLES / "trainers" / script, folder)
+        shutil.copy(next(each / script for each in _FOLDERS if (each / script).exists()), folder)
         job = (_EXAMPLES / "trainers" / "job.toml").read_text()
         (folder / "job.toml").write_text(job.replace('run = "points"', f'run = "{run}"'))
         command = [
@@ -68,25 +68,19 @@ class Lake:
         """Return the loss of each step that is committed."""
         return [loss for row in self.checkpoints(run) for loss in row.losses]
 
-    def facts(self, command: str, run: str) -> Any:
-        """Return the output of a command about a run."""
-        arguments = [str(_BIN / "dlac"), command, run, "--json"]
-        return json.loads(
-            subprocess.run(arguments, cwd=self.home, env=self.environment, capture_output=True, check=True).stdout
-        )
-
     def close(self) -> None:
         """End what still runs."""
         for process in self._started:
-            for each in (*_descendants(process), process):
-                each.kill()
+            for rank in _descendants(process):
+                rank.kill()
+            process.kill()
             process.wait()
 
 
-@pytest.fixture
-def lake(tmp_path: Path) -> Iterator[Lake]:
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
     """The examples' table in a folder."""
-    lake = Lake(tmp_path)
+    lake = Lake(tmp_path_factory.mktemp("trainers"))
     yield lake
     lake.close()
 
@@ -100,19 +94,20 @@ def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 def check_killed_run(lake: Lake, script: str, ranks: int) -> None:
     """Kill a rank after the second checkpoint. Compare the run with one that nothing disturbs."""
-    killed = lake.start(script, "killed", ranks)
-    wait_until(lambda: len(lake.checkpoints("killed")) >= 2 or killed.poll() is not None, what="two checkpoints")
+    run = f"{Path(script).stem}-{ranks}"
+    alone = f"{run}-alone"
+    killed = lake.start(script, run, ranks)
+    wait_until(lambda: len(lake.checkpoints(run)) >= 2 or killed.poll() is not None, what="two checkpoints")
     rank = next(each for each in _descendants(killed) if script in " ".join(each.cmdline()))
     rank.send_signal(signal.SIGKILL)
-    lake.finish(killed, "killed")
-    alone = lake.start(script, "alone", ranks)
-    lake.finish(alone, "alone")
-    assert len(lake.losses("killed")) == _STEPS
-    assert lake.losses("killed") == lake.losses("alone")
-    audit = lake.facts("audit", "killed")
-    assert (audit["exact"], audit["rows_consumed"]) == (True, 20_000)
-    assert [each.outcome for each in recoveries_of(lake.lakehouse, "killed")] == ["resumed"]
-    assert not recoveries_of(lake.lakehouse, "alone")
+    lake.finish(killed, run)
+    lake.finish(lake.start(script, alone, ranks), alone)
+    assert len(lake.losses(run)) == _STEPS
+    assert lake.losses(run) == lake.losses(alone)
+    audit = audit_run(lake.lakehouse, run)
+    assert (audit.exact, audit.rows_consumed) == (True, 20_000)
+    assert [each.outcome for each in recoveries_of(lake.lakehouse, run)] == ["resumed"]
+    assert not recoveries_of(lake.lakehouse, alone)
 
 
 def test_ddp_resumes_exactly_after_kill(lake: Lake) -> None:
@@ -127,7 +122,7 @@ def test_trainer_resumes_exactly_after_kill(lake: Lake, script: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("script", SCRIPTS[1:])
+@pytest.mark.parametrize("script", [*SCRIPTS[1:], "train_titan.py"])
 def test_trainer_ranks_resume_exactly_after_kill(lake: Lake, script: str) -> None:
     """Two ranks of each trainer."""
     check_killed_run(lake, script, ranks=2)
