@@ -1,8 +1,10 @@
 """The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed.
 
-with dlac_pipeline.training_run("job.toml") as run:
-    trainer = Trainer(model=model, args=TrainingArguments(..., max_steps=run.total_steps))
-    trainer.train(resume_from_checkpoint=attach(trainer, run, to_model))
+    with dlac_pipeline.training_run("job.toml") as run:
+        trainer = Trainer(model=model, args=TrainingArguments(..., max_steps=run.total_steps))
+        trainer.train(resume_from_checkpoint=attach(trainer, run, to_model))
+
+The Trainer keeps its loop and its format. A subclass of it stays as it is.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
+from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.training_run import TrainingRun

@@ -1,9 +1,11 @@
 """Lightning: the batches of a training run as a data module, and its checkpoints by a callback.
 
-with dlac_pipeline.training_run("job.toml") as run:
-    data, checkpoints = DlacDataModule(run, to_model), DlacCheckpoint(run, model)
-    trainer = Trainer(max_steps=run.total_steps, callbacks=[checkpoints], enable_checkpointing=False)
-    trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
+    with dlac_pipeline.training_run("job.toml") as run:
+        data, checkpoints = DlacDataModule(run, to_model), DlacCheckpoint(run, model)
+        trainer = Trainer(max_steps=run.total_steps, callbacks=[checkpoints], enable_checkpointing=False)
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
+
+A `ModelCheckpoint` of the user may save as well. Its files are not committed.
 """
 
 import signal
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
+from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.run_loader import RunLoader

@@ -1,10 +1,12 @@
 """torchtitan: the batches of a training run as its data loader, and its checkpoints as those of the run.
 
-with dlac_pipeline.training_run("job.toml") as run:
-config.dataloader = RunDataLoader(run, to_model)
-trainer = config.build()
-attach(trainer, run)
-trainer.train()
+    with dlac_pipeline.training_run("job.toml") as run:
+        config.dataloader = RunDataLoader(run, to_model)
+        trainer = config.build()
+        attach_run(trainer, run)
+        trainer.train()
+
+Nothing of torchtitan is imported: its trainer, its loader and its checkpoint manager are known by their methods.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
+from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.run_loader import RunLoader
@@ -49,7 +51,7 @@ class RunDataLoader:
         return run.loader(self._inputs, micro_batches=samples // local_batch_size)
 
 
-def attach(trainer: Any, run: TrainingRun) -> None:
+def attach_run(trainer: Any, run: TrainingRun) -> None:
     """Let a built trainer of torchtitan commit its checkpoints. Call it before `trainer.train()`."""
     checkpointer = RunCheckpointer(trainer.checkpointer, run, modules=trainer.model_parts)
     trainer.checkpointer = checkpointer

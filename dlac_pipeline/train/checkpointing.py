@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
-from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
+from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import rng_state, seed_rng, set_rng_state

@@ -52,7 +52,7 @@ class RunLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: run, leg, plans, and the last finished step."""
-        return {"format_version": 1, **self._identity(), "step": self._run.step}
+        return {"format_version": 1, **self._run.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that a state is the position from which the run resumes.
@@ -68,11 +68,6 @@ class RunLoader:
                 f"{ ({name: state.get(name) for name in differing})!r}: let the trainer load the checkpoint that the run resumes "
                 "from"
             )
-
-    def _identity(self) -> dict[str, Any]:
-        leg = self._run.leg
-        plans = [plan for source in leg.sources for plan in source.start.live_plan_ids]
-        return {"run": self._run.spec.run, "leg": leg.index, "plans": plans}
 
 
 def split(value: Any, parts: int) -> list[Any]:

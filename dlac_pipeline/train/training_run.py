@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
-from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -38,9 +36,7 @@ from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import open_attempt
 from dlac_pipeline.train.own_recovery import OwnRecoveries
 from dlac_pipeline.train.run_end import end_run, release_old_pins
-
-if TYPE_CHECKING:
-    from dlac_pipeline.train.run_loader import RunLoader
+from dlac_pipeline.train.run_loader import RunLoader
 
 
 @contextmanager
@@ -89,14 +85,14 @@ class TrainingRun:
         self.world_size = self._communicator.world_size
         self._policy = CheckpointPolicy(spec, self.rank, folder, self._events)
         held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
-        self._lakehouse = startup.open_lakehouse(spec, supervised=folder is not None)
+        self._plans = startup.open_plans(spec, supervised=folder is not None)
+        self._lakehouse = self._plans.lakehouse
         self._recoveries = OwnRecoveries(self._lakehouse, spec, self._events)
-        plans = Plans(self._lakehouse)
         if folder is None:
-            self._claim_itself(plans, takeover=takeover, held=held)
+            self._claim_itself(takeover=takeover, held=held)
         else:
             self.resume_point = startup.await_resume_point(folder)
-        self._attempt = open_attempt(spec, plans, self.resume_point, self._communicator)
+        self._attempt = open_attempt(spec, self._plans, self.resume_point, self._communicator)
         self._policy.resumed(self.resume_point, self._lakehouse)
         self._checkpointing = Checkpointing(
             spec, self._attempt, self._communicator, self._policy, self._heartbeat, self._events
@@ -105,11 +101,11 @@ class TrainingRun:
         self._due_reason: str | None = None
         self._over = False
 
-    def _claim_itself(self, plans: Plans, *, takeover: bool, held: ExitStack) -> None:
+    def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
         """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""
         began = time.time()
         self.resume_point = point = startup.claim_run(
-            plans, self.spec, self._communicator, takeover=takeover, held=held
+            self._plans, self.spec, self._communicator, takeover=takeover, held=held
         )
         with self._communicator.failing_together(doing="making the launch folder"):
             folder = startup.make_own_folder(self.spec, point.nonce)
@@ -135,9 +131,9 @@ class TrainingRun:
         return self._attempt.order.total_steps
 
     @property
-    def leg(self) -> Leg:
-        """The leg that this attempt trains."""
-        return self._attempt.leg
+    def position(self) -> dict[str, Any]:
+        """The last finished step, and what makes it comparable: run, leg and plans."""
+        return {"run": self.spec.run, **self._attempt.position()}
 
     @property
     def head(self) -> str | None:
@@ -235,14 +231,12 @@ class TrainingRun:
         *,
         micro_batches: int = 1,
         device: torch.device | str | int | None = None,
-    ) -> "RunLoader":
+    ) -> RunLoader:
         """Return the run's batches as the loader of a trainer with a loop of its own.
 
         `inputs` makes what the trainer takes of a batch, by default the batch itself. `micro_batches` is the number of parts
         in which a trainer that accumulates gradients gets each batch.
         """
-        from dlac_pipeline.train.run_loader import RunLoader
-
         return RunLoader(self, inputs, micro_batches=micro_batches, device=device)
 
     def reset_generators(self) -> None:

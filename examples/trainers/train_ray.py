@@ -34,6 +34,7 @@ if __name__ == "__main__":
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=2),
         run_config=RunConfig(
-            storage_path=str(Path("ray").resolve()), failure_config=FailureConfig(max_failures=-1, controller_failure_limit=-1)
+            storage_path=str(Path("ray").resolve()),
+            failure_config=FailureConfig(max_failures=-1, controller_failure_limit=-1),
         ),
     ).fit()

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -34,17 +34,25 @@ class Lake:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.environment = {**os.environ, "DLAC_HOME": str(home / ".dlac"), "OMP_NUM_THREADS": "1"}
-        self._started: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[bytes]] = []
         subprocess.run([sys.executable, _EXAMPLES / "quickstart" / "make_table.py"], cwd=home, check=True)
         self.lakehouse = connect(LakehouseConfig().at_home(home / ".dlac"))
 
-    def start(self, script: str, run: str, ranks: int) -> subprocess.Popen[bytes]:
-        """Start torchrun with a script, in a folder of the run."""
+    def prepare(self, script: str, run: str, changes: Mapping[str, str] | None = None) -> Path:
+        """Copy a script and its job spec into a new folder of the run. `changes` replace text of the spec."""
         folder = self.home / run
         folder.mkdir()
         shutil.copy(next(each / script for each in _FOLDERS if (each / script).exists()), folder)
         job = (_EXAMPLES / "trainers" / "job.toml").read_text()
-        (folder / "job.toml").write_text(job.replace('run = "points"', f'run = "{run}"'))
+        for old, new in {'run = "points"': f'run = "{run}"', **(changes or {})}.items():
+            assert old in job
+            job = job.replace(old, new)
+        (folder / "job.toml").write_text(job)
+        return folder
+
+    def start(self, script: str, run: str, ranks: int) -> subprocess.Popen[bytes]:
+        """Start torchrun with a script, in a folder of the run."""
+        folder = self.prepare(script, run)
         command = [
             *(str(_BIN / "torchrun"), "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=2"),
             *("--monitor-interval=0.2", "--rdzv-backend=dlac", f"--rdzv-id={run}", script),
@@ -53,7 +61,7 @@ class Lake:
             process = subprocess.Popen(
                 command, cwd=folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
-        self._started.append(process)
+        self.started.append(process)
         return process
 
     def finish(self, process: subprocess.Popen[bytes], run: str) -> None:
@@ -70,7 +78,7 @@ class Lake:
 
     def close(self) -> None:
         """End what still runs."""
-        for process in self._started:
+        for process in self.started:
             for rank in _descendants(process):
                 rank.kill()
             process.kill()

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
-from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
+from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.integrations import torchtitan as titan
 from dlac_pipeline.lakehouse.errors import Fenced, ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
@@ -270,7 +270,7 @@ def test_torchtitan_protocol_resumes_exactly(arena: Arena) -> None:
     for name, dies_at in (("killed", 12), ("killed", 0), ("alone", 0)):
         with suppress(KeyboardInterrupt), opened_run(arena, name, **_POINTS) as run:
             trainer = DyingTitan(run, dies_at)
-            titan.attach(trainer, run)
+            titan.attach_run(trainer, run)
             trainer.train()
     assert len(arena.losses("killed")) == 20
     assert arena.losses("killed") == arena.losses("alone")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 import dlac_pipeline as dlac
-from dlac_pipeline.integrations.torchtitan import RunDataLoader, attach
+from dlac_pipeline.integrations.torchtitan import RunDataLoader, attach_run
 
 
 class Optimizers:
@@ -123,6 +123,6 @@ class TitanLike:
 if __name__ == "__main__":
     with dlac.training_run("job.toml") as run:
         trainer = TitanLike(run)
-        attach(trainer, run)
+        attach_run(trainer, run)
         trainer.train()
         trainer.checkpointer.close()
