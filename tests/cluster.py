@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlac_pipeline.launchers.scheduler import JobState
+from dlac_pipeline.launchers.protocol import JobState
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.elastic.ranks.launch_folder import pid_file, progress_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
@@ -41,7 +42,8 @@ class StubStarter(RankStarter):
         return RankGroup(folder, processes, log_mb=0)
 
     def _start_stubs(self, ranks: range, folder: Path, processes: RankProcesses) -> Processes:
-        return {rank: _Stub(folder, rank, self._record) for rank in ranks}
+        stubs: dict[int, Any] = {rank: _Stub(folder, rank, self._record) for rank in ranks}
+        return stubs
 
 
 class _Stub:

@@ -24,8 +24,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, RetireRow
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import remove_orphans, run_upkeep
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 

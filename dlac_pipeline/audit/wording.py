@@ -81,6 +81,11 @@ class TableColumn:
     """True if its values get lines of their own where the table is wider than the terminal."""
 
 
+def table_columns(names: Sequence[str], *, right: Sequence[str] = (), long: Sequence[str] = ()) -> list[TableColumn]:
+    """Return columns by their names. `right` and `long` name those with these properties."""
+    return [TableColumn(name=name, right=name in right, long=name in long) for name in names]
+
+
 def lay_out_table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Lay a table out in `width` columns. Columns without any value are left out.
 

@@ -69,7 +69,21 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     for name, checkpoint_id in names_of(rows).items():
         named.setdefault(checkpoint_id, []).append(name)
     return [
-        _listed(row, claims[row.attempt], verified.get(each), named.get(each, []), states[each])
+        ListedCheckpoint(
+            run=row.run,
+            checkpoint_id=each,
+            step=row.step,
+            attempt=row.attempt,
+            committed_at=row.committed_at,
+            bytes=row.bytes,
+            state=states[each],
+            verified_at=verified.get(each),
+            names=named.get(each, []),
+            tiers=[] if states[each] == "retired" else _tiers_of(row, claims[row.attempt]),
+            folder=folder_uri(row.manifest_uri),
+            manifest_uri=row.manifest_uri,
+            manifest_digest=row.manifest_digest,
+        )
         for each, row in checkpoints.items()
     ]
 
@@ -131,36 +145,11 @@ def _verified(rows: list[typed_rows.LedgerRow]) -> dict[str, datetime]:
     return found
 
 
-def _listed(
-    row: typed_rows.CheckpointRow,
-    claim: typed_rows.ClaimRow,
-    verified_at: datetime | None,
-    names: list[str],
-    state: str,
-) -> ListedCheckpoint:
-    return ListedCheckpoint(
-        run=row.run,
-        checkpoint_id=row.checkpoint_id,
-        step=row.step,
-        attempt=row.attempt,
-        committed_at=row.committed_at,
-        bytes=row.bytes,
-        state=state,
-        verified_at=verified_at,
-        names=names,
-        tiers=[] if state == "retired" else ["local", "store"] if _has_copy(row, claim) else ["store"],
-        folder=folder_uri(row.manifest_uri),
-        manifest_uri=row.manifest_uri,
-        manifest_digest=row.manifest_digest,
-    )
-
-
-def _has_copy(row: typed_rows.CheckpointRow, claim: typed_rows.ClaimRow) -> bool:
-    """Return True if the copy that was made before the store's is still here."""
-    if not claim.local or claim.host != socket.gethostname():
-        return False
+def _tiers_of(row: typed_rows.CheckpointRow, claim: typed_rows.ClaimRow) -> list[str]:
+    """Return the places of a checkpoint's files. The copy that was made before the store's may still be here."""
     copy = Path(claim.local) / row.run / folder_name_of(row.manifest_uri) / MANIFEST
-    return bool(copy.is_file() and copy.resolve().as_uri() != row.manifest_uri)
+    is_here = claim.local and claim.host == socket.gethostname() and copy.is_file()
+    return ["local", "store"] if is_here and copy.resolve().as_uri() != row.manifest_uri else ["store"]
 
 
 def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:

@@ -1,7 +1,6 @@
 """The random number generators of a rank: part of the checkpoint, or derived from (seed, step, rank) where there is none."""
 
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,10 @@ def rng_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, those of the accelerators included."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))
     return {
         "python": [version, list(internal), gauss],
-        "numpy": [
-            str(name),
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": [str(name), numpy_keys, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         "cuda": [],  # expected by DLAC 0.1, whichever accelerator there is
         **_accelerator_states(),
@@ -58,7 +52,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    _set_accelerator_states(state)
+    devices, module = _accelerators()
+    # Fewer accelerators than saved are allowed. Those of another type keep their own state.
+    for device, generator in zip(devices, state.get(devices[0].type, []) if devices else [], strict=False):
+        module.set_rng_state(generator, device)
 
 
 def _accelerator_states() -> dict[str, list[torch.Tensor]]:
@@ -67,13 +64,6 @@ def _accelerator_states() -> dict[str, list[torch.Tensor]]:
     if not hasattr(module, "get_rng_state"):
         return {}
     return {devices[0].type: [module.get_rng_state(device) for device in devices]}
-
-
-def _set_accelerator_states(state: Mapping[str, Any]) -> None:
-    """Set the generators of the accelerators to the saved states of the same type. Fewer accelerators than saved are allowed."""
-    devices, module = _accelerators()
-    for device, generator in zip(devices, state.get(devices[0].type, []) if devices else [], strict=False):
-        module.set_rng_state(generator, device)
 
 
 def _accelerators() -> tuple[list[torch.device], Any]:

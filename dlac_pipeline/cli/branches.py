@@ -130,14 +130,13 @@ def fork(
     Model, optimizer and generators are the parent's. Data order, tables and all other settings are those of the job spec.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.operations.fork import fork_run
 
     if step is not None and checkpoint is not None:
         raise SpecInvalid(f"expected --step or --checkpoint, found {step!r} and {checkpoint!r}: name one checkpoint")
     read = ui.resolved(spec, home)
     job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
-    lakehouse = connect(job.lakehouse)
+    lakehouse = ui.lakehouse_of(spec, home, create=True)
     parent = _known_spec(lakehouse, run, None, home)
     done = fork_run(
         lakehouse,
@@ -172,13 +171,11 @@ def retire(
     from dlac_pipeline.checkpoint.commit.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.ledger.branches import retire_left
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 
-    lakehouse = ui.lakehouse_of(spec, home)
-    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    ledger = Ledger(lakehouse)
-    check_ledger(lakehouse, run)
+    ledger = ui.ledger_of(spec, home)
+    job = ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse)
+    check_ledger(ledger.lakehouse, run)
     gone = retire_left(ledger, run, checkpoint)
     Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
     for row in gone:

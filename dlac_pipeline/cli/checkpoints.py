@@ -1,19 +1,17 @@
-"""Checkpoints of a run: list, tag, verify."""
+"""Checkpoints of a run: list, tag, verify. And checkpoints from and for other programs: adopt, export, identify."""
 
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from dlac_pipeline.audit.wording import TableColumn, format_age, format_bytes
+from dlac_pipeline.audit.wording import format_age, format_bytes, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
-
-if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.listing import ListedCheckpoint
 
 app = typer.Typer()
 
@@ -27,32 +25,23 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
     if as_json:
         ui.show_json([asdict(each) for each in listed])
         return
-    columns = (
-        TableColumn(name="step", right=True),
-        TableColumn(name="state"),
-        TableColumn(name="committed"),
-        TableColumn(name="size", right=True),
-        TableColumn(name="attempt", right=True),
-        TableColumn(name="tiers"),
-        TableColumn(name="verified"),
-        TableColumn(name="checkpoint", long=True),
-        TableColumn(name="tags", long=True),
-    )
-    ui.show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
-
-
-def _row_of(listed: "ListedCheckpoint") -> tuple[str, ...]:
-    return (
-        f"{listed.step:,}",
-        listed.state,
-        format_age(listed.committed_at),
-        format_bytes(listed.bytes),
-        f"{listed.attempt:,}",
-        " ".join(listed.tiers),
-        format_age(listed.verified_at),
-        listed.checkpoint_id,
-        ", ".join(listed.names),
-    )
+    names = ("step", "state", "committed", "size", "attempt", "tiers", "verified", "checkpoint", "tags")
+    columns = table_columns(names, right=("step", "size", "attempt"), long=("checkpoint", "tags"))
+    rows = [
+        (
+            f"{each.step:,}",
+            each.state,
+            format_age(each.committed_at),
+            format_bytes(each.bytes),
+            f"{each.attempt:,}",
+            " ".join(each.tiers),
+            format_age(each.verified_at),
+            each.checkpoint_id,
+            ", ".join(each.names),
+        )
+        for each in listed
+    ]
+    ui.show_table(columns, rows, empty=f"run {run} has no checkpoint yet")
 
 
 @app.command("name", hidden=True)  # the name of version 0.1
@@ -66,9 +55,8 @@ def tag(
 ) -> None:
     """Tag a checkpoint. Retention keeps it until the tag is removed, with any job spec."""
     from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
-    checkpoint_id = name_checkpoint(Ledger(ui.lakehouse_of(spec, home)), run, name, step=step)
+    checkpoint_id = name_checkpoint(ui.ledger_of(spec, home), run, name, step=step)
     ui.show_text(f"checkpoint {checkpoint_id} is tagged {name}")
 
 
@@ -82,9 +70,8 @@ def untag(
 ) -> None:
     """Remove a tag from a checkpoint. Retention then treats the checkpoint as any other."""
     from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
-    checkpoint_id = unname_checkpoint(Ledger(ui.lakehouse_of(spec, home)), run, name)
+    checkpoint_id = unname_checkpoint(ui.ledger_of(spec, home), run, name)
     ui.show_text(f"checkpoint {checkpoint_id} is not tagged {name} any more")
 
 
@@ -104,16 +91,15 @@ def verify(
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.ledger.commits import record_verified
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     problems: dict[str, str | None] = {}
-    lakehouse, files = ui.lakehouse_of(spec, home), None
+    ledger, files = ui.ledger_of(spec, home), None
     with suppress(NoSuchJobSpec):  # launched from another node: the addresses in the lakehouse suffice
-        files = tiers_of(ui.spec_of_run(run, spec, home, lakehouse=lakehouse)).files
+        files = tiers_of(ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse)).files
     with ui.steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         verdicts = verify_checkpoints(
-            lakehouse,
+            ledger.lakehouse,
             run,
             step,
             files=files,
@@ -125,6 +111,71 @@ def verify(
                 ui.show_text(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}")
         finally:  # verdicts before an outage of the store are recorded
             if problems:
-                record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))
+                record_verified(ledger, run, problems, verification=token_hex(8))
     if any(problems.values()):
         raise typer.Exit(1)
+
+
+@ui.command(
+    app, ui.BRANCH, "dlac adopt job.toml /old/checkpoints", "dlac adopt job.toml /old/checkpoints --tag global_step400"
+)
+def adopt(
+    spec: ui.SpecFile,
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Folder of a checkpoint of DeepSpeed or torch.distributed.checkpoint.", exists=True),
+    ],
+    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag. Unset: the tag in its file `latest`.")] = None,
+    home: ui.Home = None,
+) -> None:
+    """Begin the spec's run from a checkpoint that DLAC did not write. Its consumption stays unknown.
+
+    DCP's own index is a pickle, which can run code. Adopt only checkpoints that you trust.
+    """
+    from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
+    from dlac_pipeline.operations.adopt import adopt_checkpoint
+
+    job = ui.resolved(spec, home)
+    found = foreign_checkpoint(folder, tag=tag)
+    checkpoint_id = adopt_checkpoint(ui.lakehouse_of(spec, home, create=True), job, found)
+    ui.show_text(f"run {job.run} begins with checkpoint {checkpoint_id}, adopted from {found.origin}")
+
+
+@ui.command(
+    app, ui.CHECKPOINTS, "dlac export my-run weights.safetensors", "dlac export my-run weights.safetensors --step 400"
+)
+def export(
+    run: ui.RunName,
+    out: Annotated[Path, typer.Argument(help="File to write, such as weights.safetensors.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    part: Annotated[
+        str, typer.Option(help="Part of the state that has the weights, by its name in the script.")
+    ] = "model",
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of the file."""
+    from dlac_pipeline.checkpoint.restore.export import export_weights
+    from dlac_pipeline.checkpoint.store import tiers_of
+
+    lakehouse = ui.lakehouse_of(spec, home)
+    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
+    ui.show_facts(asdict(export_weights(lakehouse, tiers_of(job), out, step=step, part=part)), as_json=as_json)
+
+
+@app.command("whose", hidden=True)  # the name of version 0.1
+@ui.command(app, ui.CHECKPOINTS, "dlac identify weights.safetensors")
+def identify(
+    file: Annotated[
+        Path,
+        typer.Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False),
+    ],
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
+    from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file
+
+    ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)

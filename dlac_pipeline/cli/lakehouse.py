@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.audit.wording import TableColumn, format_age, format_bytes, format_count
+from dlac_pipeline.audit.wording import format_age, format_bytes, format_count, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -56,7 +56,7 @@ def audit(
         return
     report = audit_run(lakehouse, run, checkpoint)
     if as_json:
-        sys.stdout.write(strict_json(report.to_json()) + "\n")
+        ui.show_json(report.to_json())
     else:
         ui.OUT.print(audit_table(report))
     if not report.exact:
@@ -164,17 +164,10 @@ def pins(
 
     found = pins_table(ui.lakehouse_of(spec, home), name)
     if as_json:
-        sys.stdout.write(strict_json([asdict(pin) for pin in found]) + "\n")
+        ui.show_json([asdict(pin) for pin in found])
         return
-    columns = (
-        TableColumn(name="table"),
-        TableColumn(name="snapshot", right=True),
-        TableColumn(name="made"),
-        TableColumn(name="pinned"),
-        TableColumn(name="holds back"),
-        TableColumn(name="needed by", long=True),
-        TableColumn(name="other runs", long=True),
-    )
+    names = ("table", "snapshot", "made", "pinned", "holds back", "needed by", "other runs")
+    columns = table_columns(names, right=("snapshot",), long=("needed by", "other runs"))
     ui.show_table(columns, [_row_of(pin) for pin in found], empty="no snapshot is pinned")
 
 
@@ -218,10 +211,10 @@ def upkeep(
 
     done = put_in_order(ui.lakehouse_of(spec, home), keep=keep)
     if as_json:
-        sys.stdout.write(strict_json([asdict(each) for each in done]) + "\n")
+        ui.show_json([asdict(each) for each in done])
         return
     names = ("files merged", "into", "snapshots expired", "files removed", "size")
-    columns = (TableColumn(name="table"), *(TableColumn(name=name, right=True) for name in names))
+    columns = table_columns(("table", *names), right=names)
     rows = []
     for each in done:
         name = f"{each.table} (busy)" if each.busy else each.table

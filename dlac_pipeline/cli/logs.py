@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dlac_pipeline.cli.display import Interrupted
-from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, lakehouse_of
+from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, ledger_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 
@@ -52,9 +52,7 @@ def logs(
 
     A log is bounded by launch.log_mb. Logs of the newest 50 attempts are kept.
     """
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-
-    ledger = Ledger(lakehouse_of(spec, home))
+    ledger = ledger_of(spec, home)
     rows = ledger.head_rows(run)
     shown = _attempt_of(rows, run, attempt)
     with suppress(KeyboardInterrupt, Interrupted):

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.text import Text
 
-from dlac_pipeline.cli import branches, checkpoints, exports, lakehouse, logs, recovery, runs, training
+from dlac_pipeline.cli import branches, checkpoints, lakehouse, logs, recovery, runs, training
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
@@ -32,7 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, runs, recovery, logs, checkpoints, exports, branches, lakehouse):
+for _part in (training, runs, recovery, logs, checkpoints, branches, lakehouse):
     app.add_typer(_part.app)
 
 
@@ -76,7 +76,9 @@ def main() -> None:
 
     Any other exception is a bug: its traceback goes into a file. Ctrl-C and a closed pipe are no errors.
     """
-    _spare_collections()
+    # To collect garbage took a third of the time of a command that only looks: seldom, and not at all on the way out.
+    gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
+    atexit.register(_leave_garbage)
     if sys.stdout is None:  # the parent process closed it, so there is no reader
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # stays open until this process ends
     try:
@@ -117,12 +119,6 @@ def _interruptible() -> Iterator[None]:
 
 def _raise_interrupted(*_: object) -> NoReturn:
     raise Interrupted
-
-
-def _spare_collections() -> None:
-    """Collect garbage seldom, and not at all on the way out: that took a third of the time of a command that only looks."""
-    gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
-    atexit.register(_leave_garbage)
 
 
 def _leave_garbage() -> None:

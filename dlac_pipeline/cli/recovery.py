@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.audit.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
+from dlac_pipeline.audit.wording import fold, format_count, format_duration, lay_out_facts, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.spec_problems import MOST_STEPS
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-    from dlac_pipeline.operations.rehearsal import RehearsedStep
+    from dlac_pipeline.operations.rehearse import RehearsedStep
 
 app = typer.Typer()
 
@@ -47,12 +47,7 @@ def rehearse(
     if as_json:
         ui.show_json(done.to_json())
     else:
-        columns = (
-            TableColumn(name="step", right=True),
-            TableColumn(name="recorded"),
-            TableColumn(name="replayed"),
-            TableColumn(name="verdict"),
-        )
+        columns = table_columns(("step", "recorded", "replayed", "verdict"), right=("step",))
         ui.show_table(columns, [_row_of_step(each) for each in done.steps], empty="no step was replayed")
         ui.show_text(done.summary())
     if not done.identical:
@@ -73,24 +68,19 @@ def incidents(
     as_json: ui.AsJson = False,
 ) -> None:
     """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome."""
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 
-    lakehouse = ui.lakehouse_of(spec, home)
+    ledger = ui.ledger_of(spec, home)
     if run is not None:
-        Ledger(lakehouse).head_rows(run)  # raises if there is no such run
-    found = recoveries_of(lakehouse, run)
+        ledger.head_rows(run)  # raises if there is no such run
+    found = recoveries_of(ledger.lakehouse, run)
     if as_json:
-        ui.show_json([_facts_of(each) for each in found])
+        ui.show_json([{**asdict(each), "down_s": each.down_s, "recovered_s": each.recovered_s} for each in found])
         return
     if not found:
         ui.show_lines(fold(f"no incident of {'any run' if run is None else f'run {run}'}", ui.OUT.width))
     for index, each in enumerate(found):
         ui.show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), ui.OUT.width)])
-
-
-def _facts_of(recovery: "Recovery") -> dict[str, object]:
-    return {**asdict(recovery), "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
 
 
 def describe_incident(recovery: "Recovery") -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlac_pipeline.audit.wording import TableColumn, format_age, lay_out_facts
+from dlac_pipeline.audit.wording import format_age, lay_out_facts, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import command_with, describe_status, watch_run
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
@@ -59,13 +59,8 @@ def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = 
     if as_json:
         ui.show_json(found)
         return
-    columns = (
-        TableColumn(name="run", long=True),
-        TableColumn(name="state"),
-        TableColumn(name="step", right=True),
-        TableColumn(name="checkpoint"),
-        TableColumn(name="attempts", right=True),
-    )
+    names = ("run", "state", "step", "checkpoint", "attempts")
+    columns = table_columns(names, right=("step", "attempts"), long=("run",))
     ui.show_table(columns, [_row_of_run(each) for each in found], empty="no run yet: `dlac train SPEC` starts one")
 
 

@@ -25,6 +25,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec, read_s
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 TRAIN, LOOK, RECOVER = "Train", "Look", "Recover"
@@ -114,6 +115,13 @@ def lakehouse_of(spec: Path | None, home: Path | None, *, create: bool = False) 
 
     embedded = LakehouseConfig().at_home(home or home_folder())
     return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=create)
+
+
+def ledger_of(spec: Path | None, home: Path | None) -> "Ledger":
+    """The ledger of a lakehouse, which must exist."""
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+
+    return Ledger(lakehouse_of(spec, home))
 
 
 def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None:

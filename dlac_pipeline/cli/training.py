@@ -22,7 +22,6 @@ app = typer.Typer()
 @ui.command(app, ui.TRAIN, "dlac plan job.toml", "dlac plan job.toml --json")
 def plan(spec: ui.SpecFile, home: ui.Home = None, as_json: ui.AsJson = False) -> None:
     """Pin the snapshot of the source table and write its work units to the lakehouse."""
-    from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.plan.legs.choice import plan_sources
 
     job = ui.resolved(spec, home)
@@ -32,7 +31,7 @@ def plan(spec: ui.SpecFile, home: ui.Home = None, as_json: ui.AsJson = False) ->
         def show(source: int, done: int, total: int) -> None:
             bar.update(tasks[source], completed=done, total=total)
 
-        plans = plan_sources(connect(job.lakehouse), job, progress=show)
+        plans = plan_sources(ui.lakehouse_of(spec, home, create=True), job, progress=show)
     for each in plans:
         ui.show_facts(_facts_of_plan(each.row), as_json=as_json)
 
@@ -111,7 +110,7 @@ def rendezvous(
     Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
     """
     from dlac_pipeline.elastic.endpoint import serve_rendezvous
-    from dlac_pipeline.launchers.signals import on_signals
+    from dlac_pipeline.launchers.orchestrator import on_signals
 
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
@@ -150,16 +149,14 @@ def recover(
     ] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger. Older launches that may be alive are fenced off."""
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-
-    lakehouse = ui.lakehouse_of(spec, home)
-    Ledger(lakehouse).head_rows(run)  # a typo is to begin nothing
-    _launch(Request(spec=ui.spec_of_run(run, spec, home, lakehouse=lakehouse), takeover=True, wait_s=wait_s))
+    ledger = ui.ledger_of(spec, home)
+    ledger.head_rows(run)  # a typo is to begin nothing
+    _launch(Request(spec=ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse), takeover=True, wait_s=wait_s))
 
 
 def _launch(request: Request) -> None:
+    from dlac_pipeline.launchers.orchestrator import on_ending_signals, on_signals
     from dlac_pipeline.launchers.protocol import launcher_for
-    from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
 
     run = request.spec.run
     with TrainingDisplay(ui.OUT, run) as display:

@@ -63,7 +63,12 @@ def start_server(spec: JobSpec) -> None:
         if is_alive() and (_RUNNING["for"] == wanted or len(_USERS) > 1):
             return
         _kill()
-        _prepare_files(spec)
+        log, problem = _files_of(spec)
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as stream:
+            if stream.tell() > _LOG_BYTES:
+                stream.truncate(0)
+        problem.unlink(missing_ok=True)
         multiprocessing.set_forkserver_preload(["dlac_pipeline.elastic.preload"])
         with held_signals():
             resource_tracker.ensure_running()  # it unblocks signals
@@ -109,15 +114,6 @@ def _preload_of(spec: JobSpec) -> dict[str, str | list[str]]:
         "folder": str(Path(spec.launch.script).parent),
         "modules": spec.launch.preload,
     }
-
-
-def _prepare_files(spec: JobSpec) -> None:
-    log, problem = _files_of(spec)
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as stream:
-        if stream.tell() > _LOG_BYTES:
-            stream.truncate(0)
-    problem.unlink(missing_ok=True)
 
 
 def _files_of(spec: JobSpec) -> tuple[Path, Path]:

@@ -304,8 +304,10 @@ class NodeHeartbeat:
         self._publish_record()
         if not self._slot:
             return
-        if self._slot > self._lease["slots"]:
-            self._restore_slots()
+        if self._slot > self._lease["slots"]:  # a stranger may have deleted the last slot
+            found = self._store.read("slots")
+            if found.message is None or found.message["last"] < self._slot:
+                self._store.replace("slots", found, {"last": self._slot, "by": self._id})
         if self.leads:
             self._lead(lease)
         elif self._may_lead(lease):
@@ -456,12 +458,6 @@ class NodeHeartbeat:
                 self._slot, self._wrote_at = slot, records.later_number(0) - int(1000 * self._launch.node_timeout_s)
                 return
 
-    def _restore_slots(self) -> None:
-        """Write the last slot again, unless its record knows of this node: a stranger may have deleted it."""
-        found = self._store.read("slots")
-        if found.message is None or found.message["last"] < self._slot:
-            self._store.replace("slots", found, {"last": self._slot, "by": self._id})
-
     def _last_slot(self, found: Sealed) -> int:
         """Return the last slot. A stranger may have deleted its record, or written an old one again."""
         return max(self._slot, int(self._lease["slots"]), 0 if found.message is None else int(found.message["last"]))
@@ -517,7 +513,7 @@ class NodeHeartbeat:
         )
         plan = RoundPlan.form(members, number=records.later_number(lease["round"]), port=free_port())
         self._published = {}
-        self._publish(records.name_of_plan(plan.number, self._slot), plan.message())
+        self._publish(records.name_of_plan(plan.number, self._slot), asdict(plan))
         records.publish_parts(self._store, plan, formed_by=self._slot)
         return {**state, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 

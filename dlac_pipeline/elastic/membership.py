@@ -103,7 +103,8 @@ class Membership:
             SpecInvalid: another node would train something else.
         """
         if self._endpoint is None:
-            ranks = _ranks_alone(self._launch, self._batch_size)
+            launch = self._launch
+            ranks = usable_ranks(self._batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
             return Round(Share(world_size=ranks, ranks=ranks, port=free_port()))
         from dlac_pipeline.elastic.endpoint import in_time
 
@@ -214,7 +215,8 @@ class Membership:
         return Offer(
             host=socket.gethostname(),
             address=address,
-            interface=_chosen_interface(self._launch) or interface_of(address),
+            interface=(self._launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, ""))
+            or interface_of(address),
             config=self._config,
             ranks=_ranks_here(self._launch),
             attempt=attempt,
@@ -244,14 +246,6 @@ def _quiet_import() -> Iterator[None]:
         yield
     finally:
         del os.environ[_LOG_LEVEL]  # it is not for the ranks
-
-
-def _chosen_interface(launch: LaunchSpec) -> str:
-    return launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, "")
-
-
-def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:
-    return usable_ranks(batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
 
 
 def _ranks_here(launch: LaunchSpec) -> int:

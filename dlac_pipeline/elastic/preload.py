@@ -28,7 +28,9 @@ _PR_SET_PDEATHSIG = 1
 def preload(wanted: dict[str, str | list[str]]) -> None:
     """Import what ranks need. The process ends, with its reason in a file, if that must not be forked."""
     setproctitle(str(wanted["title"]))
-    _print_into(str(wanted["log"]))
+    with open(str(wanted["log"]), "ab") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
     end_with_parent(signal.SIGKILL)  # an import may hang; afterwards the server ends with its last client
     problem = Path(str(wanted["problem"]))
     for name in _ALWAYS:
@@ -67,12 +69,6 @@ def _threads() -> list[str]:
             if int(task.name) != os.getpid() and name not in _FORKABLE_THREADS:
                 found.append(name)
     return found
-
-
-def _print_into(log: str) -> None:
-    with open(log, "ab") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
 
 
 def end_with_parent(number: int) -> None:

@@ -4,7 +4,7 @@ In: what the nodes offer. Out: the members of a round, the leader first, and how
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlac_pipeline.elastic.ranks.rank_share import Share
@@ -93,13 +93,9 @@ class RoundPlan:
             interface=member.offer.interface,
         )
 
-    def message(self) -> dict[str, Any]:
-        """Return the plan as JSON."""
-        return asdict(self)
-
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> "RoundPlan":
-        """Return the plan that `message()` made."""
+        """Return the plan that `asdict` made a message of."""
         members = tuple(Member(**{**member, "offer": Offer(**member["offer"])}) for member in message["members"])
         return cls(**{**message, "members": members})
 

@@ -5,7 +5,7 @@ written over that of the round before. A member whose part a stranger has overwr
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from dlac_pipeline.elastic.rank_assignment import RoundPlan
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore
@@ -51,7 +51,7 @@ def name_of_plan(number: int, formed_by: int) -> str:
 
 def publish_parts(store: SealedStore, plan: RoundPlan, *, formed_by: int) -> None:
     """Write the part of each member."""
-    parts = {f"member/{each.slot}": plan.part(each.place).message() for each in plan.members}
+    parts = {f"member/{each.slot}": asdict(plan.part(each.place)) for each in plan.members}
     store.publish_all({name: {**part, "formed_by": formed_by} for name, part in parts.items()})
 
 

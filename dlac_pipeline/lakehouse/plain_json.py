@@ -21,14 +21,10 @@ def finite(value: object, *, default: Callable[[Any], object] = str) -> object:
     if value is None or isinstance(value, str | int | bool):
         return value
     if isinstance(value, Mapping):
-        return {_key(key): finite(each, default=default) for key, each in value.items()}
+        return {key if isinstance(key, str) else str(key): finite(each, default=default) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [finite(each, default=default) for each in value]
     return finite(_plain(default(value)), default=default)
-
-
-def _key(key: object) -> str:
-    return key if isinstance(key, str) else str(key)
 
 
 def _plain(value: object) -> object:

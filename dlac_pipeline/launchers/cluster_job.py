@@ -4,11 +4,12 @@ The nodes recover without help (`launchers/node_process.py`). Their events come 
 lost. The ledger records whether the run is finished: a scheduler's "completed" only means that no process is left.
 """
 
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from dlac_pipeline.checkpoint.commit.local_copies import nodes_with_newest
@@ -17,18 +18,93 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.launchers.cluster_checks import store_in_doubt
-from dlac_pipeline.launchers.events import NodeEvents
-from dlac_pipeline.launchers.scheduler import JobState, Scheduler
+from dlac_pipeline.launchers.protocol import JobState, Scheduler
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.supervisor import Outcome
 
 Answer = TypeVar("Answer")
+_LAST = ("ended", "error")
 SILENT_S = 3600.0
 """Seconds until a scheduler that does not answer is given up: expired credentials are not renewed by waiting."""
 GONE_S = 60.0
 """Seconds for which a scheduler must not know a job before the job counts as ended."""
+
+
+@dataclass
+class _Log:
+    """One log: on Slurm all nodes write the same one, on Kubernetes each node has its own."""
+
+    start: str | None = None
+    nodes: int = 0
+    last_events: list[Event] = field(default_factory=list)
+    rest: str = ""
+    """The beginning of a line whose end is not written yet."""
+
+
+class NodeEvents:
+    """The events of all nodes of a job."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+        self._logs: dict[str, _Log] = {}
+        self._last_at = 0.0
+
+    def read(self, log: str, text: str) -> None:
+        """Report the events in the next piece of a log."""
+        place = self._logs.setdefault(log, _Log())
+        *lines, place.rest = (place.rest + text).split("\n")
+        for line in lines:
+            for event in events_in(line):
+                self._take(place, event)
+
+    def _take(self, log: _Log, event: Event) -> None:
+        if event["event"] == "node":
+            if event["start"] != log.start:
+                log.start, log.nodes, log.last_events = event["start"], 0, []
+            log.nodes += 1
+            return
+        log.nodes = max(log.nodes, 1)
+        if event["event"] in _LAST:
+            log.last_events.append(event)
+            self._last_at = time.monotonic()
+        else:
+            self._on_event(event)
+
+    @property
+    def last_events(self) -> list[Event]:
+        """The ends of nodes."""
+        return [event for log in self._logs.values() for event in log.last_events]
+
+    @property
+    def is_done(self) -> bool:
+        """True if a node reported that the run needs no more training."""
+        return any(event["event"] == "ended" and event["ending"] != "stopped" for event in self.last_events)
+
+    @property
+    def all_ended(self) -> bool:
+        """True if each node that reported anything has also reported its end."""
+        return all(len(log.last_events) >= log.nodes for log in self._logs.values())
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since a node reported its end."""
+        return time.monotonic() - self._last_at
+
+
+def events_in(line: str) -> Iterator[Event]:
+    """Yield the events of a line, which may begin with a time stamp or hold several events without a line break."""
+    decoder, at = json.JSONDecoder(), line.find("{")
+    while at >= 0:
+        try:
+            found, end = decoder.raw_decode(line, at)
+        except ValueError:
+            end = at + 1
+        else:
+            if isinstance(found, dict) and "event" in found:
+                yield found
+        at = line.find("{", end)
 
 
 class ClusterJob:
@@ -126,7 +202,10 @@ class ClusterJob:
             elif self._is_given_up(job, failed):
                 break
             self._read_logs(job)
-            self._pause()
+            if self._ending_since is not None:
+                time.sleep(min(self._look_s, 1.0))  # Kubernetes drops the log with the pod
+            else:
+                self._stop.wait(self._look_s)
         return state.name
 
     def _look(self, job: str, last: JobState) -> JobState:
@@ -135,7 +214,7 @@ class ClusterJob:
         if state is not None:
             self._unknown_since = None
             return state
-        now, position = time.monotonic(), self._position()
+        now, position = time.monotonic(), self._query(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
         if self._unknown_since is None and self._ending_since is None:
             self._warn(f"expected {self._scheduler.name} to know job {job}, found no such job: it is asked again")
         if self._unknown_since is None or self._unknown_since[1] != position:
@@ -213,12 +292,6 @@ class ClusterJob:
         for log, piece in pieces:
             self._events.read(log, piece)
 
-    def _pause(self) -> None:
-        if self._ending_since is not None:
-            time.sleep(min(self._look_s, 1.0))  # Kubernetes drops the log with the pod
-        else:
-            self._stop.wait(self._look_s)
-
     def _warn(self, message: str) -> None:
         self._report({"event": "warning", "message": message})
 
@@ -251,10 +324,6 @@ class ClusterJob:
 
     def _is_finished(self) -> bool:
         return bool(self._query(lambda ledger: ledger.state(self._request.spec.run).finished))
-
-    def _position(self) -> int | None:
-        """Number of the run's last row. None: the ledger cannot be asked."""
-        return self._query(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
 
     def _head_step(self) -> int | None:
         """Step of the last checkpoint. None: the ledger cannot be asked."""

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from dlac_pipeline.launchers.cluster_checks import NODE
-from dlac_pipeline.launchers.scheduler import ANSWER_S, JobState, job_name, leave_s, new_key
+from dlac_pipeline.launchers.protocol import ANSWER_S, JobState, job_name, leave_s, new_key
 from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.launch_request import Request, pack
 

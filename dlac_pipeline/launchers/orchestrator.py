@@ -1,14 +1,17 @@
-"""The orchestrator that started this process and holds its standard input and output: reports go to it, and its end is
-noticed.
+"""The orchestrator that started this process and holds its standard input and output: reports go to it, its end is noticed, and
+its signals are answered by a thread.
 """
 
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TextIO
 
+from dlac_pipeline.elastic.ranks.rank import ENDING_SIGNALS
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
@@ -67,3 +70,30 @@ def report(event: dict[str, Any]) -> None:
             stream.flush()
     except BrokenPipeError:  # no reader is left, which the end of standard input shows as well
         _EVENTS.append(open(os.devnull, "w"))  # noqa: SIM115 - stays open until the process ends
+
+
+def on_signals(numbers: Iterable[signal.Signals], answer: Callable[[], None]) -> None:
+    """Make a thread of this process call `answer` at each of these signals, once for several that arrive together.
+
+    A handler interrupts the main thread, which may wait for the event that the answer sets and hold the lock of that event. A
+    handler that took the lock would wait for itself. So it only writes a byte, which needs no lock.
+    """
+    read_end, write_end = os.pipe()  # no child process inherits them
+    os.set_blocking(write_end, False)
+
+    def answer_all() -> None:
+        while os.read(read_end, 4096):
+            answer()
+
+    def note(*_: object) -> None:
+        with suppress(BlockingIOError):  # the pipe is full, so the thread will answer
+            os.write(write_end, b"\0")
+
+    threading.Thread(target=answer_all, name="signals", daemon=True).start()
+    for number in numbers:
+        signal.signal(number, note)
+
+
+def on_ending_signals(leave: Callable[[], None]) -> None:
+    """Make this process, a launcher, call `leave` at each signal that ends a launch, except one that `nohup` ignores."""
+    on_signals([number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], leave)

@@ -1,10 +1,14 @@
-"""Launchers: they run a job to its end, on the target that `launch.on` names.
+"""Launchers: they run a job to its end, on the target that `launch.on` names. And their interface to the scheduler of a cluster.
 
 In: a request. Out: events, and the end of the run. Recovery happens beside the ranks, in the supervisor. The launcher of a
 cluster submits a job in which every node runs a supervisor, and follows it.
 """
 
-from collections.abc import Callable
+import math
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +24,69 @@ from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 if TYPE_CHECKING:
     from dlac_pipeline.launchers.cluster_job import ClusterJob
 
+UNFINISHED_EXIT_CODE = 3
+"""Exit status of a node that was asked to exit before the run was finished. Less than the status of every DlacError."""
+FIRST_NODE_VARIABLE = "DLAC_FIRST_NODE"
+"""Environment variable with the address of the node that serves the rendezvous."""
+KEY_FILE_VARIABLE = "DLAC_RENDEZVOUS_KEY_FILE"
+"""Environment variable that names a file with the secret of the rendezvous."""
+ANSWER_S = 60.0
+"""Seconds until a request to a scheduler counts as unanswered. The client has no limit of its own on a broken network."""
+_MARGIN_S = 10
+"""Seconds that a node gets in addition to the time its ranks have to leave."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobState:
+    """State of a job as its scheduler reports it."""
+
+    name: str
+    over: bool = False
+    """No process of the job is left, and the scheduler will start none."""
+    first_node_lost: bool = False
+    """Slurm: the node of the batch script is lost, so that nothing will ever end the job."""
+
+
+class Scheduler(Protocol):
+    """The client of a scheduler. Each method may raise whatever its commands or its library raise."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    def render(self, request: Request, near: Sequence[str] = ()) -> str:
+        """Return the job as text. Asks no cluster. `near`: preferred nodes."""
+
+    def submit(self, request: Request, near: Sequence[str]) -> str:
+        """Submit the job and return its id. It gets nodes of `near` where they are free: they hold the newest checkpoint."""
+
+    def state(self, job: str) -> JobState | None:
+        """Return the job's state. None: the scheduler answered, and knows no such job."""
+
+    def read(self, job: str) -> list[tuple[str, str]]:
+        """Return what the job's logs have gained since the last call: the name of each log, and a piece of text."""
+
+    def requeue(self, job: str) -> None:
+        """Have the job end and start again."""
+
+    def cancel(self, job: str) -> None:
+        """Have the job end: its nodes get SIGTERM, and time for a checkpoint."""
+
+
+def job_name(request: Request) -> str:
+    """Return the name of the job. Kubernetes allows 63 characters, with what JobSet appends."""
+    return f"dlac-{re.sub('[^a-z0-9]+', '-', request.spec.run.lower())}"[:30].rstrip("-")
+
+
+def leave_s(request: Request) -> int:
+    """Return the whole seconds from SIGTERM until a node is gone."""
+    return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
+
+
+def new_key() -> str:
+    """Return the secret that the nodes of one job share: they meet without the user's."""
+    return secrets.token_hex(32)
+
 
 class Launcher(Protocol):
     """Runs one request."""
@@ -32,7 +99,7 @@ class Launcher(Protocol):
         """
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`launchers/signals.py`)."""
+        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`launchers/orchestrator.py`)."""
 
     def leave(self) -> None:
         """Ask this node alone to leave. The run continues if enough others are left."""

@@ -9,9 +9,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
-from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, report
+from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, on_ending_signals, report
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
-from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claims import launcher_of
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter

@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
-from dlac_pipeline.launchers.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s, new_key
+from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s, new_key
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = {

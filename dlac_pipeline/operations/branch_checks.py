@@ -35,7 +35,11 @@ def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobS
             _check_history(table, mine, "read" if spec is None else spec.sources[index].on_overwrite)
         where = [each.where for each in wanted if each.source == index]
         for each in where:
-            _check_fits(table, mine, each)
+            schema = table.schemas()[mine.schema_id]
+            try:
+                parse_exclusion(each, schema, table)
+            except SpecInvalid as err:
+                raise SpecInvalid(f"{err}; columns of {mine.name!r} are {filter_names(schema)!r}") from err
         if where:
             _check_leaves_some(plans, table, mine, where, begins=begins, alone=len(leg.sources) == 1)
 
@@ -60,14 +64,6 @@ def _check_history(table: Table, mine: LegSource, on_overwrite: OnOverwrite) -> 
             table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=mine.identity_columns
         )
         known.check()
-
-
-def _check_fits(table: Table, mine: LegSource, where: str) -> None:
-    schema = table.schemas()[mine.schema_id]
-    try:
-        parse_exclusion(where, schema, table)
-    except SpecInvalid as err:
-        raise SpecInvalid(f"{err}; columns of {mine.name!r} are {filter_names(schema)!r}") from err
 
 
 def _check_leaves_some(

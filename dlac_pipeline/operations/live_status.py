@@ -168,7 +168,10 @@ class LiveStatus:
         mine = [row for row in self._advances if row.checkpoint_id in lineage]
         if not mine:
             return None
-        last = {source: max(row.pass_index for row in mine if row.source == source) for source in _sources(mine)}
+        last = {
+            source: max(row.pass_index for row in mine if row.source == source)
+            for source in {row.source for row in mine}
+        }
         current = [row for row in mine if row.pass_index == last[row.source]]
         plans = {(row.source, row.plan_id) for row in current}
         live = sum(max(self._live_rows_of(plan) for each, plan in plans if each == source) for source in last)
@@ -182,10 +185,6 @@ class LiveStatus:
             plan = find_plan(self._ledger.lakehouse, plan_id)
             self._live_rows[plan_id] = 0 if plan is None else plan.live_rows
         return self._live_rows[plan_id]
-
-
-def _sources(rows: list[AdvanceRow]) -> set[int]:
-    return {row.source for row in rows}
 
 
 def _state(standing: Standing, ranks: list[RankHeartbeat], now: float) -> str:

@@ -7,10 +7,11 @@ needs.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.checkpoint.training_config import config_digest
@@ -19,14 +20,99 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
-from dlac_pipeline.operations.rehearsal import Rehearsal, RehearsedStep
-from dlac_pipeline.operations.replay import replay, spec_in_sandbox
-from dlac_pipeline.operations.sandbox import sandbox
+from dlac_pipeline.operations.replay import replay, sandbox, spec_in_sandbox
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.claims import spec_of_attempt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedStep:
+    """One step: its record in production, and its result in the rehearsal."""
+
+    step: int
+    recorded: float | None
+    """Global loss, or None if the ledger has none."""
+    replayed: float | None
+    """Global loss of the rehearsal, or None if the script ended before the step."""
+    recorded_skipped: bool = False
+    """True if the engine did not apply the step in production."""
+    replayed_skipped: bool = False
+
+    @property
+    def compared(self) -> bool:
+        """True if a recorded loss exists for comparison."""
+        return self.recorded is not None
+
+    @property
+    def identical(self) -> bool:
+        """True if both losses are equal, bit for bit, and the step was applied in both or in neither."""
+        return (bits_of(self.recorded), self.recorded_skipped) == (bits_of(self.replayed), self.replayed_skipped)
+
+    @property
+    def difference(self) -> float | None:
+        """Replayed loss minus the recorded one, or None if one of them is missing."""
+        return None if self.recorded is None or self.replayed is None else self.replayed - self.recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """Result of a rehearsal."""
+
+    run: str
+    checkpoint_id: str
+    """The checkpoint that was restored."""
+    step: int
+    successor: str
+    """The committed checkpoint whose losses were compared."""
+    attempt: int
+    """The production attempt that took those steps."""
+    world_size: int
+    script: str
+    config_changed: bool | None
+    """True if spec, script or arguments differ from those that the checkpoint names. None if it names none."""
+    steps: tuple[RehearsedStep, ...]
+    restore_s: float
+    """Seconds to copy the checkpoint into the sandbox and to verify it."""
+    replay_s: float
+
+    @property
+    def compared(self) -> int:
+        """Steps that have a recorded loss."""
+        return sum(step.compared for step in self.steps)
+
+    @property
+    def differing(self) -> tuple[RehearsedStep, ...]:
+        """The compared steps whose losses differ, in order."""
+        return tuple(step for step in self.steps if step.compared and not step.identical)
+
+    @property
+    def identical(self) -> bool:
+        """True if steps were compared, and all of them are identical."""
+        return self.compared > 0 and not self.differing
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this rehearsal as plain data, with its verdict."""
+        differing = [{"step": step.step, "difference": step.difference} for step in self.differing]
+        return {**asdict(self), "identical": self.identical, "compared": self.compared, "differing": differing}
+
+    def summary(self) -> str:
+        """Return the verdict as one sentence."""
+        steps = f"steps {self.step + 1} to {self.steps[-1].step} after checkpoint {self.checkpoint_id!r}"
+        if self.identical:
+            return f"{steps} on {self.world_size} ranks: {self.compared} losses bit-identical"
+        first = self.differing[0]
+        found = "no loss: the script ended before" if first.replayed is None else f"{first.replayed!r}"
+        by = "" if first.difference is None else f", {first.difference:+.3e} away"
+        skipped = " (applied in one of them only)" if first.recorded_skipped != first.replayed_skipped else ""
+        changed = "; spec, script or arguments are not those of the checkpoint" if self.config_changed else ""
+        return (
+            f"{steps} on {self.world_size} ranks: {len(self.differing)} of {self.compared} losses differ, first in step "
+            f"{first.step}: expected {first.recorded!r}, found {found}{by}{skipped}{changed}"
+        )
+
 
 MOST_STEPS = 20
 """Number of steps unless the caller requests more."""
@@ -69,6 +155,7 @@ def rehearse_run(
         restored_at = time.monotonic()
         count = MOST_STEPS if steps is None else steps
         last = min(int(chosen.successor.step), restored.manifest.step + count)
+        digest = restored.manifest.config_digest
         leg = leg_of(chosen.rows, chosen.successor.checkpoint_id)
         point = _resume_point(chosen, restored, leg, last)
         replayed = replay(spec_in_sandbox(spec, leg, chosen.successor, folder), folder, point)
@@ -80,7 +167,7 @@ def rehearse_run(
             attempt=chosen.successor.attempt,
             world_size=chosen.successor.world_size,
             script=spec.launch.script,
-            config_changed=_changed(spec, restored.manifest.config_digest),
+            config_changed=config_digest(spec) != digest if digest else None,
             steps=tuple(_compared(lakehouse, chosen, restored.manifest.step, last, replayed)),
             restore_s=restored_at - started,
             replay_s=time.monotonic() - restored_at,
@@ -123,23 +210,16 @@ def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
 
 
 def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> ResumePoint:
-    manifest, row = restored.manifest, chosen.checkpoint
-    return ResumePoint(
+    before = leg_of(chosen.rows, chosen.checkpoint.checkpoint_id)
+    point = ResumePoint(
         attempt=chosen.successor.attempt,
         nonce=new_nonce(),
         replaces=0,
         leg=leg.to_json(),
-        leg_is_new=leg.index != leg_of(chosen.rows, manifest.checkpoint_id).index,
-        step=manifest.step,
-        checkpoint_id=manifest.checkpoint_id,
-        folder=str(restored.folder),
-        manifest_uri=row.manifest_uri,
-        manifest_digest=row.manifest_digest,
-        world_size=manifest.world_size,
-        engine=manifest.engine,
-        reader_state=manifest.reader_state,
+        leg_is_new=leg.index != before.index,
         rehearses_until=last,
     )
+    return point.after(restored, chosen.checkpoint)
 
 
 def _compared(
@@ -164,10 +244,6 @@ def _skipped_steps(lakehouse: Lakehouse, successor: CheckpointRow) -> set[int]:
     rows = Ledger(lakehouse).rows(successor.run, kinds=(AdvanceRow,))
     mine = [row for row in rows if row.checkpoint_id == successor.checkpoint_id and not row.applied]
     return {step for row in mine for step in range(row.first_step, row.last_step + 1)}
-
-
-def _changed(spec: JobSpec, digest: str) -> bool | None:
-    return None if not digest else config_digest(spec) != digest
 
 
 def _at(losses: Sequence[float], index: int) -> float | None:

@@ -1,8 +1,17 @@
-"""Ranks of a rehearsal: their start in a sandbox, and the losses of the steps that they repeat."""
+"""Ranks of a rehearsal: their start in a sandbox, and the losses of the steps that they repeat.
 
+A sandbox is a temporary folder. Its owner holds a lock in it, which the kernel releases when the owner dies. The next sandbox
+removes one whose owner was killed.
+"""
+
+import fcntl
 import json
+import os
+import shutil
+import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +30,48 @@ from dlac_pipeline.supervise.failure import first_cause
 from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+
+PREFIX = "dlac-rehearsal-"
+_LOCK = "owner.lock"
+
+
+@contextmanager
+def sandbox(parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder below `parent`, or below the system's folder for temporary files. Remove the folder afterwards."""
+    parent = parent or Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_left_overs(parent)
+    folder, lock = _make_folder(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_left_overs(parent: Path) -> None:
+    """Remove the folders in `parent` whose owner has died. Folders of other users stay."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def _make_folder(parent: Path) -> tuple[Path, int]:
+    """Return a new folder and the lock in it. Make another one if a process removed the folder before it was locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock)):
+                return folder, lock
+        os.close(lock)
+
 
 _POLL_S = 0.05
 
@@ -66,7 +117,7 @@ def replay(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
 
 def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -> None:
     failures = ranks.failures()
-    silent = hang_detector.find_hang(ranks)
+    silent = hang_detector.find_hang(ranks.heartbeats())
     if not failures and silent is None:
         return
     cause = first_cause(failures) if failures else silent

@@ -145,7 +145,7 @@ def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> S
         return Standing(state="finished", command=("audit", run))
     begun = run_rows.idle_kind(rows, attempt)
     if begun is not None:
-        return Standing(state=begun, note="not launched since", command=_resume(rows, run, attempt))
+        return Standing(state=begun, note="not launched since", command=_resume(rows, run))
     return _standing_of_launch(rows, run, attempt, recoveries)
 
 
@@ -157,7 +157,7 @@ def _standing_of_launch(rows: list[LedgerRow], run: str, attempt: int, recoverie
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     ended = _ended_in_order(rows, attempt)
     if ended is not None:
-        return Standing(state=ended, command=_resume(rows, run, attempt))
+        return Standing(state=ended, command=_resume(rows, run))
     if not signs.here and signs.silent_s < LOST_AFTER_S:
         note = f"attempt {attempt} on node {signs.host}, last heartbeat {format_ago(signs.silent_s)}"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
@@ -176,7 +176,7 @@ def _describe_lost(rows: list[LedgerRow], run: str, attempt: int, signs: LaunchL
     launched_by = claims.launcher_of(rows, attempt)
     if launched_by:
         note += f"; the sensor of Dagster run {launched_by} recovers it"
-    return Standing(state="dead" if signs.here else "silent", note=note, command=_resume(rows, run, attempt))
+    return Standing(state="dead" if signs.here else "silent", note=note, command=_resume(rows, run))
 
 
 def _holder(signs: LaunchLiveness, run: str) -> str:
@@ -195,7 +195,7 @@ def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:
     return "stopped" if stopped else None
 
 
-def _resume(rows: list[LedgerRow], run: str, attempt: int) -> tuple[str, ...]:
+def _resume(rows: list[LedgerRow], run: str) -> tuple[str, ...]:
     """Return the command that resumes a run. It names a job spec if the one of the last launch is not on this node."""
     folder = run_rows.claim_of(rows, max(claims.trained_attempts(rows), default=0)).launch_folder
     known = bool(folder) and (Path(folder) / "spec.json").is_file()

@@ -153,13 +153,10 @@ class LegOrder:
         raise IndexError(f"expected a row that the leg reads, found row {row} of source {source}")
 
     def _consumed_of(self, group: int, slots: int) -> Ints:
-        phase = self._phase(group, slots)
+        phase = next(phase for phase in reversed(self._phases(group)) if phase.start <= slots)
         if not any(phase.present):
             return phase.before
         return phase.before + self.mixture.counts(group, phase.start, slots, phase.present)
-
-    def _phase(self, group: int, slots: int) -> _Phase:
-        return next(phase for phase in reversed(self._phases(group)) if phase.start <= slots)
 
     def _phases_of(self, group: int) -> list[_Phase]:
         """The phases of a key group: one more whenever a source is exhausted for it."""

@@ -65,9 +65,7 @@ class Plans:
         Raises:
             SpecInvalid: no such plan was written.
         """
-        if plan_id not in self._rows:
-            self._rows[plan_id] = get_plan(self.lakehouse, plan_id)
-        return self._rows[plan_id]
+        return self.find_row(plan_id) or get_plan(self.lakehouse, plan_id)
 
     def check(self, plan_id: str, *, table: str | None = None) -> PlanRow:
         """Return the row of a plan, after checking that its table (perhaps renamed to `table`) and its pin still exist.

@@ -155,12 +155,12 @@ def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> 
     already.
     """
     groups = []
-    for unit in range(len(plan.units)):
+    for unit, (path, row_group) in enumerate(plan.units.places()):
         known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))
         groups.append(
             RowGroup(
-                file_path=plan.units.file_paths[int(plan.units.file[unit])],
-                row_group=int(plan.units.row_group[unit]),
+                file_path=path,
+                row_group=row_group,
                 first_row=int(plan.units.first_row[unit]),
                 rows=int(plan.units.rows[unit]),
                 bytes=int(plan.units.bytes[unit]),
@@ -213,14 +213,10 @@ def _digest(groups: list[RowGroup]) -> str:
 def _units_arrow(groups: list[RowGroup], write_id: str) -> pa.Table:
     count = len(groups)
     files = [group.file_path for group in groups]
-    numbers = {
-        "unit": np.arange(count, dtype=np.int64),
-        "row_group": np.fromiter((group.row_group for group in groups), np.int64, count),
-        "first_row": np.fromiter((group.first_row for group in groups), np.int64, count),
-        "rows": np.fromiter((group.rows for group in groups), np.int64, count),
-        "live_rows": np.fromiter((group.rows - len(group.dead) for group in groups), np.int64, count),
-        "bytes": np.fromiter((group.bytes for group in groups), np.int64, count),
-    }
+    names = ("row_group", "first_row", "rows", "bytes")
+    numbers = {name: np.fromiter((getattr(group, name) for group in groups), np.int64, count) for name in names}
+    live = np.fromiter((group.rows - len(group.dead) for group in groups), np.int64, count)
+    numbers |= {"unit": np.arange(count, dtype=np.int64), "live_rows": live}
     dead = pa.array([_ranges(group.dead) for group in groups], type=WORK_UNITS_ARROW.field("dead").type)
     columns = {"write_id": pa.repeat(write_id, count), "file_path": files, "dead": dead, **numbers}
     unknown = {field.name: pa.nulls(count, field.type) for field in WORK_UNITS_ARROW}

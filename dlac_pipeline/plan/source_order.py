@@ -138,7 +138,10 @@ class SourceOrder:
         self._entries: list[_Entry] = []
         self._cut = lru_cache(maxsize=4)(self._make_cut)
         for opened in start.open:
-            self._add_open(opened)
+            cut = self._cut(opened)
+            whole = np.array([cut.live_rows(group) for group in range(self.settings.key_groups)], dtype=np.int64)
+            passed = [_passed(cut, group, cursor, int(whole[group])) for group, cursor in enumerate(self.start.cursors)]
+            self._add(opened, queue=-1, dealt=whole, passed=np.array(passed, dtype=np.int64))
 
     @property
     def endless(self) -> bool:
@@ -247,12 +250,6 @@ class SourceOrder:
         live = self.units[named.live_plan_id] if named.live_plan_id != named.plan_id else None
         before = np.array(named.dealt_before, dtype=np.int64)
         return PassCut(self.units[named.plan_id], named.settings, named.pass_index, before, live)
-
-    def _add_open(self, opened: OpenCut) -> None:
-        cut = self._cut(opened)
-        whole = np.array([cut.live_rows(group) for group in range(self.settings.key_groups)], dtype=np.int64)
-        passed = [_passed(cut, group, cursor, int(whole[group])) for group, cursor in enumerate(self.start.cursors)]
-        self._add(opened, queue=-1, dealt=whole, passed=np.array(passed, dtype=np.int64))
 
     def _add_next(self) -> bool:
         """Cut the next pass of the queue. Return False at its end."""

@@ -36,6 +36,15 @@ class UnitTable:
             live[unit] -= len(offsets)
         return live
 
+    def place(self, unit: int) -> tuple[str, int]:
+        """Data file and row group of one unit."""
+        return self.file_paths[int(self.file[unit])], int(self.row_group[unit])
+
+    def places(self) -> list[tuple[str, int]]:
+        """Data file and row group of each unit."""
+        files = [self.file_paths[file] for file in self.file.tolist()]
+        return list(zip(files, self.row_group.tolist(), strict=True))
+
     def dead_rows(self, unit: int) -> int:
         """Dead rows of one unit."""
         return len(self.dead[unit]) if unit in self.dead else 0

@@ -1,9 +1,6 @@
 """From a block's slices to Arrow: row groups are decoded, and kept while several key groups have slices of them."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,6 +19,7 @@ from pyiceberg.table.name_mapping import NameMapping
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, lacks_columns, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
+from dlac_pipeline.lakehouse.iceberg.deletes import Once
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
@@ -71,7 +69,7 @@ class BlockDecoder:
         self._name_mapping = name_mapping
         self._partition_values = partition_values
         self._open = lru_cache(maxsize=1024)(self._footer)
-        self._shared = _Once(_SHARED_BYTES)
+        self._shared: Once[pa.Table] = Once(_SHARED_BYTES, lambda table: int(table.nbytes))
         self._buffers = Buffers()
         self._alone = cache(self._decoder_of)
 
@@ -91,11 +89,10 @@ class BlockDecoder:
         return next(parts) if len(slices.unit) == 1 else end_to_end(parts, int(slices.rows.sum()), self._buffers)
 
     def _slice(self, units: UnitTable, unit: int, first: int, rows: int) -> pa.Table:
-        path, row_group = units.file_paths[int(units.file[unit])], int(units.row_group[unit])
-        whole = int(units.rows[unit])
+        (path, row_group), whole = units.place(unit), int(units.rows[unit])
         if rows == whole:
             return self.row_group(path, row_group, whole)
-        table: pa.Table = self._shared.get((path, row_group), lambda: self.row_group(path, row_group, whole))
+        table = self._shared((path, row_group), lambda: self.row_group(path, row_group, whole))
         # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
         return table.slice(first, rows) if 2 * rows > whole else take_rows(table, np.arange(first, first + rows))
 
@@ -126,11 +123,7 @@ class BlockDecoder:
         Raises:
             UnitUnreadable: the row group is missing or corrupt.
         """
-        path, row_group, rows = (
-            units.file_paths[int(units.file[unit])],
-            int(units.row_group[unit]),
-            int(units.rows[unit]),
-        )
+        (path, row_group), rows = units.place(unit), int(units.rows[unit])
         alone = self._alone(name)
         with self._naming(path, row_group):
             opened = alone._open(path)
@@ -213,46 +206,3 @@ def open_decoder(table: Table, source: LegSource, snapshot_ids: Collection[int])
         name_mapping=name_mapping_of(table),
         partition_values=values_of,
     )
-
-
-class _Once:
-    """The tables of the last few calls, by key. A call in progress in another thread is waited for."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._made: OrderedDict[Any, Future[pa.Table]] = OrderedDict()
-        self._bytes: dict[Any, int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the kept tables."""
-        return sum(list(self._bytes.values()))
-
-    def get(self, key: Any, make: Callable[[], pa.Table]) -> pa.Table:
-        """Return the result of `make`, new or kept."""
-        with self._lock:
-            future = self._made.get(key)
-            mine = future is None
-            if future is None:
-                future = self._made[key] = Future()
-            self._made.move_to_end(key)
-        if mine:
-            try:
-                table = make()
-            except BaseException as err:
-                with self._lock:
-                    self._made.pop(key, None)
-                future.set_exception(err)
-                return future.result()
-            future.set_result(table)
-            self._keep(key, table.nbytes)
-        return future.result()
-
-    def _keep(self, key: Any, nbytes: int) -> None:
-        with self._lock:
-            self._bytes[key] = nbytes
-            for oldest in [each for each in self._made if each in self._bytes and each != key]:
-                if sum(self._bytes.values()) <= self._limit_bytes:
-                    return
-                del self._made[oldest], self._bytes[oldest]

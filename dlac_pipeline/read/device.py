@@ -62,7 +62,7 @@ class DeviceCopies:
 
     def _copy_beside(self, batch: Any) -> Any:
         assert self._device is not None
-        if not _has_streams(self._device):
+        if not hasattr(torch.get_device_module(self._device), "Stream"):
             return _map_tensors(batch, self._to_device)
         if self._stream is None:
             self._stream = torch.Stream(device=self._device)
@@ -112,10 +112,6 @@ def _device_named(device: Device) -> torch.device:
             "device out"
         )
     return named
-
-
-def _has_streams(device: torch.device) -> bool:
-    return hasattr(torch.get_device_module(device), "Stream")
 
 
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -109,7 +109,9 @@ class GroupReader:
         batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
         if self._fill(batch, 0, self._slots, present):
             # A source ended inside the batch: again, slot by slot, as the schedule is from there on another one.
-            self._reopen(before)
+            for source, stream in self._streams.items():
+                stream.close()
+                self._streams[source] = self._open_stream(source, self._group, before[source])
             batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
             slot = 0
             while slot < self._slots and any(present := self.present):
@@ -189,8 +191,3 @@ class GroupReader:
             batch.pieces.append((columns, rows, slots[at : at + len(rows)] - self.low))
             at += len(rows)
         return given.count
-
-    def _reopen(self, cursors: Sequence[Cursor]) -> None:
-        for source, stream in self._streams.items():
-            stream.close()
-            self._streams[source] = self._open_stream(source, self._group, cursors[source])

@@ -75,7 +75,9 @@ class Prefetcher:
         self._held[wanted.key] = wanted.size_bytes
         prepared: Prepared = request.future.result() if request.future.done() else self._waited_for(request.future)
         self._held[wanted.key] = wanted.size_of(prepared)
-        self._check_held()
+        used = sum(self._held.values())
+        if used > self._budget_bytes:
+            self._warn(f"found that the {len(self._held)} blocks being read take {used / 2**20:.0f} MB")
         return prepared
 
     def settle(self) -> None:
@@ -127,11 +129,6 @@ class Prefetcher:
         used = blocks + self._threads * self._scratch_bytes + self._beside_bytes()
         self.peak_bytes = max(self.peak_bytes, used)
         return used
-
-    def _check_held(self) -> None:
-        used = sum(self._held.values())
-        if used > self._budget_bytes:
-            self._warn(f"found that the {len(self._held)} blocks being read take {used / 2**20:.0f} MB")
 
     def _warn(self, found: str) -> None:
         if not self._warned:

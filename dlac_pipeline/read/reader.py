@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +20,16 @@ import torch.distributed as dist
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.assemble import assemble, assemble_run
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.documents import Documents, Samples
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
+from dlac_pipeline.read.line import Content
 from dlac_pipeline.read.memory import Buffers
+from dlac_pipeline.read.packing import ItemLine, Packer, Sampler
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.streams import Columns
+from dlac_pipeline.read.streams import Columns, ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
 from dlac_pipeline.rows.columns import Array, ColumnKind
 
 if TYPE_CHECKING:
@@ -306,3 +311,37 @@ class RankReader:
             self._lengths[name] = column.values.shape[1] if listed else 0
             length = self._lengths[name] if listed else None
             self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length))
+
+
+def open_streams(opened: "OpenLeg", prefetch: Prefetcher) -> OpenStream:
+    """Return the function that opens the stream of a source and a key group, whose blocks are decoded in `prefetch`."""
+    openers = [_opener(opened, prefetch, index) for index in range(len(opened.sources))]
+    return lambda source, group, cursor: openers[source](group, cursor)
+
+
+def _opener(opened: "OpenLeg", prefetch: Prefetcher, index: int) -> Callable[[int, Cursor], Stream]:
+    source, order, leg = opened.sources[index], opened.order.sources[index], opened.leg
+    if not leg.streamed[index]:
+        columns = source.to_columns()
+        blocks = SourceBlocks(index, order, source.decoder, prefetch, columns, size_of_columns, portions=True)
+        return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
+    if leg.sequences.length:
+        documents, sequences = source.to_documents(leg.sequences, opened.tokenizer), leg.sequences
+        packer = partial(Packer, length=sequences.length, drain=not leg.following, pad_id=sequences.pad_id)
+        return _open_items(SourceBlocks(index, order, source.decoder, prefetch, documents, _nbytes), packer)
+    return _open_items(SourceBlocks(index, order, source.decoder, prefetch, source.to_samples(), _nbytes), Sampler)
+
+
+def _open_items(
+    blocks: SourceBlocks[Content], line: Callable[..., ItemLine[Content]]
+) -> Callable[[int, Cursor], Stream]:
+    def open_from(group: int, cursor: Cursor) -> Stream:
+        walk = blocks.walk(group, cursor)
+        numbered = ((stretch.pass_index, stretch.block.index, content) for stretch, content in walk)
+        return ItemStream(walk, line(numbered, start=cursor))
+
+    return open_from
+
+
+def _nbytes(prepared: Documents | Samples) -> int:
+    return prepared.nbytes

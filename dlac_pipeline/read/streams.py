@@ -291,7 +291,8 @@ class ItemStream:
             taken = self._line.take(high - low)
             parts.append(taken)
             items = taken.items
-            pieces = _pieces(taken)
+            columns = {name: Column(array) for name, array in taken.columns.items()}
+            pieces = [(columns, np.arange(taken.count, dtype=np.int64))] if taken.count else []
         if high < count:
             parts.append(self._line.skip(count - high))
         return Given(
@@ -309,8 +310,3 @@ class ItemStream:
 Stream = RowStream | ItemStream
 """One key group's samples of one source."""
 _NOTHING = np.zeros(0, dtype=np.int64)
-
-
-def _pieces(taken: Taken) -> list[Piece]:
-    columns = {name: Column(array) for name, array in taken.columns.items()}
-    return [(columns, np.arange(taken.count, dtype=np.int64))] if taken.count else []

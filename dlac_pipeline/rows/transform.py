@@ -63,7 +63,7 @@ class Transformed:
     """Output rows, without `dlac_row`. No columns if every row was rejected."""
     row: Ints
     """Input row of each output row, int64 [output rows], non-decreasing."""
-    rejected: Rejected
+    rejected: Rejected = ()
 
 
 def load_transform(name: str) -> Transform:
@@ -137,7 +137,7 @@ def transform_rows(
         TransformFailed: the function's result breaks its contract, or depends on how rows were batched.
     """
     call = _Call(transform, positions, reject)
-    parts: list[_Part] = []
+    parts: list[Transformed] = []
     start = 0
     for batch in live.combine_chunks().to_batches():
         whole = call.run(batch, start)
@@ -145,15 +145,7 @@ def transform_rows(
             call.compare(whole, _halves(batch, start, call.run))
         parts.append(whole)
         start += len(batch)
-    joined = call.joined(parts)
-    return Transformed(joined.table, joined.row, joined.rejected)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    table: pa.Table
-    row: Ints
-    rejected: Rejected = ()
+    return call.joined(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +156,7 @@ class _Call:
     positions: Ints
     reject: Reject
 
-    def run(self, batch: pa.RecordBatch, start: int) -> _Part:
+    def run(self, batch: pa.RecordBatch, start: int) -> Transformed:
         """The output of a batch, rejected rows found by bisection and left out."""
         numbers = pa.array(np.arange(len(batch), dtype=np.int64))
         try:
@@ -174,9 +166,9 @@ class _Call:
         except Exception as err:
             return self._bisected(batch, start, err)
         table, row = self._checked(output, len(batch))
-        return _Part(table, row + start)
+        return Transformed(table, row + start)
 
-    def _bisected(self, batch: pa.RecordBatch, start: int, err: Exception) -> _Part:
+    def _bisected(self, batch: pa.RecordBatch, start: int, err: Exception) -> Transformed:
         reason = f"{type(err).__name__}: {err}"
         if len(batch) == 1:
             return self._rejected(int(self.positions[start]), reason, err)
@@ -187,9 +179,9 @@ class _Call:
             ) from err
         return part
 
-    def _rejected(self, position: int, reason: str, err: Exception) -> _Part:
+    def _rejected(self, position: int, reason: str, err: Exception) -> Transformed:
         if self.reject == "quarantine":
-            return _Part(pa.table({}), np.zeros(0, dtype=np.int64), ((position, reason),))
+            return Transformed(pa.table({}), np.zeros(0, dtype=np.int64), ((position, reason),))
         raise RowRejected(
             position,
             f"expected transform {self.transform.name!r} to take every row, found that it raises {reason} for the row at "
@@ -214,19 +206,19 @@ class _Call:
             raise self._failed(order, repr(row[:20].tolist()))
         return output.drop_columns([ROW]), row
 
-    def joined(self, parts: list[_Part]) -> _Part:
+    def joined(self, parts: list[Transformed]) -> Transformed:
         """Parts one after the other."""
         rejected = tuple(each for part in parts for each in part.rejected)
         tables = [part.table for part in parts if part.table.num_columns]
         if not tables:
-            return _Part(pa.table({}), np.zeros(0, dtype=np.int64), rejected)
+            return Transformed(pa.table({}), np.zeros(0, dtype=np.int64), rejected)
         try:
             table = pa.concat_tables(tables)
         except pa.ArrowInvalid as err:
             raise self._failed("to return the same columns from every call", str(err)) from err
-        return _Part(table, np.concatenate([part.row for part in parts]), rejected)
+        return Transformed(table, np.concatenate([part.row for part in parts]), rejected)
 
-    def compare(self, whole: _Part, halves: list[_Part]) -> None:
+    def compare(self, whole: Transformed, halves: list[Transformed]) -> None:
         """Raise if halves give something else than the whole."""
         again = self.joined(halves)
         same_rows = np.array_equal(whole.row, again.row) and whole.rejected == again.rejected
@@ -238,7 +230,7 @@ class _Call:
         return TransformFailed(f"expected transform {self.transform.name!r} {expected}, found {found}: correct it")
 
 
-def _halves(batch: pa.RecordBatch, start: int, run: Callable[[pa.RecordBatch, int], _Part]) -> list[_Part]:
+def _halves(batch: pa.RecordBatch, start: int, run: Callable[[pa.RecordBatch, int], Transformed]) -> list[Transformed]:
     middle = len(batch) // 2
     return [run(batch.slice(0, middle), start), run(batch.slice(middle), start + middle)]
 

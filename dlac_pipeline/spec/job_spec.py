@@ -15,19 +15,12 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, che
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.external.locations import external_identifier
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
+from dlac_pipeline.spec import spec_problems
 from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.spec.spec_problems import (
-    LONGEST_S,
-    LONGEST_WAIT_S,
-    MOST_STEPS,
-    Section,
-    describe_place,
-    describe_problem,
-)
 
 
-class SourceSpec(Section):
+class SourceSpec(spec_problems.Section):
     """Source of rows."""
 
     format: Literal["iceberg", "delta", "hudi"] = "iceberg"
@@ -154,7 +147,7 @@ class SourceSpec(Section):
         return columns
 
 
-class OrderSpec(Section):
+class OrderSpec(spec_problems.Section):
     """Settings that determine the order of rows. The leg binds them."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -169,7 +162,7 @@ class OrderSpec(Section):
     """Shuffle units and rows. False: the order of the table."""
     passes: int = Field(default=1, ge=1, le=1_000_000)
     """Passes over the plan before the run is finished."""
-    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    steps: int | None = Field(default=None, ge=1, le=spec_problems.MOST_STEPS)
     """Greatest number of optimizer steps of the run. Unset: no bound."""
 
     @model_validator(mode="after")
@@ -182,7 +175,7 @@ class OrderSpec(Section):
         return self
 
 
-class SequenceSpec(Section):
+class SequenceSpec(spec_problems.Section):
     """Conversion of documents to sequences. Without a length every row is a sample."""
 
     length: int = Field(default=0, ge=0, le=2**24)
@@ -203,7 +196,7 @@ class SequenceSpec(Section):
     """Token that fills the last sequences of a run."""
 
 
-class ReadSpec(Section):
+class ReadSpec(spec_problems.Section):
     """Reading of each rank. It does not change which rows are read."""
 
     threads: int = Field(default=2, ge=1, le=1024)
@@ -212,7 +205,7 @@ class ReadSpec(Section):
     """Megabytes of decoded blocks that a rank may keep. The blocks that are being read must fit."""
 
 
-class CheckpointSpec(Section):
+class CheckpointSpec(spec_problems.Section):
     """Moments and places of checkpoints."""
 
     store: str = ""
@@ -220,7 +213,7 @@ class CheckpointSpec(Section):
     folder."""
     store_properties: dict[str, str] = Field(default_factory=dict)
     """pyiceberg properties of the store, such as s3.endpoint, in addition to those of the lakehouse."""
-    store_deadline_s: float = Field(default=120.0, ge=0, le=LONGEST_WAIT_S)
+    store_deadline_s: float = Field(default=120.0, ge=0, le=spec_problems.LONGEST_WAIT_S)
     """Seconds for which a failed request to the store is retried."""
     local: str = ""
     """Local folder in which ranks make checkpoints before they are copied to the store, and keep their logs. Empty: the store if
@@ -230,13 +223,13 @@ class CheckpointSpec(Section):
     interval: Literal["fixed", "auto"] = "fixed"
     """"fixed": every_steps and every_s decide. "auto": the interval of least cost, from measured costs and failures, within
     recovery_point_s."""
-    every_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    every_steps: int | None = Field(default=None, ge=1, le=spec_problems.MOST_STEPS)
     """Checkpoints are taken at multiples of this many optimizer steps. Unset: 100, or none if every_s or "auto" is set."""
-    every_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
+    every_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
     """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts."""
-    recovery_point_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
+    recovery_point_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
     """For "auto": seconds of work that a failure may cost, if checkpoints are fast enough. 0: no bound."""
-    mtbf_s: float = Field(default=86_400.0, gt=0, le=LONGEST_S)
+    mtbf_s: float = Field(default=86_400.0, gt=0, le=spec_problems.LONGEST_S)
     """For "auto": mean time between failures in seconds, until this run has failed."""
     engine: Literal["auto", "torch", "dcp", "deepspeed"] = "auto"
     """Adapter that saves and loads the state. "auto": chosen by the state that the script restores."""
@@ -244,20 +237,17 @@ class CheckpointSpec(Section):
     """"synchronous": training waits for the commit. "asynchronous": it waits only for the copy of the state."""
     keep_last: int = Field(default=0, ge=0, le=1_000_000)
     """Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced."""
-    keep_every_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
+    keep_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
     """Also keep the first checkpoint at or after each multiple of this many steps. 0: none."""
-    keep_steps: list[Annotated[int, Field(ge=0, le=MOST_STEPS)]] = Field(default_factory=list)
+    keep_steps: list[Annotated[int, Field(ge=0, le=spec_problems.MOST_STEPS)]] = Field(default_factory=list)
     """Steps whose checkpoints are also kept."""
 
-    @field_validator("store")
+    @field_validator("store", "local")
     @classmethod
-    def _is_an_address(cls, store: str) -> str:
-        return checked_address(store) if store else store
-
-    @field_validator("local")
-    @classmethod
-    def _is_a_folder(cls, local: str) -> str:
-        return checked_address(local, known=()) if local else local
+    def _is_a_place(cls, place: str, info: ValidationInfo) -> str:
+        if not place:
+            return place
+        return checked_address(place, known=()) if info.field_name == "local" else checked_address(place)
 
     @model_validator(mode="after")
     def _one_way(self) -> CheckpointSpec:
@@ -279,7 +269,7 @@ class CheckpointSpec(Section):
         return self.every_steps
 
 
-class JobSpec(Section):
+class JobSpec(spec_problems.Section):
     """One training run."""
 
     run: str
@@ -381,7 +371,8 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
         return JobSpec.model_validate(raw)
     except ValidationError as err:
         lines = [
-            f"  {describe_place(each['loc'], JobSpec)}: {describe_problem(each, JobSpec)}" for each in err.errors()
+            f"  {spec_problems.describe_place(each['loc'], JobSpec)}: {spec_problems.describe_problem(each, JobSpec)}"
+            for each in err.errors()
         ]
         raise SpecInvalid(f"{origin} is not a valid job spec:\n" + "\n".join(lines)) from err
 

@@ -19,7 +19,6 @@ from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
@@ -32,6 +31,7 @@ from dlac_pipeline.supervise.failure import (
     planned_end,
     stuck_rank,
 )
+from dlac_pipeline.supervise.incident import AttemptMonitor
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -224,7 +224,7 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._monitor.find_hang(ranks)
+        hung = self._monitor.find_hang(ranks.heartbeats())
         if hung is not None:
             yield Observation.HANG_FOUND, hung
         drained_s = time.monotonic() - self._drains_since  # the wall clock may be set during the attempt

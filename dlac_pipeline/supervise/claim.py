@@ -17,7 +17,6 @@ from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store, commit_marked
@@ -71,6 +70,22 @@ class ResumePoint:
     def to_json(self) -> str:
         """Return this resume point as JSON, for the ranks."""
         return json.dumps(asdict(self), default=str)
+
+    def after(self, restored: Restored, row: CheckpointRow) -> "ResumePoint":
+        """Return this point, placed after a checkpoint whose verified files are on this node."""
+        manifest = restored.manifest
+        return replace(
+            self,
+            step=manifest.step,
+            checkpoint_id=manifest.checkpoint_id,
+            folder=str(restored.folder),
+            host=socket.gethostname(),
+            manifest_uri=row.manifest_uri,
+            manifest_digest=row.manifest_digest,
+            world_size=manifest.world_size,
+            engine=manifest.engine,
+            reader_state=manifest.reader_state,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "ResumePoint":
@@ -134,7 +149,7 @@ def claim_and_verify(
     chooser = LegChooser(ledger, plans, spec, request.options, recovering=request.replaces is not None)
     before = ledger.state(spec.run)
     leg = chooser.before_claim(before)
-    claimed = _claim(ledger, before, leg, request, detail={**_places_of(spec, tiers), **_launch_of(spec, request)})
+    claimed = _claim(ledger, before, leg, request, detail=_detail_of(spec, request, tiers))
     claimed_at = time.monotonic()
     on_claim()
     found = _resolve(ledger, claimed, chooser, tiers, verifying, verify)
@@ -195,45 +210,13 @@ def _resolve(
     return _Resolved(leg=leg, rows=rows, restored=found, quarantined=list(damaged))
 
 
-def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
-    """Check that `attempt`, if it is set, is still the current one.
-
-    Raises:
-        SteppedAside: another launch claimed the run.
-    """
-    current = Ledger(lakehouse).state(run).fence.attempt
-    if attempt is not None and current != attempt:
-        raise errors.SteppedAside(
-            f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
-            "owns the run; nothing to do"
-        )
-
-
-def check_unfinished(state: RunState) -> None:
-    """Check that the run accepts another attempt.
-
-    Raises:
-        RunFinished: the run is finished.
-    """
-    if state.finished:
-        raise errors.RunFinished(
-            f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
-        )
-
-
-def _places_of(spec: JobSpec, tiers: Tiers) -> dict[str, Any]:
-    """Return a claim's record of this node and of the places of checkpoints."""
+def _detail_of(spec: JobSpec, request: ClaimRequest, tiers: Tiers) -> dict[str, Any]:
+    """Return a claim's record of this node, the places of checkpoints, and its launch."""
     return {
         "host": socket.gethostname(),
         "local": spec.checkpoint.local,
         "store": tiers.durable_run(),
         "marks_commits": True,
-    }
-
-
-def _launch_of(spec: JobSpec, request: ClaimRequest) -> dict[str, Any]:
-    """Return a claim's record of its launch."""
-    return {
         "launch_folder": request.launch_folder,
         "rendezvous": spec.launch.rendezvous,
         "launched_by": request.launched_by,
@@ -301,16 +284,4 @@ def _resume_point(claimed: _Claimed, found: _Resolved, *, claim_s: float, verify
     )
     if found.restored is None or manifest is None:
         return base
-    row = checkpoint_rows(found.rows)[manifest.checkpoint_id]
-    return replace(
-        base,
-        step=manifest.step,
-        checkpoint_id=manifest.checkpoint_id,
-        folder=str(found.restored.folder),
-        host=socket.gethostname(),
-        manifest_uri=row.manifest_uri,
-        manifest_digest=row.manifest_digest,
-        world_size=manifest.world_size,
-        engine=manifest.engine,
-        reader_state=manifest.reader_state,
-    )
+    return base.after(found.restored, checkpoint_rows(found.rows)[manifest.checkpoint_id])

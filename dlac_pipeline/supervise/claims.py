@@ -65,11 +65,6 @@ def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, a
         raise NoSuchJobSpec(
             f"expected the job spec of run {run!r} at {str(path)!r}, found no JSON ({err}): name it with --spec"
         ) from err
-    return _with_places_of(lakehouse, spec)
-
-
-def _with_places_of(lakehouse: Lakehouse, spec: JobSpec) -> JobSpec:
-    """Return the spec with the lakehouse that was opened, and its store where a moved lakehouse has it."""
     relocation = _relocation_of(lakehouse, spec)
     here, store = relocation.here, spec.checkpoint.store
     places = {"store": here(store) if store.startswith("/") else relocation.uri_here(store)}

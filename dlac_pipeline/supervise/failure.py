@@ -6,12 +6,10 @@ In: exits and heartbeats of ranks. Out: a `Failure`, for the restart policy and 
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dlac_pipeline.elastic.ranks.processes import HANG
-from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
@@ -19,7 +17,7 @@ from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.claims import left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.all_ranks import LOST, AllRanks
-from dlac_pipeline.supervise.ranks.local_ranks import Exit
+from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankError
 
 STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to exit and is still running."""
@@ -28,8 +26,8 @@ SILENT_KINDS = (HANG, LOST)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """An attempt that ended without finishing. Moments are in seconds since the epoch."""
+class Failure(RankError):
+    """An attempt that ended without finishing, with the error of the rank that failed. Moments are in seconds since the epoch."""
 
     cause: str
     noticed_by: str
@@ -50,20 +48,10 @@ class Failure:
     """Step of the batch that the failed rank had, or 0."""
     doing: str = ""
     """Phase of the failed rank."""
-    kind: str = ""
-    message: str = ""
-    detail: dict[str, Any] = field(default_factory=dict)
-    """Further facts of the error, for programs."""
     rank: int = -1
     """The rank that failed, or -1 if it is unknown."""
     trained: bool = False
     """True if the failed rank had finished a step in this attempt."""
-    where: str = ""
-    """The innermost line of the user's code in the traceback of the rank's exception."""
-    place: str = ""
-    """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
-    origin: Origin = ""
-    traceback: str = ""
     log: str = ""
     """File of the failed rank's output, on its own node."""
 

@@ -6,9 +6,11 @@ In: the resume point from the leader. Out: the leader's verdict, or this node's 
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
@@ -41,21 +43,10 @@ class AttemptVerdict:
     attempt: int = 0
     step: int = 0
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the verdict as a message for the other nodes."""
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "AttemptVerdict":
-        """Return the verdict of a message."""
-        restart, error = message["restart"], message["error"]
-        return cls(
-            ending=message["ending"],
-            restart=None if restart is None else Failure(**restart),
-            error=None if error is None else (error[0], error[1]),
-            attempt=message["attempt"],
-            step=message["step"],
-        )
+        """Return the verdict that `asdict` made a message of."""
+        return TypeAdapter(cls).validate_python(message)
 
 
 class FollowerAttempt:
@@ -92,7 +83,11 @@ class FollowerAttempt:
     def _observe(self, ranks: RankGroup) -> Iterator[Observation]:
         """Yield what is observed now. The leader's verdict precedes all else."""
         if self._point is not None and self._machine.state is AttemptState.STARTING and ranks.is_started:
-            self._publish_start(self._point, ranks)
+            # Until now the ranks imported, and this node followed the leader.
+            event = {"event": "attempt", "attempt": self._point.attempt, "step": self._point.step, "pids": ranks.pids}
+            share = self._round.share
+            nodes = {"leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
+            self._publish({**event, **nodes})
             yield Observation.TRAINING_BEGAN
         if self._round.announced(VERDICT) is not None:
             yield Observation.VERDICT_RECEIVED
@@ -144,13 +139,6 @@ class FollowerAttempt:
         self._point = point = ResumePoint(**announced)
         self._attempt = point.attempt
         write_resume_point(self._folder, json.dumps(announced))
-
-    def _publish_start(self, point: ResumePoint, ranks: RankGroup) -> None:
-        """Report the attempt once its ranks have started. Until then the ranks import, and this node follows the leader."""
-        event = {"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids}
-        share = self._round.share
-        nodes = {"leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
-        self._publish({**event, **nodes})
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""

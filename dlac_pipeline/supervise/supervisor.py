@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
@@ -189,8 +189,8 @@ class Supervisor:
         self._step = verdict.step
         if verdict.restart is None and not self._leaving.is_set():
             # before this node exits, because it may serve the rendezvous
-            launch.membership.end_run(verdict.to_message())
-        round_.announce(VERDICT, verdict.to_message())
+            launch.membership.end_run(asdict(verdict))
+        round_.announce(VERDICT, asdict(verdict))
         round_.acknowledge()
         if error is not None:
             round_.part()

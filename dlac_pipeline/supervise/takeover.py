@@ -10,12 +10,12 @@ from typing import ParamSpec, TypeVar
 
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.ledger.commits import check_current, check_unfinished
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, FinishRow
-from dlac_pipeline.supervise.claim import check_current, check_unfinished
 from dlac_pipeline.supervise.claims import to_replace
-from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.launch_liveness import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervision import Supervision
 
@@ -35,7 +35,6 @@ class Takeover:
         self._supervision = supervision
         self._request = supervision.request
         self._spec = supervision.spec
-        self._lakehouse = supervision.lakehouse
         self._lock = ExitStack()
         self._has_followed = False
 
@@ -127,7 +126,7 @@ class Takeover:
         target = state.fence.attempt if self._request.takeover and self.replaces is None else self.replaces
         if target is not None:
             target = self._to_replace(target, rendezvous=self._spec.launch.rendezvous)
-        self._retry(check_current, self._lakehouse, self._spec.run, target)
+        check_current(self._retry(self._supervision.ledger.state, self._spec.run), target)
         self.replaces = target
 
     def _to_replace(self, wanted: int, *, rendezvous: str = "") -> int:

@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
@@ -87,7 +87,14 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     )
     manager = open_manager(
         spec,
-        _attempt_leg(attempt, point, opened),
+        AttemptLeg(
+            attempt=attempt,
+            leg=opened.leg,
+            is_new=point.leg_is_new,
+            order=opened.order_apart(),
+            parent=point.checkpoint_id,
+            parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+        ),
         lakehouse=plans.lakehouse,
         tiers=tiers_of(spec),
         tree=communicator.tree,
@@ -102,17 +109,6 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         reader=reader,
         tracker=tracker,
         manager=manager,
-    )
-
-
-def _attempt_leg(attempt: Attempt, point: ResumePoint, opened: OpenLeg) -> AttemptLeg:
-    return AttemptLeg(
-        attempt=attempt,
-        leg=opened.leg,
-        is_new=point.leg_is_new,
-        order=opened.order_apart(),
-        parent=point.checkpoint_id,
-        parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
     )
 
 

@@ -1,5 +1,6 @@
 """Ray Train with one or two workers, as many as the cluster has room for: `python train_ray.py`."""
 
+import os
 import time
 from pathlib import Path
 
@@ -28,13 +29,18 @@ def train(config: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    TorchTrainer(
+    home = os.environ.get("DLAC_HOME") or str(
+        Path(".dlac").resolve()
+    )  # workers have folders and variables of their own
+    trainer = TorchTrainer(
         train,
         train_loop_config={"job": str(Path("job.toml").resolve())},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=2),
         run_config=RunConfig(
             storage_path=str(Path("ray").resolve()),
-            failure_config=FailureConfig(max_failures=-1, controller_failure_limit=-1),
+            failure_config=FailureConfig(max_failures=10),
+            worker_runtime_env={"env_vars": {"DLAC_HOME": home, "OMP_NUM_THREADS": "1"}},
         ),
-    ).fit()
+    )
+    trainer.fit()

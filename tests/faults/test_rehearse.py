@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.operations.rehearse import rehearse_run
-from dlac_pipeline.operations.sandbox import PREFIX
+from dlac_pipeline.operations.replay import PREFIX
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from jobs.definitions import defs
 from tests.conftest import wait_until

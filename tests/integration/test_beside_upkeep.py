@@ -22,8 +22,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow, LegRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import remove_orphans, run_upkeep
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import make_plan
 

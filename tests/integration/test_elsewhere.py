@@ -21,7 +21,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.launch_liveness import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Supervisor
 
@@ -52,7 +52,7 @@ def meeting(spec: JobSpec, **launch: Any) -> JobSpec:
 
 def lost_after(arena: Arena, seconds: float) -> None:
     """A launch elsewhere is lost when it has been silent for so long."""
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector.LOST_AFTER_S", seconds)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.LOST_AFTER_S", seconds)
 
 
 def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 0.0, told: bool = False) -> None:
@@ -169,8 +169,8 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
 def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> None:
     """Where no steps are seen, the next commit within twice the longest interval tells; without one the launch is lost."""
     lost_after(arena, 120.0)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._STEPS_SEEN_S", 0.1)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._POLL_S", 0.05)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness._STEPS_SEEN_S", 0.1)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness._POLL_S", 0.05)
     with machine(arena):
         arena.train(spec, until=3)
     rows = arena.rows("r", ClaimRow, CheckpointRow)

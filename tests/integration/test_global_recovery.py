@@ -30,10 +30,9 @@ from dlac_pipeline.dagster.training_runs import (
     trains,
 )
 from dlac_pipeline.lakehouse.errors import SteppedAside
-from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.commits import check_current, claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from dlac_pipeline.supervise.claim import check_current
 from jobs.definitions import defs
 from jobs.train import recover_job, recovery_sensor, train_job
 from tests.conftest import Arena
@@ -178,7 +177,7 @@ def test_attempt_begun_during_decision_stays(
     launch = request.run_config["ops"]["model_checkpoint"]["config"]
     assert (launch["takeover"], launch["replaces"]) == (True, attempt)
     with pytest.raises(SteppedAside):
-        check_current(arena.lakehouse, spec.run, launch["replaces"])
+        check_current(ledger.state(spec.run), launch["replaces"])
 
 
 @pytest.mark.soak

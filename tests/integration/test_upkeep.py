@@ -23,8 +23,7 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES, compact
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import remove_orphans, run_upkeep
 from dlac_pipeline.lakehouse.retrying import retrying
 from jobs.definitions import defs
 

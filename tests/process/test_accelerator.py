@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dlac_pipeline.checkpoint.step_sync import start_reading
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.device import DeviceCopies, can_pin_memory
-from dlac_pipeline.track.losses import start_reading
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "use_fake_device.py"
 

@@ -79,7 +79,7 @@ def test_follower_passes_stop_on(slow_imports: Supervision) -> None:
             wait_until(lambda: _has_resume_point(slow_imports.spec), what="the resume point")
             slow_imports.stop.set()
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its request")
-            leader.announce(VERDICT, AttemptVerdict(ending="stopped", attempt=1).to_message())
+            leader.announce(VERDICT, asdict(AttemptVerdict(ending="stopped", attempt=1)))
             assert verdict().ending == "stopped"
 
 

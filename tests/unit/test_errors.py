@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from dlac_pipeline.checkpoint.collectives import failure_named
@@ -56,6 +58,6 @@ def test_foreign_verdict_ends_node_with_message(kind: str) -> None:
         "order": {"batch_size": 32},
         "launch": {"script": "train.py"},
     }
-    verdict = AttemptVerdict.from_message(AttemptVerdict(error=(kind, "it was host-3")).to_message())
+    verdict = AttemptVerdict.from_message(asdict(AttemptVerdict(error=(kind, "it was host-3"))))
     with pytest.raises(TrainingFailed, match="it was host-3"):
         Supervisor(Request(spec=parse_spec(raw, origin="the test")))._conclude(verdict)

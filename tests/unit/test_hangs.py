@@ -47,7 +47,7 @@ def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
     blamed = None
     for tenth in range(int(looked_s * 10) + 1):
         ranks.now = tenth / 10
-        blamed = silence.find_hang(ranks)
+        blamed = silence.find_hang(ranks.heartbeats())
     return blamed
 
 
@@ -89,7 +89,7 @@ def test_suspended_supervisor_reads_ranks_first() -> None:
     moments = [0.0, 1.0, *(700 + tenth / 10 for tenth in range(200))]
     blamed = []
     for ranks.now in moments:
-        blamed.append(silence.find_hang(ranks))
+        blamed.append(silence.find_hang(ranks.heartbeats()))
     first = next(moment for moment, exit_ in zip(moments, blamed, strict=True) if exit_ is not None)
     assert 708 < first < 709.5
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_largest_dividing_world_size() -> None:
     largest = assign_ranks(large, ids, leader=1, stay=[2], batch_size=24, most_nodes=3)
     assert [(member.slot, member.id) for member in largest] == [(1, "a"), (2, "b"), (4, "d")]
     plan = RoundPlan.form(members, number=3, port=5)
-    assert RoundPlan.of(plan.message()) == plan
+    assert RoundPlan.of(asdict(plan)) == plan
     assert [plan.share(place).node for place in range(2)] == [0, 1]
     assert RoundPlan.form(largest, number=3, port=5).part(2).share(2).nodes == 3
     assert (plan.place_of(3, "c"), plan.place_of(3, "b"), plan.place_of(1, "a")) == (1, None, None)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.checkpoint.commit import removal
-from dlac_pipeline.checkpoint.commit.retention import Retention
+from dlac_pipeline.checkpoint.commit import retention as retentions
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow, RetireRow
@@ -41,12 +40,12 @@ class Store:
         uri = (folder / "manifest.json").as_uri()
         return CheckpointRow(checkpoint_id=str(number), step=number, manifest_uri=uri)
 
-    def retention(self, retired: int) -> Retention:
+    def retention(self, retired: int) -> retentions.Retention:
         """Return the retention of an attempt, with earlier retired checkpoints whose folders still exist."""
         rows: list[LedgerRow] = [self.row(number) for number in range(retired)]
         rows += [RetireRow(checkpoint_id=str(number)) for number in range(retired)]
         tiers = Tiers(run="r", local=self.run.parent, store=None, files=StoreFiles(deadline_s=0.0))
-        return Retention(CheckpointSpec(keep_last=1), tiers, 2, rows)
+        return retentions.Retention(CheckpointSpec(keep_last=1), tiers, 2, rows)
 
     @property
     def existing(self) -> list[int]:
@@ -99,18 +98,18 @@ def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.
 
 def test_many_failures_cost_commit_little(store: Store) -> None:
     """A few failed removals are retried after each checkpoint, oldest first, and new removals do not wait for them."""
-    many = 3 * removal.AGAIN_AT_ONCE
+    many = 3 * retentions.AGAIN_AT_ONCE
     retention = store.retention(many)
     store.stuck = set(range(many))
     retention.sweep()
     assert store.tries == many
     retention.committed(store.row(many), [])
     wait_for_removals()
-    assert store.tries == many + removal.AGAIN_AT_ONCE
+    assert store.tries == many + retentions.AGAIN_AT_ONCE
     store.stuck = set()
     retention.committed(store.row(many + 1), [str(many)])
     wait_for_removals()
-    assert store.existing == [*range(removal.AGAIN_AT_ONCE), *range(2 * removal.AGAIN_AT_ONCE, many), many + 1]
+    assert store.existing == [*range(retentions.AGAIN_AT_ONCE), *range(2 * retentions.AGAIN_AT_ONCE, many), many + 1]
 
 
 def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +127,12 @@ def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.Monke
 
 def test_failing_takes_no_commit_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """If each failure is slow, as with an unavailable store, the rest waits for the next checkpoint."""
-    monkeypatch.setattr(removal, "_FAILING_S", 0.0)
+    monkeypatch.setattr(retentions, "_FAILING_S", 0.0)
     retention = store.retention(2)
     store.stuck = {0, 1}
     retention.sweep()
     assert store.tries == 0
-    monkeypatch.setattr(removal, "_FAILING_S", 10.0)
+    monkeypatch.setattr(retentions, "_FAILING_S", 10.0)
     store.stuck = {0}
     retention.committed(store.row(2), [])
     wait_for_removals()

@@ -53,7 +53,7 @@ def fail(folder: Path, statement: str) -> BaseException:
         ("raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9')", "peer"),
         ("raise type('DistBackendError', (RuntimeError,), {})('NCCL error')", "peer"),
         (
-            "from dlac_pipeline.plan.block_permutation import choose_permutation; choose_permutation('three', 1, shuffle=True)",
+            "from dlac_pipeline.plan.cut import choose_permutation; choose_permutation('three', 1, shuffle=True)",
             "dlac",
         ),
         ("from dlac_pipeline.lakehouse.errors import Fenced; raise Fenced('no')", ""),

@@ -76,7 +76,7 @@ class DurableWriter:
         written = write() if self._background is None else self._background.submit(write).result()
         self.phases.add("digest", written.digest_s)
         name = str(path.relative_to(self._folder))
-        durable = self._pool.submit(self._upload, path, name) if self._copied else self._pool.submit(self._sync, path)
+        durable = self._pool.submit(self._make_durable, path, name)
         self._sealed.append((durable, FileEntry(path=name, bytes=written.bytes, digest=written.digest)))
 
     def finish(self) -> list[FileEntry]:
@@ -99,14 +99,14 @@ class DurableWriter:
         if self._background is not None:
             self._background.shutdown()
 
-    def _sync(self, path: Path) -> None:
+    def _make_durable(self, path: Path, name: str) -> None:
+        if self._copied:
+            with self.phases.of("upload"):
+                self._tiers.put(path, self._name, name)
+            return
         with self.phases.of("sync"):
             fsync_path(path)
             fsync_path(path.parent)
-
-    def _upload(self, path: Path, name: str) -> None:
-        with self.phases.of("upload"):
-            self._tiers.put(path, self._name, name)
 
 
 def _give_way() -> None:

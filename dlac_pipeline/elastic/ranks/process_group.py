@@ -28,7 +28,11 @@ def join() -> None:
     """
     if dist.is_initialized():
         return
-    _stay_on_node()
+    # Gloo uses loopback if all ranks are on this node, as a supervisor records it in the environment.
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
+    interface = interface_of(LOOPBACK)
+    if is_alone and interface:
+        os.environ.setdefault(GLOO_INTERFACE, interface)
     serve_group_store()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -75,11 +79,3 @@ def serve_group_store() -> None:
     address = own_address(os.environ.get("MASTER_ADDR", ""))
     if address:
         _SERVED.append(serve_store(address, int(os.environ["MASTER_PORT"]), shared=True))
-
-
-def _stay_on_node() -> None:
-    """Make Gloo use loopback if all ranks are on this node, as a supervisor records it in the environment."""
-    is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
-    interface = interface_of(LOOPBACK)
-    if is_alone and interface:
-        os.environ.setdefault(GLOO_INTERFACE, interface)

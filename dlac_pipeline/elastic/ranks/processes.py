@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import psutil
 
@@ -26,22 +27,7 @@ Reason = dict[str, Any]
 """Fields of `ranks.group.Exit`."""
 
 
-class RankProcess(Protocol):
-    """A started process, as those of `multiprocessing`."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id."""
-
-    @property
-    def exitcode(self) -> int | None:
-        """Exit status. Negative: the signal that killed it. None: it runs."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, and reap it."""
-
-
-Processes = Mapping[int, RankProcess]
+Processes = Mapping[int, BaseProcess]
 """By rank."""
 
 

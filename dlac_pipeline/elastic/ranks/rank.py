@@ -136,7 +136,11 @@ def _forget_shadowed(folder: Path) -> None:
 def _run(script: str) -> int:
     """Run the script and return its exit status. The reason of a failure is recorded."""
     try:
-        _serve_group_store()
+        # PyTorch would listen at every address. A new Python that is the only rank does not import it for that.
+        if os.environ["RANK"] == "0" and (os.environ["WORLD_SIZE"] != "1" or "torch" in sys.modules):
+            from dlac_pipeline.elastic.ranks.process_group import serve_group_store
+
+            serve_group_store()
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         leave_reason(ended)
@@ -159,17 +163,6 @@ def _print_to_log(text: str) -> None:
         sys.stderr.flush()
 
 
-def _serve_group_store() -> None:
-    """Serve the store of the process group before the script may do so: PyTorch would listen at every address.
-
-    A new Python that is the only rank does not import PyTorch for that ahead of its script.
-    """
-    if os.environ["RANK"] == "0" and (os.environ["WORLD_SIZE"] != "1" or "torch" in sys.modules):
-        from dlac_pipeline.elastic.ranks.process_group import serve_group_store
-
-        serve_group_store()
-
-
 def _as_script_invalid(err: BaseException, script: str) -> BaseException:
     """Return the error that ended a script, as ScriptInvalid if every attempt would meet it again.
 
@@ -180,10 +173,6 @@ def _as_script_invalid(err: BaseException, script: str) -> BaseException:
     return ScriptInvalid(
         f"expected a training script that can be run, found {type(err).__name__}: {err}: correct {script}"
     )
-
-
-def _reason_file() -> Path:
-    return reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"]))
 
 
 def leave_reason(err: BaseException) -> None:
@@ -205,7 +194,7 @@ def leave_reason(err: BaseException) -> None:
         "at": time.time(),
         **describe_exception(err),
     }
-    with _reason_file().open("r+b") as stream:
+    with reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
 
 

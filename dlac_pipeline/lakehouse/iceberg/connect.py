@@ -318,7 +318,11 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
         NoSuchLakehouse: none exists, and `create` is false.
     """
     named, config = config, configured(config)
-    _check_commits(config)
+    if config.kind in ("dynamodb", "bigquery"):
+        raise errors.CatalogMisconfigured(
+            f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
+            'read: name another catalog for the lakehouse, and this one with source.catalog and pin = "none"'
+        )
     check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)
     if not create and recorded is not None and recorded.ledger_metadata is None:
@@ -341,14 +345,6 @@ def _open_other(name: str) -> Lakehouse:
     check_address(config)
     with reachable(config.uri), opening(config.uri):
         return Lakehouse(config, _open(config, relocations.Relocation(), create=False))
-
-
-def _check_commits(config: LakehouseConfig) -> None:
-    if config.kind in ("dynamodb", "bigquery"):
-        raise errors.CatalogMisconfigured(
-            f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
-            'read: name another catalog for the lakehouse, and this one with source.catalog and pin = "none"'
-        )
 
 
 def _no_lakehouse(config: LakehouseConfig) -> errors.NoSuchLakehouse:

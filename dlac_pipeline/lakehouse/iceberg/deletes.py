@@ -6,6 +6,7 @@ equality deletes are read, and only in row groups whose statistics overlap with 
 
 import json
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -53,9 +54,9 @@ class Deletes:
         self._io = table.io
         self._mapping = name_mapping_of(table)
         self._fields = _all_fields(table, schema)
-        self._positions: _Once[Mapping[str, Ints]] = _Once()
-        self._values: _Once[pa.Table] = _Once()
-        self._blobs: _Once[set[_Blob] | None] = _Once()
+        self._positions: Once[Mapping[str, Ints]] = Once()
+        self._values: Once[pa.Table] = Once()
+        self._blobs: Once[set[_Blob] | None] = Once()
 
     def dead_rows(self, file: LiveFile, parquet: pq.ParquetFile) -> Ints:
         """The sorted positions of the rows of `file` (opened as `parquet`) that its deletes name.
@@ -163,23 +164,49 @@ def _decoding(delete: DeleteFile) -> Iterator[None]:
         ) from err
 
 
-class _Once(Generic[_T]):
-    """Values that are made once, by the first thread that asks. The others wait for it."""
+class Once(Generic[_T]):
+    """Values that are made once, by the first thread that asks. The others wait for it.
 
-    def __init__(self) -> None:
+    The values of the last calls are kept, up to `limit_bytes` by `size_of`. The last one is always kept.
+    """
+
+    def __init__(self, limit_bytes: int = 0, size_of: Callable[[_T], int] = lambda value: 0) -> None:
+        self._limit_bytes = limit_bytes
+        self._size_of = size_of
         self._lock = Lock()
-        self._made: dict[Hashable, Future[_T]] = {}
+        self._made: OrderedDict[Hashable, Future[_T]] = OrderedDict()
+        self._bytes: dict[Hashable, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept values."""
+        return sum(list(self._bytes.values()))
 
     def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return the result of `make`, new or kept. A failure is not kept."""
         with self._lock:
             mine = key not in self._made
             future = self._made.setdefault(key, Future())
+            self._made.move_to_end(key)
         if mine:
             try:
-                future.set_result(make())
+                value = make()
             except BaseException as err:
+                with self._lock:
+                    self._made.pop(key, None)
                 future.set_exception(err)
+                return future.result()
+            future.set_result(value)
+            self._keep(key, self._size_of(value))
         return future.result()
+
+    def _keep(self, key: Hashable, nbytes: int) -> None:
+        with self._lock:
+            self._bytes[key] = nbytes
+            for oldest in [each for each in self._made if each in self._bytes and each != key]:
+                if sum(self._bytes.values()) <= self._limit_bytes:
+                    return
+                del self._made[oldest], self._bytes[oldest]
 
 
 def _all_fields(table: Table, schema: Schema) -> dict[int, NestedField]:

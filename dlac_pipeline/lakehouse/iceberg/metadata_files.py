@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
-from pyiceberg.io import FileIO, load_file_io
+from pyiceberg.io import load_file_io
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import Table
 
@@ -34,7 +34,11 @@ class TableFolder:
         places = table.location_provider()
         self.location = places.metadata_path
         """Address of the metadata folder."""
-        self._io = _listable(table.io)
+        if not isinstance(table.io, PyArrowFileIO):
+            raise LakehouseError(
+                f"expected a warehouse that pyarrow reads, found {type(table.io).__name__}: its files cannot be listed"
+            )
+        self._io = table.io
         self._filesystem, self._metadata_path = _resolve(self._io, places.metadata_path)
         self.folders = [self.path(places.data_path), self._metadata_path]
         """Paths of both folders."""
@@ -99,14 +103,6 @@ def newest_metadata(missing: str, properties: dict[str, str]) -> str | None:
     listed = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
     newest = max((info.base_name for info in listed), key=version_of, default="")
     return f"{folder}/{newest}" if version_of(newest) > version_of(missing) else None
-
-
-def _listable(io: FileIO) -> PyArrowFileIO:
-    if not isinstance(io, PyArrowFileIO):
-        raise LakehouseError(
-            f"expected a warehouse that pyarrow reads, found {type(io).__name__}: its files cannot be listed"
-        )
-    return io
 
 
 def _resolve(io: PyArrowFileIO, address: str) -> tuple[FileSystem, str]:

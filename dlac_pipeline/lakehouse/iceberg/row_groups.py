@@ -176,7 +176,9 @@ class _Planner:
 
     def _of_parquet(self, file: LiveFile, parquet: pq.ParquetFile) -> list[RowGroup]:
         deleted = self._deletes.dead_rows(file, parquet)
-        wanted = self._in_file(file, parquet, self._wanted(file.residual))
+        # One predicate for all files that share a residual, since preparing it costs more than asking it.
+        predicate = self._predicates.setdefault(id(file.residual), _Predicate(self._schema, file.residual))
+        wanted = self._in_file(file, parquet, predicate)
         excluded = [self._in_file(file, parquet, each) for each in self._excluded]
         first_row_id = None if ROW_ID_FIELD_ID in field_ids(parquet.schema_arrow) else file.first_row_id
         groups, first_row = [], 0
@@ -196,10 +198,6 @@ class _Planner:
             )
             first_row += footer.num_rows
         return groups
-
-    def _wanted(self, residual: Condition) -> _Predicate:
-        """One predicate for all files that share a residual, since preparing it costs more than asking it."""
-        return self._predicates.setdefault(id(residual), _Predicate(self._schema, residual))
 
     def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> "_InFile":
         columns = FileColumns.of(

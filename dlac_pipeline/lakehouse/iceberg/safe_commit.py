@@ -91,21 +91,14 @@ class CommitGuard(Catalog):
             return super().commit_table(table, requirements, updates)  # type: ignore[safe-super]  # of the class it is in
         except CommitFailedException as err:
             return _landed_or_conflict(self, table, updates, err)
-
-
-class MetastoreGuard(CommitGuard, MetastoreCatalog):
-    """The guard of a catalog whose clients write the metadata files: SQL, Glue, Hive."""
-
-    def commit_table(
-        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
-    ) -> CommitTableResponse:
-        """Commit, or raise `CommitConflict` when the commit surely did not land."""
-        try:
-            return super().commit_table(table, requirements, updates)
         # others have committed so often that the metadata file was replaced and removed
         except FileNotFoundError as err:
             name = ".".join(table.name())
             raise CommitConflict(f"a commit to {name!r} was overtaken, and did not land: {err}") from err
+
+
+class MetastoreGuard(CommitGuard, MetastoreCatalog):
+    """The guard of a catalog whose clients write the metadata files: SQL, Glue, Hive."""
 
     def _update_and_stage_table(
         self,

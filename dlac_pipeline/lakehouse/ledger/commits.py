@@ -35,13 +35,8 @@ def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[s
         fence = state.fence
         if fence.nonce == nonce:
             return None
-        if state.finished:
-            raise errors.RunFinished(f"run {run!r} is finished at checkpoint {fence.head!r} and takes no more attempts")
-        if fence.attempt != replaces:
-            raise errors.SteppedAside(
-                f"expected attempt {replaces} of run {run!r} to be the current one, found attempt {fence.attempt}: "
-                "another launch owns the run; nothing to do"
-            )
+        check_unfinished(state)
+        check_current(state, replaces)
         mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=fence.head)
         return Append(rows=[typed_rows.ClaimRow(replaces=replaces, **detail)], fence=mine)
 
@@ -258,4 +253,30 @@ def check_mine(state: RunState, attempt: Attempt) -> None:
         raise errors.Fenced(
             f"attempt {attempt.number} ({attempt.nonce}) of run {attempt.run!r} is fenced off: the run is "
             f"{'finished' if state.finished else 'owned'} by attempt {fence.attempt} ({fence.nonce}); this one stops for good"
+        )
+
+
+def check_current(state: RunState, attempt: int | None) -> None:
+    """Check that `attempt`, if it is set, is still the current one.
+
+    Raises:
+        SteppedAside: another launch claimed the run.
+    """
+    current = state.fence.attempt
+    if attempt is not None and current != attempt:
+        raise errors.SteppedAside(
+            f"expected attempt {attempt} of run {state.run!r} to be the current one, found attempt {current}: another launch "
+            "owns the run; nothing to do"
+        )
+
+
+def check_unfinished(state: RunState) -> None:
+    """Check that the run accepts another attempt.
+
+    Raises:
+        RunFinished: the run is finished.
+    """
+    if state.finished:
+        raise errors.RunFinished(
+            f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
         )

@@ -253,7 +253,9 @@ class _Tries:
                 if _property(run) in table.properties:
                     transaction.remove_properties(_property(run))
             else:
-                transaction.set_properties({_property(run): _cached(wanted.fence)})
+                fence = wanted.fence
+                cached = json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
+                transaction.set_properties({_property(run): cached})
         lakehouse.remember("consumption", table)
         return RunState(run=run, table=table, fence=wanted.fence, finished=wanted.finished)
 
@@ -301,10 +303,6 @@ def _same_rows(run: str, before: Table, now: Table) -> bool:
     found = None if snapshot is None else snapshot.snapshot_id
     complete = known == last_sequence_number(now) - last_sequence_number(before)
     return found == last and complete and before.properties.get(_property(run)) == now.properties.get(_property(run))
-
-
-def _cached(fence: Fence) -> str:
-    return json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
 
 
 def _complete(row: LedgerRow, run: str, fence: Fence) -> LedgerRow:

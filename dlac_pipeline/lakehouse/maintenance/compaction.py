@@ -61,7 +61,7 @@ def _merge(lakehouse: Lakehouse, name: str, partition: tuple[Any, ...]) -> Merge
         limit = max(limit // 2, MIN_FILES)  # less work has more luck beside busy committers
         with reachable(lakehouse.config.uri), as_commit_conflict():
             table = lakehouse.own(name)
-            tasks = _first(_small_files(table).get(partition, []), limit)
+            tasks = list(_within(_small_files(table).get(partition, [])[:limit], 4 * SMALL_BYTES))
             return _rewrite(table, tasks) if len(tasks) >= MIN_FILES else None
 
     return retrying()(once)
@@ -79,11 +79,6 @@ def _small_files(table: Table) -> dict[tuple[Any, ...], list[FileScanTask]]:
         if file.spec_id == spec.spec_id and file.file_size_in_bytes < SMALL_BYTES and not task.delete_files:
             found[tuple(file.partition[at] for at in range(len(spec.fields)))].append(task)
     return found
-
-
-def _first(tasks: Sequence[FileScanTask], limit: int) -> list[FileScanTask]:
-    """The first files, up to `limit` and up to a few of the size that is not small any more."""
-    return list(_within(tasks[:limit], 4 * SMALL_BYTES))
 
 
 def _within(tasks: Sequence[FileScanTask], most_bytes: int) -> Iterator[FileScanTask]:

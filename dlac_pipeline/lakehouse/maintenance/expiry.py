@@ -2,7 +2,7 @@
 
 Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. So each append also
 expires, in its own transaction, the snapshots past the newest `KEEP_SNAPSHOTS`. Nothing has to be scheduled, and nothing can
-be half done. Snapshots of a branch or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/orphans.py.
+be half done. Snapshots of a branch or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/upkeep.py.
 """
 
 from collections.abc import Iterator

@@ -70,7 +70,8 @@ class Location:
             SpecInvalid: there is none, or their folders have different partition keys.
             DataFileUnreadable: the location cannot be listed.
         """
-        wild = None if self._exists(self._path) else WILD.search(self._path)
+        named = _listed(self.pattern, lambda: self._files.get_file_info(self._path))
+        wild = WILD.search(self._path) if named.type == FileType.NotFound else None
         root = self._path[: self._path.rfind("/", 0, wild.start())] if wild else self._path.rstrip("/")
         info = _listed(self.pattern, lambda: self._files.get_file_info(root))
         everything = FileSelector(root, recursive=True)
@@ -100,9 +101,6 @@ class Location:
             )
         _check_keys(files)
         return files
-
-    def _exists(self, path: str) -> bool:
-        return bool(_listed(self.pattern, lambda: self._files.get_file_info(path)).type != FileType.NotFound)
 
     def schemas(self, files: Sequence[ParquetFile]) -> list[pa.Schema]:
         """Return the schema of each file, from its footer.
@@ -201,15 +199,9 @@ def _check_keys(files: Sequence[ParquetFile]) -> None:
 
 def _key_columns(files: Sequence[ParquetFile]) -> list[NestedField]:
     """Return the partition keys as columns: long if all values are integers, else string."""
-    values = {key: {file.keys[key] for file in files} for key in files[0].keys}
-    return [
-        NestedField(
-            field_id=-1,
-            name=key,
-            field_type=LongType()
-            if all(value is None or _INTEGER.fullmatch(value) for value in found)
-            else StringType(),
-            required=False,
-        )
-        for key, found in values.items()
-    ]
+    columns = []
+    for key in files[0].keys:
+        values = {file.keys[key] for file in files}
+        whole = all(value is None or _INTEGER.fullmatch(value) for value in values)
+        columns.append(NestedField(-1, key, LongType() if whole else StringType(), required=False))
+    return columns

@@ -23,15 +23,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Identifier, Record
 from pyiceberg.types import LongType, NestedField
 
-from dlac_pipeline.lakehouse.errors import (
-    CommitConflict,
-    DataFileChanged,
-    DataFileUnreadable,
-    DlacError,
-    NoSuchTable,
-    SpecInvalid,
-    UnsupportedColumn,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.registration.parquet_files import WILD, Location, ParquetFile, unite_columns
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
@@ -79,7 +71,7 @@ def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: b
     """
     found = Location(location, lakehouse.config.catalog_properties())
     _check_outside_warehouse(lakehouse, found.pattern)
-    return retrying(of=CommitConflict)(partial(_register, lakehouse, identifier, found, dry_run=dry_run))
+    return retrying(of=errors.CommitConflict)(partial(_register, lakehouse, identifier, found, dry_run=dry_run))
 
 
 def registered_tables(lakehouse: Lakehouse) -> Iterator[tuple[str, str]]:
@@ -88,7 +80,7 @@ def registered_tables(lakehouse: Lakehouse) -> Iterator[tuple[str, str]]:
         for name in map(".".join, lakehouse.catalog.list_tables(namespace)):
             try:
                 location = lakehouse.load(name).properties.get(LOCATION)
-            except DlacError as err:
+            except errors.DlacError as err:
                 _log.warning("%s is not looked at, because it cannot be loaded: %s", name, err)
             else:
                 yield from [] if location is None else [(name, location)]
@@ -155,12 +147,12 @@ def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table |
     """Return the registered table, or None if there is no table of its name."""
     try:
         table = lakehouse.load(identifier)
-    except NoSuchTable:
+    except errors.NoSuchTable:
         return None
     before = table.properties.get(LOCATION)
     if before != location.pattern:
         found = "one with its own files" if before is None else f"that of {before!r}"
-        raise SpecInvalid(
+        raise errors.SpecInvalid(
             f"expected {identifier!r} to be a new table, or that of {location.pattern!r}, found {found}: choose another name"
         )
     return table
@@ -181,7 +173,7 @@ def _create(
         _MAPPING: schema.name_mapping.model_dump_json(),
         "gc.enabled": "false",  # other engines would delete the files, which are not the table's
     }
-    with suppress(NoSuchTable):  # a name without a namespace is refused below
+    with suppress(errors.NoSuchTable):  # a name without a namespace is refused below
         lakehouse.create_namespace(identifier.rpartition(".")[0])
     with reachable(lakehouse.config.uri), suppress(TableAlreadyExistsError):
         lakehouse.catalog.create_table(identifier, schema, partition_spec=PartitionSpec(*parts), properties=properties)
@@ -201,7 +193,7 @@ def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], co
             with transaction.update_schema() as update:
                 update.union_by_name(assign_fresh_schema_ids(Schema(*columns)))
         except (ValueError, TypeError) as err:
-            raise SpecInvalid(
+            raise errors.SpecInvalid(
                 f"expected new files with the columns of the table, found: {err}; register them as another table"
             ) from err
         metadata = transaction.table_metadata
@@ -210,9 +202,11 @@ def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], co
             try:
                 made = parquet_file_to_data_file(table.io, metadata, file.address)
             except ValueError as err:
-                raise UnsupportedColumn(f"expected the columns of the table in {file.address!r}, found: {err}") from err
+                raise errors.UnsupportedColumn(
+                    f"expected the columns of the table in {file.address!r}, found: {err}"
+                ) from err
             except OSError as err:
-                raise DataFileUnreadable(
+                raise errors.DataFileUnreadable(
                     f"expected {file.address!r}, which was listed, found {err}; try again"
                 ) from err
             made[_PARTITION] = Record(*_partition(metadata.schema(), file))
@@ -235,7 +229,7 @@ def _partition(schema: Schema, file: ParquetFile) -> Iterator[object]:
         try:
             yield int(value)
         except ValueError as err:
-            raise SpecInvalid(
+            raise errors.SpecInvalid(
                 f"expected an integer for partition key {key!r}, as in all files before, found {value!r} in {file.address!r}: "
                 "rename the folder, or register the files as a new table"
             ) from err
@@ -267,7 +261,7 @@ def _check_outside_warehouse(lakehouse: Lakehouse, pattern: str) -> None:
     """
     folders = [_folder(pattern), _folder(lakehouse.config.warehouse)]
     if all(folders) and any(one.startswith(other) for one, other in (folders, folders[::-1])):
-        raise SpecInvalid(
+        raise errors.SpecInvalid(
             f"expected files outside of the warehouse {lakehouse.config.warehouse!r}, found {pattern!r}: maintenance deletes "
             "files there; move them, or register a narrower location"
         )
@@ -293,7 +287,7 @@ def _check_unchanged(table: Table, files: Sequence[ParquetFile], known: Mapping[
         recorded = known.get(file.address)
         if recorded is None or (file.bytes == recorded.file_size_in_bytes and _time(file) <= until):
             continue
-        raise DataFileChanged(
+        raise errors.DataFileChanged(
             f"expected the registered file {file.address!r} as it was, with {recorded.file_size_in_bytes} bytes and no change "
             f"after {until}, found {file.bytes} bytes, changed at {_time(file)}: restore it, and write new rows to new files"
         )

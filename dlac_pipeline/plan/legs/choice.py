@@ -21,6 +21,8 @@ from dlac_pipeline.rows.tokenizing import load_tokenizer
 from dlac_pipeline.rows.transform import load_transform
 from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec, SourceSpec
 
+_PLANNED = ("table_uuid", "snapshot_id", "schema_id", "plan_id")
+"""Fields of a plan's row that a leg binds."""
 Progress = Callable[[int, int, int], None]
 """Callback for progress: the place of the source, its data files whose footers are read, and all its data files."""
 
@@ -44,7 +46,7 @@ def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
     sources = [
         LegSource(
             **_bound_of(spec, source),
-            **_planned(plan),
+            **{name: getattr(plan.row, name) for name in _PLANNED},
             start=SourceStart.fresh(key_groups, [(plan.row.plan_id, _passes(spec, source))]),
         )
         for source, plan in zip(spec.sources, plans, strict=True)
@@ -184,27 +186,10 @@ def _passes(spec: JobSpec, source: SourceSpec) -> int:
     return 1 if source.follow == "appends" else spec.passes_of(source)
 
 
-def _planned(plan: Plan) -> dict[str, Any]:
-    row = plan.row
-    return {
-        "table_uuid": row.table_uuid,
-        "snapshot_id": row.snapshot_id,
-        "schema_id": row.schema_id,
-        "plan_id": row.plan_id,
-    }
-
-
 def _settings(spec: JobSpec) -> dict[str, Any]:
-    order = spec.order
-    return {
-        "seed": order.seed,
-        "key_groups": order.key_groups,
-        "batch_size": order.batch_size,
-        "block_slices": order.block_slices,
-        "shuffle": order.shuffle,
-        "steps": order.steps,
-        "sequences": sequences_of(spec.sequences, spec.source),
-    }
+    names = ("seed", "key_groups", "batch_size", "block_slices", "shuffle", "steps")
+    bound = {name: getattr(spec.order, name) for name in names}
+    return {**bound, "sequences": sequences_of(spec.sequences, spec.source)}
 
 
 def sequences_of(spec: SequenceSpec, first: SourceSpec) -> LegSequences:

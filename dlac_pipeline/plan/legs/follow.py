@@ -138,7 +138,7 @@ class _SourceTransition:
         """Return the parts of the source that are newly left out."""
         found: dict[Unreadable, QuarantinedUnit] = {}
         for plan in [self._plan(plan_id) for plan_id in current.live_plan_ids]:
-            units = {place: unit for unit, place in enumerate(_places(plan))}
+            units = {place: unit for unit, place in enumerate(plan.units.places())}
             for each in unreadable:
                 unit = units.get((each.path, each.row_group))
                 rows = 0 if unit is None else _live_rows_of(plan, unit, each)
@@ -259,7 +259,7 @@ class _SourceTransition:
             exclude=self._wanted.exclude,
         )
         dead = {(group.file_path, group.row_group): group.dead for group in groups}
-        return {unit: dead[place] for unit, place in enumerate(_places(plan)) if place in dead}
+        return {unit: dead[place] for unit, place in enumerate(plan.units.places()) if place in dead}
 
     def _history(self, since: int, until: int) -> History:
         if (since, until) not in self._histories:
@@ -302,19 +302,10 @@ def leaving_out(plans: Plans, spec: JobSpec, leg: Leg, unreadable: Sequence[Unre
     return replace(leg, sources=tuple(sources))
 
 
-def _places(plan: Plan) -> list[tuple[str, int]]:
-    """(data file, row group) of each unit."""
-    units = plan.units
-    return [
-        (units.file_paths[file], group)
-        for file, group in zip(units.file.tolist(), units.row_group.tolist(), strict=True)
-    ]
-
-
 def _by_unit(plan: Plan, rows: Mapping[str, Ints]) -> Dead:
     """Positions in data files as offsets in units."""
     units, dead = plan.units, {}
-    for unit, (path, _) in enumerate(_places(plan)):
+    for unit, (path, _) in enumerate(units.places()):
         if path in rows:
             low, high = np.searchsorted(rows[path], [units.first_row[unit], units.first_row[unit] + units.rows[unit]])
             if low < high:
@@ -323,7 +314,7 @@ def _by_unit(plan: Plan, rows: Mapping[str, Ints]) -> Dead:
 
 
 def _of_unreadable(plan: Plan, unreadable: Sequence[Unreadable]) -> Dead:
-    units = {place: unit for unit, place in enumerate(_places(plan))}
+    units = {place: unit for unit, place in enumerate(plan.units.places())}
     named = [(units.get((each.path, each.row_group)), each) for each in unreadable]
     return _merged([{unit: _offsets_of(plan, unit, each)} for unit, each in named if unit is not None])
 

@@ -13,9 +13,8 @@ from dlac_pipeline.plan.source_order import Stretch
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
-from dlac_pipeline.read.opening.open_streams import open_streams
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.reader import Exchange, RankReader, ReadStart, alone
+from dlac_pipeline.read.reader import Exchange, RankReader, ReadStart, alone, open_streams
 from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import Column, ColumnKind
 from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer

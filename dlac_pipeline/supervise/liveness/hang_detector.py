@@ -1,7 +1,6 @@
 """Failure detector of ranks that hang. In: their heartbeats. Out: an `Exit`."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.ranks.watched_time import watched_time
@@ -11,13 +10,6 @@ from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 _Mark = tuple[float, int, Phase] | None
 """The part of a record that changes with each heartbeat. The loss is not in it, because NaN differs from itself."""
-
-
-class Monitored(Protocol):
-    """Ranks that send heartbeats."""
-
-    def heartbeats(self) -> list[RankHeartbeat | None]:
-        """Return the last heartbeat of each rank."""
 
 
 class HangDetector:
@@ -32,16 +24,18 @@ class HangDetector:
         self._clock = clock or watched_time()
         self._changed: dict[int, tuple[_Mark, float]] = {}
 
-    def find_hang(self, ranks: Monitored) -> Exit | None:
+    def find_hang(self, heartbeats: Sequence[RankHeartbeat | None]) -> Exit | None:
         """Return the rank that has been silent for the longest time, if that is too long.
 
         While one rank starts or loads, the others may wait for it, so all ranks get the longer timeout. A rank that has done
         its last step sends no more heartbeats, because the script may then evaluate or export for any length of time.
         """
-        found = ranks.heartbeats()
         now = self._clock()
-        self._note(found, now)
-        last = {rank: each for rank, each in enumerate(found) if each is None or each.phase != Phase.DONE}
+        for rank, each in enumerate(heartbeats):
+            mark = None if each is None else (each.at, each.step, each.phase)
+            if rank not in self._changed or self._changed[rank][0] != mark:
+                self._changed[rank] = (mark, now)
+        last = {rank: each for rank, each in enumerate(heartbeats) if each is None or each.phase != Phase.DONE}
         if not last:
             return None
         launch = self._launch
@@ -55,9 +49,3 @@ class HangDetector:
         hung = last[rank]
         doing = Phase.STARTING.name.lower() if hung is None else hung.doing
         return Exit(rank=rank, code=1, kind=HANG, message=f"no heartbeat for {silent_s:.0f} s, last while {doing}")
-
-    def _note(self, found: Sequence[RankHeartbeat | None], now: float) -> None:
-        for rank, each in enumerate(found):
-            mark = None if each is None else (each.at, each.step, each.phase)
-            if rank not in self._changed or self._changed[rank][0] != mark:
-                self._changed[rank] = (mark, now)

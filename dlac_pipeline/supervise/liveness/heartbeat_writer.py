@@ -59,7 +59,12 @@ class HeartbeatWriter:
         self._in_hand = batch.step
         moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
         self._rows_in_hand = int(batch.valid.sum()) if counted else moved
-        self._record_moved(batch)
+        if batch.moved and self._descriptor is not None:  # else the step determines the ranges
+            ranges = [
+                [source, group, each.pass_index, each.block, each.position_start, each.position_end]
+                for source, group, each in batch.moved
+            ]
+            os.pwrite(self._descriptor, json.dumps([batch.step, ranges]).encode() + b"\n", 0)
         self._write()
         return replace(batch, on_mean=self._forward_done)
 
@@ -87,15 +92,6 @@ class HeartbeatWriter:
 
     def _forward_done(self) -> None:
         self._forward_s = self._forward_s or time.monotonic() - self._since
-
-    def _record_moved(self, batch: Batch) -> None:
-        """Write the ranges of a batch, unless its step determines them: source, key group, pass, block, first, end of each."""
-        if batch.moved and self._descriptor is not None:
-            moved = [
-                [source, group, each.pass_index, each.block, each.position_start, each.position_end]
-                for source, group, each in batch.moved
-            ]
-            os.pwrite(self._descriptor, json.dumps([batch.step, moved]).encode() + b"\n", 0)
 
     def now(self, phase: Phase) -> RankHeartbeat:
         """Return the heartbeat of this rank now, in a phase."""

@@ -1,11 +1,19 @@
-"""Liveness of a launch under another supervisor, from the claims of its run.
+"""Liveness of a launch under another supervisor, and the refusal of a second launch while the first one is alive.
 
 On this node the launch's lock decides, because the kernel releases it with its holder. Of another node only its writes can
 be seen: the ledger, and its launch folder if that is shared.
+
+The refusal is a courtesy for cases that no lock of this node can show. Safety does not depend on it. A launch of a cluster's
+job is never refused, because its scheduler may start it again. A launch by an orchestrator is not refused because of another
+run of the same orchestrator. Only the orchestrator can know if that run is alive.
 """
 
+import logging
+import math
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,18 +21,25 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    CheckpointRow,
-    ClaimRow,
-    LedgerRow,
-    QuarantinedCheckpointRow,
-    QuarantinedRowsRow,
-)
+from dlac_pipeline.lakehouse.errors import RunBusy
+from dlac_pipeline.lakehouse.ledger import typed_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of, fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.supervise.claims import claimed_by, last_reason, left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
+from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
-_ITS_OWN = (ClaimRow, CheckpointRow, QuarantinedCheckpointRow, QuarantinedRowsRow)
+_log = logging.getLogger(__name__)
+_POLL_S = 1.0
+_STEPS_SEEN_S = 15.0
+"""Seconds to watch for another heartbeat if the steps of the launch's ranks can be seen, before its own clock is believed."""
+_ITS_OWN = (
+    *(typed_rows.ClaimRow, typed_rows.CheckpointRow),
+    *(typed_rows.QuarantinedCheckpointRow, typed_rows.QuarantinedRowsRow),
+)
 """Kinds of rows that only the named attempt appends. Rows of operators and of upkeep name the current attempt."""
 
 
@@ -60,7 +75,7 @@ def liveness_of(rows: list[LedgerRow], attempt: int) -> LaunchLiveness:
     if not claim.attempt:
         return LaunchLiveness(host="", local="", here=False, lock_held=False, silent_s=float("inf"))
     written = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and isinstance(row, _ITS_OWN)]
-    steps = _steps_at(claim.launch_folder)
+    steps = [progress.at for progress in read_heartbeats(Path(claim.launch_folder))] if claim.launch_folder else []
     host, local = claim.host, claim.local
     here = host == socket.gethostname()
     return LaunchLiveness(
@@ -90,6 +105,98 @@ def is_lock_held(lock: Path) -> bool:
     return False
 
 
-def _steps_at(folder: str) -> list[float]:
-    """Return the moment of each rank's last heartbeat, if the launch folder can be seen from this node."""
-    return [progress.at for progress in read_heartbeats(Path(folder))] if folder else []
+def refuse_if_alive_elsewhere(
+    rows_now: Callable[[], list[LedgerRow]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
+) -> None:
+    """Wait up to `wait_s` for a launch of the spec's run elsewhere to exit or be lost, then refuse. `rows_now` reads rows.
+
+    Raises:
+        RunBusy: the launch counts as alive, or `stop` was set.
+    """
+    deadline = time.monotonic() + wait_s
+    detector = _LaunchFailureDetector()
+    while True:
+        rows = rows_now()
+        launch = liveness_of(rows, fence_of_rows(rows).attempt)
+        if not _may_train_elsewhere(rows, spec, launch, launched_by) or detector.is_lost(launch):
+            return
+        waits = time.monotonic() < deadline or detector.may_be_lost(launch)
+        if not waits or stop.wait(min(_POLL_S, LOST_AFTER_S / 4)):
+            raise RunBusy(_message(spec.run, fence_of_rows(rows).attempt, launch))
+
+
+class _LaunchFailureDetector:
+    """Failure detector of a launch elsewhere, while this node watches its heartbeats.
+
+    The clocks of two nodes may differ by hours. So the launch's own clock is believed only after a watch by this node's
+    clock, for the time between two of its heartbeats.
+    """
+
+    def __init__(self) -> None:
+        self._newest: tuple[float, ...] | None = None
+        self._since = 0.0
+        self._seen_alive = False
+
+    def is_lost(self, launch: LaunchLiveness) -> bool:
+        """Return True if the launch is silent for too long. For a launch on this node its lock decides."""
+        if launch.here:
+            return not launch.lock_held
+        if math.isinf(launch.silent_s):
+            return True  # the attempt launched nothing
+        if launch.newest != self._newest:
+            self._seen_alive = self._newest is not None
+            self._newest, self._since = launch.newest, time.monotonic()
+            if self.may_be_lost(launch):
+                _log.warning(
+                    "attempt on node %r sent its last heartbeat %.0f s ago by its clock: watching for %.0f s whether another "
+                    "follows",
+                    launch.host,
+                    launch.silent_s,
+                    _watch_s(launch),
+                )
+        watched_s = time.monotonic() - self._since
+        return watched_s >= (_watch_s(launch) if self.may_be_lost(launch) else LOST_AFTER_S)
+
+    def may_be_lost(self, launch: LaunchLiveness) -> bool:
+        """Return True if the launch's own clock shows that it is lost, and no heartbeat came since the watch began."""
+        return not (launch.here or self._seen_alive) and launch.silent_s >= LOST_AFTER_S
+
+
+def _watch_s(launch: LaunchLiveness) -> float:
+    """Return the seconds to watch for another heartbeat of a launch that is lost by its own clock."""
+    if launch.shows_steps:
+        return min(LOST_AFTER_S, _STEPS_SEEN_S)
+    return (
+        LOST_AFTER_S if launch.rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * launch.rows_every_s))
+    )
+
+
+def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:
+    """Return True if the current attempt may train elsewhere, so that only its heartbeats can decide."""
+    attempt = fence_of_rows(rows).attempt
+    if not attempt or finished_of_rows(rows) or not claim_of(rows, attempt).trains:
+        return False
+    # with NODES the run resumes on more nodes
+    if left_in_order(rows, attempt) and last_reason(rows, attempt) != NODES:
+        return False
+    if (launch.host, launch.local) == (socket.gethostname(), spec.checkpoint.local):
+        return False  # the lock is the better evidence
+    one_job = spec.launch.on != "here" or bool(launched_by and claimed_by(rows, attempt))
+    same_place = bool(spec.launch.rendezvous) and claim_of(rows, attempt).rendezvous == spec.launch.rendezvous
+    return not (one_job or same_place)
+
+
+def _message(run: str, attempt: int, launch: LaunchLiveness) -> str:
+    silent_s = max(0.0, launch.silent_s)
+    found, wait = (
+        (f"on this node, with the local folder {launch.local!r}", "wait for it")
+        if launch.here
+        else (
+            f"on node {launch.host!r}, whose last heartbeat was {silent_s:.0f} s ago",
+            f"wait {math.ceil(max(0.0, LOST_AFTER_S - max(0.0, launch.silent_s)))} s, for it counts as lost if no other follows",
+        )
+    )
+    return (
+        f"expected no other launch of run {run!r}, found attempt {attempt} {found}: {wait}, stop it, or take the run over with "
+        "--takeover, which fences it off"
+    )

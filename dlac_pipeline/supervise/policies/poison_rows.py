@@ -1,23 +1,28 @@
 """Poison rows: deaths at the same rows or at the same line of the script, and the rows that were in hand.
 
 A row that kills each process that reads it ends every attempt in the same step. Deaths that another rule covers are not
-counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
+counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node. A row group does not
+decode for one of two causes: damage, or an unavailable store.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.failure import SILENT_KINDS, Failure
 from dlac_pipeline.supervise.liveness.heartbeat import read_in_hand
 
+_WITNESSES = 8
+"""Other data files of the plan that are tried. One readable file shows that the store is available."""
 _OF_ACCELERATOR = "AcceleratorError"
 """PyTorch's exception for an error of a device. It may come some steps late, unless the rank waits for the device in each."""
 Place = tuple[UnitTable, int, int]
@@ -134,8 +139,7 @@ def rows_in_hand(
     order = leg.order(units)
     found: dict[tuple[str, int], set[int]] = {}
     for table, unit, row in _of_counted(order, step) if order.counted else _of_streamed(order, step, folder):
-        place = (table.file_paths[int(table.file[unit])], int(table.row_group[unit]))
-        found.setdefault(place, set()).add(int(table.first_row[unit]) + row)
+        found.setdefault(table.place(unit), set()).add(int(table.first_row[unit]) + row)
     return tuple(
         Unreadable(path=path, row_group=group, reason=reason, positions=tuple(sorted(rows)))
         for (path, group), rows in sorted(found.items())
@@ -162,3 +166,49 @@ def _places(source: SourceOrder, pass_index: int, group: int, block: int, positi
     cut = source.cut_of(pass_index)
     for position in positions:
         yield (cut.units, *cut.block(group, block).place_of(position))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damaged:
+    """A damaged row group, and the job spec's policy for it."""
+
+    unreadable: Unreadable
+    policy: str
+
+
+def damaged_row_group(plans: Plans, spec: JobSpec, leg: Leg, path: str, row_group: int) -> Damaged | None:
+    """Return the damaged row group of a leg on which an attempt failed. None if it decodes now, or if nothing can be read."""
+    for source, mine in zip(spec.sources, leg.sources, strict=True):
+        for plan_id in mine.start.live_plan_ids:
+            plan = plans.load(plan_id, table=source.table)
+            places = plan.units.places()
+            if (path, row_group) not in places:
+                continue
+            unit = places.index((path, row_group))
+            decoder = open_decoder(plans.lakehouse.load(source.table), mine, [plan.row.snapshot_id])
+            reason = _problem(decoder, plan, unit)
+            if reason is None or not _store_answers(decoder, plan, path):
+                return None
+            return Damaged(
+                unreadable=Unreadable(path=path, row_group=row_group, reason=reason), policy=source.on_unreadable
+            )
+    return None
+
+
+def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
+    """Return why a unit does not decode, or None if it decodes."""
+    try:
+        decoder.row_group(*plan.units.place(unit), int(plan.units.rows[unit]))
+    except errors.DataFileUnreadable as err:
+        return str(err)
+    return None
+
+
+def _store_answers(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
+    """Return True if another data file can be read, or if the plan has only one file, whose damage is then believed."""
+    first_units = {
+        plan.units.file_paths[file]: unit for unit, file in reversed(list(enumerate(plan.units.file.tolist())))
+    }
+    first_units.pop(path, None)
+    others = list(first_units.values())[:_WITNESSES]
+    return not others or any(_problem(decoder, plan, unit) is None for unit in others)

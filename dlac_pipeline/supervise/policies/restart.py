@@ -16,8 +16,7 @@ from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
 from dlac_pipeline.supervise.incident import write_given_up
-from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
-from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
+from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_group, rows_in_hand
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import Supervision
 
@@ -60,7 +59,7 @@ class RestartPolicy:
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         if failure.kind == errors.LossNotFinite.__name__:
             self.record_given_up(failure, attempt.number)
-        if not (attempt.others and self._concerns_this_node_only(failure)):
+        if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set())):
             self._raise_if_final(failure)
         retry = self._retry
         left_out: Sequence[Unreadable] = retry(self._damaged, failure, attempt.leg)
@@ -103,10 +102,6 @@ class RestartPolicy:
         return retrying(
             RETRY_WITHIN_S, of=(errors.CatalogUnreachable, errors.StoreUnavailable), stop=self._supervision.stop
         )
-
-    def _concerns_this_node_only(self, failure: Failure) -> bool:
-        """Return True if only this node fails, while it exits. The others continue."""
-        return failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set()
 
     def record_given_up(self, failure: Failure, attempt: int) -> None:
         """Write the row of a run that is given up. An error of the write is only a warning."""

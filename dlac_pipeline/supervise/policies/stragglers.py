@@ -5,7 +5,7 @@ the ranks' own, without their waits for each other: in synchronous training all 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -35,9 +35,7 @@ class Straggler:
         per = " per step" if self.phase in _PER_STEP else ""
         return {
             "event": "straggler",
-            "rank": self.rank,
-            "phase": self.phase,
-            "step": self.step,
+            **asdict(self),
             "own_s": round(self.own_s, 3),
             "median_s": round(self.median_s, 3),
             "factor": factor,
@@ -50,18 +48,14 @@ class Stragglers:
     """Stragglers of one attempt. A slow rank is reported once, until it is as fast as the others again."""
 
     def __init__(self, launch: LaunchSpec) -> None:
-        self._factor, self._at_least_s, self._steps = (
-            launch.straggler_factor,
-            launch.straggler_s,
-            launch.straggler_steps,
-        )
+        self._launch = launch
         self._window: Sequence[RankHeartbeat] | None = None
         self._seen: dict[str, Sequence[int]] = {}
         self._reported: set[tuple[int, str]] = set()
 
     def observe(self, heartbeats: Sequence[RankHeartbeat]) -> list[Straggler]:
         """Return the ranks that are slow now and were not reported yet, from these heartbeats by rank."""
-        if not self._factor or len(heartbeats) < 2:
+        if not self._launch.straggler_factor or len(heartbeats) < 2:
             return []
         return [*self._by_steps(heartbeats), *self._each_time(heartbeats)]
 
@@ -72,7 +66,7 @@ class Stragglers:
             self._window = heartbeats
             return []
         steps = [now.step - then.step for now, then in zip(heartbeats, before, strict=True)]
-        if min(steps) < self._steps:
+        if min(steps) < self._launch.straggler_steps:
             return []
         self._window = heartbeats
         found = []
@@ -107,7 +101,7 @@ class Stragglers:
                 if other != rank and (not sizes or sizes[other] * _ALIKE >= sizes[rank])
             ]
             others = median(peers) if peers else mine
-            slow = mine > self._factor * others and mine - others >= self._at_least_s
+            slow = mine > self._launch.straggler_factor * others and mine - others >= self._launch.straggler_s
             if slow and (rank, phase) not in self._reported:
                 step = heartbeats[rank].step
                 found.append(Straggler(rank=rank, phase=phase, step=step, own_s=mine, median_s=others))

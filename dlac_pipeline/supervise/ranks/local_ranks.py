@@ -25,19 +25,14 @@ _KILLED_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exit:
-    """The end of one rank."""
+class RankError:
+    """The error that a rank recorded. Empty: it recorded none."""
 
-    rank: int
-    code: int
-    """Exit status, or the negative number of the signal that killed the rank."""
     kind: str = ""
-    """Class of the error that the rank recorded, or empty."""
+    """Class of the error."""
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
     """Further facts of the error, for programs."""
-    at: float = math.inf
-    """Moment at which the rank recorded its reason, in seconds since the epoch."""
     where: str = ""
     """The innermost line of the user's code in the traceback of the rank's exception."""
     place: str = ""
@@ -45,6 +40,17 @@ class Exit:
     origin: Origin = ""
     traceback: str = ""
     """The frames of the user's code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit(RankError):
+    """The end of one rank, and the error that it recorded."""
+
+    rank: int
+    code: int
+    """Exit status, or the negative number of the signal that killed the rank."""
+    at: float = math.inf
+    """Moment at which the rank recorded its reason, in seconds since the epoch."""
 
     def __str__(self) -> str:
         if self.code < 0:
