@@ -1,6 +1,7 @@
 """The random number generators of a rank: part of the checkpoint, or derived from (seed, step, rank) where there is none."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
