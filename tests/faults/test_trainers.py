@@ -50,14 +50,15 @@ class Lake:
         (folder / "job.toml").write_text(job)
         return folder
 
-    def start(self, script: str, run: str, ranks: int) -> subprocess.Popen[bytes]:
-        """Start torchrun with a script, in a folder of the run."""
+    def start(self, script: str, run: str, ranks: int = 0) -> subprocess.Popen[bytes]:
+        """Start torchrun with a script, in a folder of the run. Without ranks, start the script alone."""
         folder = self.prepare(script, run)
-        command = [
+        torchrun = [
             *(str(_BIN / "torchrun"), "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=2"),
             *("--monitor-interval=0.2", "--rdzv-backend=dlac", f"--rdzv-id={run}", script),
         ]
         with (folder / "log").open("wb") as log:
+            command = torchrun if ranks else [sys.executable, script]
             process = subprocess.Popen(
                 command, cwd=folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
@@ -101,7 +102,10 @@ def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def check_killed_run(lake: Lake, script: str, ranks: int) -> None:
-    """Kill a rank after the second checkpoint. Compare the run with one that nothing disturbs."""
+    """Kill a rank after the second checkpoint. Compare the run with one that nothing disturbs.
+
+    One undisturbed rank runs without torchrun.
+    """
     run = f"{Path(script).stem}-{ranks}"
     alone = f"{run}-alone"
     killed = lake.start(script, run, ranks)
@@ -109,7 +113,7 @@ def check_killed_run(lake: Lake, script: str, ranks: int) -> None:
     rank = next(each for each in _descendants(killed) if script in " ".join(each.cmdline()))
     rank.send_signal(signal.SIGKILL)
     lake.finish(killed, run)
-    lake.finish(lake.start(script, alone, ranks), alone)
+    lake.finish(lake.start(script, alone, ranks if ranks > 1 else 0), alone)
     assert len(lake.losses(run)) == _STEPS
     assert lake.losses(run) == lake.losses(alone)
     audit = audit_run(lake.lakehouse, run)
