@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 transformers: Any = pytest.importorskip("transformers")
+_TRAINERS = Path(__file__).parents[2] / "examples" / "trainers"
 _STEPS = 125
 _POINTS: dict[str, Any] = {
     "table": "src.points",
@@ -49,11 +52,12 @@ def opened_run(arena: Arena, name: str = "r", *, takeover: bool = False, **chang
         yield run
 
 
-def make_points(arena: Arena) -> None:
-    """Make a table of 3,200 points."""
-    x = np.linspace(0, 1, 3_200, dtype=np.float32)
+def make_points(arena: Arena, table: str = "src.points", *, count: int = 3_200) -> None:
+    """Make a table of points."""
+    x = np.linspace(0, 1, count, dtype=np.float32)
     points = pa.table({"x": x, "y": 3 * x})
-    arena.lakehouse.catalog.create_table("src.points", points.schema).append(points)
+    arena.lakehouse.create_namespace(table.partition(".")[0])
+    arena.lakehouse.catalog.create_table(table, points.schema).append(points)
 
 
 class DyingTitan(TitanLike):
@@ -306,3 +310,35 @@ def test_inexact_lightning_models_are_refused(arena: Arena) -> None:
         model.automatic_optimization = False
         with pytest.raises(SpecInvalid, match="manual"):
             checkpoint.setup(None, model, "fit")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("script", ["train_accelerate.py", "train_lightning.py"])
+def test_example_resumes_after_crash(arena: Arena, script: str) -> None:
+    """A script raises in a step and is run again, in this process. Its losses are those of an undisturbed run."""
+    make_points(arena, "demo.points", count=20_000)
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    for name, dies_at in (("killed", 50), ("killed", 0), ("alone", 0)):
+        run_example(arena, script, name, dies_at=dies_at)
+    assert len(arena.losses("killed")) == 125
+    assert arena.losses("killed") == arena.losses("alone")
+    assert {row.attempt for row in arena.lineage("killed")} == {1, 2}
+
+
+def run_example(arena: Arena, script: str, name: str, *, dies_at: int) -> None:
+    """Run an example script without its pauses, up to the pause of a step if `dies_at` is one."""
+    job = (_TRAINERS / "job.toml").read_text().replace('run = "points"', f'run = "{name}"')
+    (arena.home / "job.toml").write_text(job)
+    sleep, pauses = time.sleep, iter(range(1, 1_000))
+
+    def pause(seconds: float) -> None:
+        """Do not sleep if the script asks for it."""
+        if seconds not in (0.03, 0.015):
+            sleep(seconds)
+        elif next(pauses) == dies_at / (seconds / 0.03):
+            raise RuntimeError("crash")
+
+    with arena.monkeypatch.context() as patched, suppress(RuntimeError):
+        patched.chdir(arena.home)
+        patched.setattr(time, "sleep", pause)
+        runpy.run_path(str(_TRAINERS / script))
