@@ -5,6 +5,7 @@ import dagster as dg
 from assets.sources import corpus, tokens
 from assets.training import model_checkpoint, pinned_snapshot, work_plan
 from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
+from dlac_pipeline.dagster.component import build_runs_job
 from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, build_new_snapshot_sensor
 from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
 from dlac_pipeline.dagster.training_runs import NOT_RETRIED, RECOVER_JOB, TRAIN_JOB
@@ -29,7 +30,11 @@ recover_job = dg.define_asset_job(
     description="Resume a run whose Dagster run died, from its committed ledger. Requested by recovery_sensor.",
     tags=NOT_RETRIED,
 )
-recovery_sensor = build_recovery_sensor(recover_job)
-preemption_sensor = build_preemption_sensor(recover_job)
+runs_job = build_runs_job()
+recovery_sensor = build_recovery_sensor(recover_job, runs_job)
+preemption_sensor = build_preemption_sensor(recover_job, runs_job)
 continual_training_schedule = build_continual_schedule(train_job, cron_schedule="*/15 * * * *")
+continual_runs_schedule = build_continual_schedule(
+    runs_job, cron_schedule="*/15 * * * *", name="continual_runs_schedule"
+)
 new_snapshot_sensor = build_new_snapshot_sensor(train_job)

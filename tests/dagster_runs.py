@@ -10,6 +10,8 @@ import psutil
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.heartbeat import beats_of
+from dlac_pipeline.dagster.sensors.recovery import recovery_of
+from dlac_pipeline.dagster.training_runs import trained_by
 from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from jobs.definitions import defs
@@ -35,6 +37,12 @@ def dagster_run(
         status=status,
         tags={RUN_TAG: spec.run, **{name.replace("__", "/"): value for name, value in tags.items()}},
     )
+
+
+def recovery_requested(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> dg.RunRequest | dg.SkipReason:
+    """Return what the recovery sensor decides about the one training run of a Dagster run."""
+    (trained,) = trained_by(instance, dead)
+    return recovery_of(instance, dead, trained, noticed_by="test", log=dg.get_dagster_logger())
 
 
 def wait_for_step(live: LiveRun, dagster: LocalDagster, run_id: str, step: int) -> None:

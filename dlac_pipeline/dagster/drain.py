@@ -16,7 +16,7 @@ import typer
 
 from dlac_pipeline.dagster.failures import PREEMPTED_TAG, RUN_TAG, own_value
 from dlac_pipeline.dagster.heartbeat import beats_of
-from dlac_pipeline.dagster.training_runs import trains
+from dlac_pipeline.dagster.training_runs import names_of_training
 
 _UNDER_WAY = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _POLL_S = 0.5
@@ -40,7 +40,8 @@ def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tupl
 
 def _remaining(instance: dg.DagsterInstance, notified: dict[str, str], reason: str) -> dict[str, str]:
     """Return the runs that are or may be on this node, with a note on each. Those not yet `notified` are preempted."""
-    runs = [run for run in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)) if trains(run)]
+    under_way = instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY))
+    runs = [run for run in under_way if names_of_training(instance, run)]
     beats = beats_of(instance, [run.run_id for run in runs])
     remaining = {}
     for run in runs:

@@ -1,9 +1,10 @@
 """Resources of the assets: the job to run, and the lakehouse of the corpus. The launchpad shows a field per setting of a job."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Protocol, Self, get_args, get_origin
 
 import dagster as dg
 from pydantic import BaseModel, Field, PrivateAttr, create_model
@@ -44,6 +45,51 @@ def _is_model(annotation: object) -> bool:
 
 
 JobSpecConfig = dagster_config(JobSpec)
+
+
+class Job(Protocol):
+    """A training run, for the step of a Dagster run."""
+
+    def job_spec(self) -> JobSpec:
+        """Return the resolved spec. Raises SpecInvalid."""
+
+    def lakehouse(self) -> "Lakehouse":
+        """Return its open lakehouse."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DefinedJob:
+    """Training run whose job spec a code location defines."""
+
+    read_spec: Callable[[Mapping[str, Any]], JobSpec]
+    """Returns the resolved spec, given settings that override it."""
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def job_spec(self) -> JobSpec:
+        """Return the resolved spec. Raises SpecInvalid."""
+        return self.read_spec(self.overrides)
+
+    def lakehouse(self) -> "Lakehouse":
+        """Return its open lakehouse."""
+        from dlac_pipeline.lakehouse.iceberg.connect import connect
+
+        return connect(self.job_spec().lakehouse)
+
+
+HEARTBEAT = "dlac_heartbeat"
+"""Key of the resource that the assets of training runs share."""
+
+
+@dg.resource(description="Heartbeat of the process of a Dagster run that trains.")
+def heartbeat_resource(context: dg.InitResourceContext) -> Iterator[Heartbeat]:
+    """Yield the heartbeat while the Dagster run uses the resource."""
+    assert context.instance is not None
+    assert context.run_id is not None
+    heartbeat = Heartbeat(context.instance, context.run_id)
+    try:
+        yield heartbeat
+    finally:
+        heartbeat.close()
 
 
 class JobResource(dg.ConfigurableResource[Any]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -386,8 +386,10 @@ def parse_recorded(raw: dict[str, Any], *, origin: str) -> JobSpec:
     return parse_spec(raw, origin=origin)
 
 
-def read_spec(path: Path) -> JobSpec:
+def read_spec(path: Path, *, overrides: Mapping[str, Any] | None = None) -> JobSpec:
     """Return a validated spec from a .toml, .yaml or .yml file. The script's path becomes absolute.
+
+    `overrides` are settings by their names in the file, such as `launch.world_size`, in place of the file's.
 
     Raises:
         SpecInvalid: the file cannot be read, or a field is wrong.
@@ -407,6 +409,19 @@ def read_spec(path: Path) -> JobSpec:
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {err}") from err
     if not isinstance(raw, dict):
         raise SpecInvalid(f"expected a table of settings in {str(path)!r}, found {type(raw).__name__}")
-    spec = parse_spec(raw, origin=repr(str(path)))
-    script = str((path.parent / spec.launch.script).resolve())
+    return spec_of_file(raw, folder=path.parent, origin=repr(str(path)), overrides=overrides or {})
+
+
+def spec_of_file(raw: dict[str, Any], *, folder: Path, origin: str, overrides: Mapping[str, Any]) -> JobSpec:
+    """Return a validated spec from the settings of a file in `folder`, with some overridden. Raises as `parse_spec`."""
+    for name, value in overrides.items():
+        *sections, last = name.split(".")
+        place: Any = raw
+        for section in sections:
+            place = place.setdefault(section, {}) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            raise SpecInvalid(f"expected the name of a setting such as 'launch.world_size', found {name!r} to override")
+        place[last] = value
+    spec = parse_spec(raw, origin=origin)
+    script = str((folder / spec.launch.script).resolve())
     return spec.model_copy(update={"launch": spec.launch.model_copy(update={"script": script})})

@@ -28,7 +28,7 @@ class RunEvents:
 def describe(entry: dg.EventLogEntry) -> str:
     """Return an event as a line, or an empty string for an event that the demo does not show."""
     if made := entry.asset_materialization:
-        return _MATERIALIZED[made.asset_key.to_user_string()](_values(made.metadata))
+        return _MATERIALIZED[made.asset_key.path[0]](_values(made.metadata))
     if seen := entry.asset_observation:
         return _checkpoint(_values(seen.metadata)) if "checkpoint_id" in seen.metadata else ""
     if entry.dagster_event_type == dg.DagsterEventType.ASSET_CHECK_EVALUATION:
@@ -39,7 +39,7 @@ def describe(entry: dg.EventLogEntry) -> str:
 def rows_of_plan(entry: dg.EventLogEntry) -> int:
     """Return the rows of a plan that was made. 0: the event is another one."""
     made = entry.asset_materialization
-    if made is None or made.asset_key != dg.AssetKey("work_plan"):
+    if made is None or made.asset_key.path[0] != "plans":
         return 0
     return int(_values(made.metadata)["dagster/row_count"])
 
@@ -56,14 +56,10 @@ def _tokens(found: _Metadata) -> str:
     )
 
 
-def _pin(found: _Metadata) -> str:
-    return f"snapshot {found['snapshot_id']} of {found['table']} is pinned: what is appended later is not read"
-
-
 def _plan(found: _Metadata) -> str:
     return (
-        f"work plan {', '.join(found['plan_ids'])}: {found['dagster/row_count']:,} rows in {found['work_units']:,} row groups, "
-        f"{found['bytes'] / 1e6:.1f} MB"
+        f"snapshot {found['snapshot_id']} of {found['table']} is pinned. Work plan {', '.join(found['plan_ids'])}: "
+        f"{found['dagster/row_count']:,} rows in {found['work_units']:,} row groups, {found['bytes'] / 1e6:.1f} MB"
     )
 
 
@@ -74,9 +70,8 @@ def _model(found: _Metadata) -> str:
 _MATERIALIZED: Mapping[str, Callable[[_Metadata], str]] = {
     "corpus": _corpus,
     "tokens": _tokens,
-    "pinned_snapshot": _pin,
-    "work_plan": _plan,
-    "model_checkpoint": _model,
+    "plans": _plan,
+    "models": _model,
 }
 
 

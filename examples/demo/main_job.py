@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -18,11 +19,13 @@ from typing import Annotated, Any, TypeVar
 
 import dagster as dg
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlac_pipeline.dagster.sensors.continual import run_config_of
+from dlac_pipeline.dagster.sensors.continual import FOLDER
+from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -31,7 +34,6 @@ from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from examples.demo.local_dagster import WORKSPACE, LiveRun, LocalDagster
 from examples.demo.report import write_report
 from examples.demo.runs import Fault, FollowedRun, Screen, Training, check_success
-from jobs.definitions import defs
 
 REFERENCE, FAULTY = "demo-reference", "demo-faulty"
 JOB = Path(__file__).resolve().parent.parent / "gpt" / "job.toml"
@@ -54,6 +56,7 @@ class Demo:
         """`catalog` and `store` are the places of tables and of checkpoints, or None and "" for the home folder."""
         variables = {} if catalog is None else {"DLAC_CATALOG": catalog}
         self._dagster = LocalDagster(home, variables=variables)
+        os.environ["DLAC_HOME"] = str(self._dagster.home)
         self._report = report
         self._console = console
         self._screen = Screen(console)
@@ -68,6 +71,8 @@ class Demo:
     def run(self) -> bool:
         """Run all of it. Return True if everything that it must show held."""
         self._screen.say("demo", f"Dagster starts, with its storage and the lakehouse in {self._dagster.home}")
+        for name in (REFERENCE, FAULTY):
+            self._write_job(name)
         with self._dagster.running(), self._dagster.instance() as instance, self._screen.bars:
             began = self._screen.passed_s()
             self._ingest(instance)
@@ -81,8 +86,18 @@ class Demo:
         self._print(report)
         return bool(report["ok"])
 
+    def _write_job(self, name: str) -> None:
+        """Write the job file of a run. The code location defines an asset for it."""
+        folder = self._dagster.home / FOLDER
+        folder.mkdir(exist_ok=True)
+        settings = self._named(name).model_dump(mode="json", exclude_none=True)
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+
+    def _named(self, name: str) -> JobSpec:
+        return self._spec.model_copy(update={"run": name})
+
     def _ingest(self, instance: dg.DagsterInstance) -> None:
-        run = self._submit(instance, "ingest_job", {}, "ingest")
+        run = self._submit(instance, [dg.AssetKey("corpus"), dg.AssetKey("tokens")], "ingest")
         check_success(_wait_for(run.look))
 
     def _train(self, instance: dg.DagsterInstance) -> None:
@@ -99,18 +114,22 @@ class Demo:
         _wait_for(lambda: sum(training.look() for training in trainings) == len(trainings))  # each of them looks
 
     def _training(self, instance: dg.DagsterInstance, name: str, title: str, faults: list[Fault]) -> Training:
-        spec: JobSpec = self._spec.model_copy(update={"run": name})
+        spec = self._named(name)
         return Training(
-            self._submit(instance, "train_job", run_config_of(spec), title),
+            self._submit(instance, [plan_key(name), model_key(name)], title),
             LiveRun(spec.checkpoint.local, name),
             self._screen,
             batch_size=spec.order.batch_size,
             faults=faults,
         )
 
-    def _submit(self, instance: dg.DagsterInstance, job: str, config: dict[str, Any], title: str) -> FollowedRun:
-        run_id = self._dagster.submit(instance, defs.resolve_job_def(job), config)
-        self._screen.say(title, f"{job} is queued as Dagster run {run_id}")
+    def _submit(self, instance: dg.DagsterInstance, assets: list[dg.AssetKey], title: str) -> FollowedRun:
+        """Materialize assets, as the button in the UI does."""
+        from jobs.definitions import defs  # reads the job files in $DLAC_HOME
+
+        run_id = self._dagster.materialize(instance, defs, assets)
+        names = ", ".join(key.to_user_string() for key in assets)
+        self._screen.say(title, f"{names}: queued as Dagster run {run_id}")
         return FollowedRun(instance, run_id, self._screen, title)
 
     def _print(self, report: Mapping[str, Any]) -> None:

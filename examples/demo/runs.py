@@ -107,7 +107,7 @@ class Training:
         self._show_step()
         if ended is None:
             return False
-        if self._faults and self._faults[-1].struck and ended.job_name != "recover_job":
+        if self._faults and self._faults[-1].struck and RECOVERS_TAG not in ended.tags:
             self._dead, self._dead_at_s = ended, self._screen.passed_s()
             return False
         check_success(ended)

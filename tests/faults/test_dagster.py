@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import dagster as dg
 import pytest
+import yaml
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.assets.training import POOL
+from dlac_pipeline.dagster.component import build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
+from dlac_pipeline.dagster.sensors.continual import FOLDER
+from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
-from jobs.definitions import defs
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import events_of, have_ended, job_config, runs_that_recover, sensor_ticks, wait_for_step
 
@@ -20,17 +25,38 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cau
 STEPS = 50
 
 
+def defined_run(campaign: Arena) -> JobSpec:
+    """Return the spec of the training run that the code location defines as an asset."""
+    return campaign.spec("dagster-dagster", steps=STEPS, pause_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def dagster(campaign: Arena) -> Iterator[LocalDagster]:
+    """A daemon whose code location has an asset for a job file, on the campaign's lakehouse."""
+    (campaign.home / FOLDER).mkdir()
+    settings = defined_run(campaign).model_dump(mode="json", exclude_none=True)
+    (campaign.home / FOLDER / "dagster-dagster.yaml").write_text(yaml.safe_dump(settings))
+    local_dagster = LocalDagster(campaign.home)
+    with local_dagster.running():
+        yield local_dagster
+
+
+def definitions(campaign: Arena) -> dg.Definitions:
+    """Return the assets of the job files, as the code location defines them."""
+    return dg.Definitions.merge(build_runs_of(campaign.home / FOLDER), dg.Definitions(executor=dg.in_process_executor))
+
+
 def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGKILL of the Dagster run's process: all ranks exit, and recover_job finishes the run exactly.
+    """SIGKILL of the Dagster run's process: all ranks exit, and a recovery run finishes the training run exactly.
 
     One run may train at a time on this instance. The killed run does not keep its slot.
     """
     with dagster.instance() as instance:
         instance.event_log_storage.set_concurrency_slots(POOL, 1)
-    spec = campaign.spec("dagster-dagster", steps=STEPS, pause_s=0.05)
+    spec = defined_run(campaign)
     live = LiveRun(spec.checkpoint.store, spec.run)
     with dagster.instance() as instance:
-        run_id = dagster.submit(instance, defs.resolve_job_def("train_job"), job_config(spec))
+        run_id = dagster.materialize(instance, definitions(campaign), [plan_key(spec.run), model_key(spec.run)])
     wait_for_step(live, dagster, run_id, 15)
     supervisor = live.supervisor()
     assert supervisor is not None
@@ -46,6 +72,7 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
     assert campaign.journal(spec.run) == {step: reference[step] for step in range(1, STEPS + 1)}
     checks = events_of(dagster, recovery.run_id, dg.DagsterEventType.ASSET_CHECK_EVALUATION)
     assert [check.event_specific_data.passed for check in checks] == [True] * 4
+    assert {check.event_specific_data.asset_key for check in checks} == {model_key(spec.run)}
 
 
 @pytest.mark.soak

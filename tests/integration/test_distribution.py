@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 _QUICKSTART = _ROOT / "examples" / "quickstart"
 _DLAC = Path(sys.executable).with_name("dlac")
 _PROJECT = _ROOT / "examples" / "project"
-"""Another project, with modules that are named as those of this repository."""
+"""Another project, whose module `jobs` is named as one of this repository."""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,7 @@ def test_wheel_hides_no_module(fresh: Path, tmp_path: Path) -> None:
 def test_training_beside_own_modules_is_exact(fresh: Path, project: Path) -> None:
     """The installed package trains and audits a run, whatever modules the working directory has."""
     for module in ("catalog.py", "assets/__init__.py", "jobs/__init__.py"):
+        (project / module).parent.mkdir(exist_ok=True)
         (project / module).write_text("raise AssertionError('only its own project imports this')")
     for command in (("python", "make_table.py"), ("dlac", "train", "job.toml")):
         done = run(project, fresh / command[0], *command[1:])
@@ -96,14 +97,28 @@ def test_training_beside_own_modules_is_exact(fresh: Path, project: Path) -> Non
     assert (report["exact"], report["rows_consumed"]) == (True, 4_000)
 
 
-def test_project_of_blocks_is_valid(fresh: Path, project: Path) -> None:
-    """Dagster loads another project's `catalog`, `assets` and `jobs`, which use `dlac_pipeline.dagster`."""
+def test_project_of_components_is_valid(fresh: Path, project: Path) -> None:
+    """Dagster loads another project, which consists of components, with the wheel."""
     command = (fresh / "python", "-m", "dagster", "definitions", "validate", "-m", "jobs.definitions", "-d", project)
     done = run(project, *command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.soak
+def test_dg_scaffolds_and_checks_run(project: Path) -> None:
+    """`dg` lists the components, writes the files of another run, and names a wrong attribute with its line."""
+    dg = _DLAC.with_name("dg")
+    assert "dlac_pipeline.dagster.TrainingRun" in run(project, dg, "list", "components", "--json").stdout
+    made = run(project, dg, "scaffold", "defs", "dlac_pipeline.dagster.TrainingRun", "second")
+    assert made.returncode == 0, made.stderr
+    checked = run(project, dg, "check", "defs")
+    assert checked.returncode == 0, checked.stderr
+    file = project / "jobs" / "defs" / "second" / "defs.yaml"
+    file.write_text(file.read_text().replace("spec_file", "spec_fil"))
+    wrong = run(project, dg, "check", "yaml")
+    assert wrong.returncode != 0
+    assert "'spec_fil' was unexpected" in wrong.stdout + wrong.stderr
+
+
 def test_own_workspace_is_valid_anywhere(project: Path) -> None:
     """This repository's definitions load from a working directory whose modules have the same names."""
     (project / "jobs" / "__init__.py").write_text("raise AssertionError('another project')")

@@ -19,7 +19,7 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTE
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.dagster.training_runs import (
     MATERIALIZE,
     MODEL,
@@ -36,6 +36,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from jobs.definitions import defs
 from jobs.train import recover_job, recovery_sensor, train_job
 from tests.conftest import Arena
+from tests.dagster_runs import recovery_requested
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 DIED = dg.DagsterRunStatus.FAILURE
@@ -48,11 +49,6 @@ def left(arena: Arena, run: str) -> Any:
     spec = arena.spec(run, world_size=1)
     arena.train(spec, until=15)
     return spec
-
-
-def asked(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> dg.RunRequest | dg.SkipReason:
-    """What is answered for a dead run."""
-    return recovery_of(instance, dead, noticed_by="test", log=dg.get_dagster_logger())
 
 
 def test_only_training_materializations_are_recovered(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
@@ -116,12 +112,12 @@ def test_a_job_spec_may_name_environment_variables(
     monkeypatch.setenv("TEST_CATALOG_URI", spec.lakehouse.uri)
     dead = instance.create_run_for_job(defs.resolve_job_def("train_job"), run_config=config, status=DIED)
     monkeypatch.delenv("TEST_CATALOG_URI")
-    blind = asked(instance, dead)
+    blind = recovery_requested(instance, dead)
     assert isinstance(blind, dg.SkipReason)
     assert "'TEST_CATALOG_URI', found that it is not set" in str(blind.skip_message)
     monkeypatch.setenv("TEST_CATALOG_URI", spec.lakehouse.uri)
     assert spec_of(config).lakehouse.uri == spec.lakehouse.uri
-    request = asked(instance, dead)
+    request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
     dg.validate_run_config(defs.resolve_job_def("recover_job"), request.run_config)
     launch = request.run_config["ops"]["model_checkpoint"]["config"]
@@ -145,7 +141,7 @@ def test_failed_decision_requests_recovery(
         raise sqlite3.OperationalError("database is locked")
 
     monkeypatch.setattr("dlac_pipeline.lakehouse.ledger.ledger.Ledger.rows", locked)
-    request = asked(instance, dead)
+    request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
     assert request.run_config["ops"]["model_checkpoint"]["config"]["takeover"] is False
 
@@ -171,7 +167,7 @@ def test_attempt_begun_during_decision_stays(
         return found
 
     monkeypatch.setattr(Ledger, "rows", read)
-    request = asked(instance, dead)
+    request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
     assert ledger.state(spec.run).fence.attempt == attempt + 1
     launch = request.run_config["ops"]["model_checkpoint"]["config"]
@@ -197,7 +193,7 @@ def test_a_second_outage_begins_anew(arena: Arena, home: Path, instance: dg.Dags
         status=DIED,
         tags={RUN_TAG: spec.run, **tags},
     )
-    request = asked(instance, dead)
+    request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
     assert float(request.tags["dlac/outage_since"]) > float(long_ago) + 172_000
     assert request.tags["dlac/recoveries_in_a_row"] == "1"
@@ -217,7 +213,7 @@ def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.
     before = instance.create_run_for_job(
         defs.resolve_job_def("train_job"), run_config=run_config_of(spec), status=DIED, tags=inherited
     )
-    assert isinstance(asked(instance, before), dg.SkipReason)
+    assert isinstance(recovery_requested(instance, before), dg.SkipReason)
     again = instance.create_run_for_job(
         defs.resolve_job_def("train_job"),
         run_config=run_config_of(spec),
@@ -226,13 +222,13 @@ def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.
         parent_run_id=before.run_id,
         root_run_id=before.run_id,
     )
-    assert isinstance(asked(instance, again), dg.RunRequest)
+    assert isinstance(recovery_requested(instance, again), dg.RunRequest)
     assert not run_tag(again, PREEMPTED_TAG)
     instance.add_run_tags(again.run_id, {NO_RECOVERY_TAG: own_value(again, "Fenced")})
     now = instance.get_run_by_id(again.run_id)
     assert now is not None
     assert run_tag(now, NO_RECOVERY_TAG) == "Fenced"
-    skipped = asked(instance, now)
+    skipped = recovery_requested(instance, now)
     assert isinstance(skipped, dg.SkipReason)
     assert "ended with Fenced" in str(skipped.skip_message)
 
@@ -246,7 +242,7 @@ def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance
         dead = instance.create_run_for_job(
             defs.resolve_job_def("train_job"), run_config=run_config_of(spec), status=DIED, tags={**tags, **given}
         )
-        request = asked(instance, dead)
+        request = recovery_requested(instance, dead)
         assert isinstance(request, dg.RunRequest)
         assert (request.tags["team"], request.tags["dagster-k8s/config"]) == ("vision", "{}")
         assert request.tags["dagster/priority"] == wanted

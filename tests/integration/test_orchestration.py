@@ -22,7 +22,6 @@ from dlac_pipeline.dagster.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.maintenance.verify import verify_job
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.recovery import recovery_of
 from dlac_pipeline.dagster.settings import FILE, read_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
@@ -32,7 +31,7 @@ from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path, run_lock
 from jobs.definitions import defs
 from tests.conftest import Arena
-from tests.dagster_runs import dagster_run
+from tests.dagster_runs import dagster_run, recovery_requested
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
@@ -139,17 +138,16 @@ def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.Dag
     spec = arena.spec("by-hand", world_size=1)
     arena.train(spec, until=15)
     dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
-    log = dg.get_dagster_logger()
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
         assert liveness_of(arena.rows(spec.run), 1).lock_held
-        skipped = recovery_of(instance, dead, noticed_by="test", log=log)
+        skipped = recovery_requested(instance, dead)
         assert isinstance(skipped, dg.SkipReason)
         assert "launch by hand (attempt 1)" in str(skipped.skip_message)
     assert lock_path(spec.checkpoint.local, spec.run).read_text() == str(os.getpid())
     assert not liveness_of(arena.rows(spec.run), 1).lock_held
-    request = recovery_of(instance, dead, noticed_by="test", log=log)
+    request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
-    again = recovery_of(instance, dead, noticed_by="test", log=log)
+    again = recovery_requested(instance, dead)
     assert isinstance(again, dg.RunRequest)
     assert again.run_key == request.run_key
     first, second = (each.run_config["ops"]["model_checkpoint"]["config"] for each in (request, again))
@@ -164,11 +162,11 @@ def test_recoveries_in_outage_do_not_count(arena: Arena, home: Path, instance: d
     arena.table()
     spec = arena.spec("outage", world_size=1)
     arena.train(spec, until=15)
-    log, died_of = dg.get_dagster_logger(), {OUTAGE_TAG.replace("/", "__"): "CatalogUnreachable"}
+    died_of = {OUTAGE_TAG.replace("/", "__"): "CatalogUnreachable"}
 
     def requested(**tags: str) -> dg.RunRequest | dg.SkipReason:
         dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job", **tags)
-        return recovery_of(instance, dead, noticed_by="test", log=log)
+        return recovery_requested(instance, dead)
 
     tags: dict[str, str] = {}
     for _ in range(spec.launch.attempts_without_progress + 2):
@@ -231,9 +229,10 @@ def test_preempted_cancelled_run_is_recovered(instance: dg.DagsterInstance, aren
     by_machine = dagster_run(
         instance, spec, dg.DagsterRunStatus.CANCELED, **{PREEMPTED_TAG.replace("/", "__"): "SIGTERM"}
     )
-    answers = []
+    answers: list[Any] = []
     for run in (by_person, by_machine):
         event = instance.report_run_canceled(run)
         answers.append(sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, run)))
     assert isinstance(answers[0], dg.SkipReason)
-    assert isinstance(answers[1], dg.RunRequest)
+    [request] = answers[1]
+    assert isinstance(request, dg.RunRequest)

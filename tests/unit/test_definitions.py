@@ -29,6 +29,7 @@ OFF_SENSORS = (
 )
 SCHEDULES = {
     "continual_training_schedule": "train_job",
+    "continual_runs_schedule": "training_runs_job",
     "ledger_maintenance_schedule": "upkeep_job",
     "verify_schedule": "verify_job",
     "rehearse_schedule": "rehearse_job",
@@ -57,6 +58,7 @@ def test_code_location_has_exact_definitions() -> None:
         "rehearsal_identical",
     }
     jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job", "rehearse_job", "register_job"}
+    jobs |= {"training_runs_job"}
     assert set(repository.job_names) - {"__ASSET_JOB"} == jobs
     assert {sensor.name for sensor in repository.sensor_defs} == {*ON, *OFF_SENSORS}
     assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)

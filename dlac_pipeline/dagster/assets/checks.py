@@ -7,8 +7,8 @@ import dagster as dg
 
 from dlac_pipeline.dagster.failures import as_failure
 from dlac_pipeline.dagster.metadata import sql_metadata
-from dlac_pipeline.dagster.resources import JobResource
-from dlac_pipeline.dagster.training_runs import MODEL
+from dlac_pipeline.dagster.resources import Job, JobResource
+from dlac_pipeline.dagster.training_runs import MODEL, model_key
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint, StoreUnavailable
 
 _AUDITED = {
@@ -26,13 +26,43 @@ _AUDITED = {
     ),
 }
 """Check -> its description, and the rows that fail it, for `dlac sql`."""
+_RESTORABLE = "checkpoint_restorable"
+_RESTORABLE_ABOUT = "The files of the newest checkpoint exist, and have the committed digests when they are read again."
 
 
-@dg.multi_asset_check(
-    specs=[dg.AssetCheckSpec(name, asset=MODEL, description=text) for name, (text, _) in _AUDITED.items()]
-)
+def _audit_specs(model: dg.AssetKey) -> list[dg.AssetCheckSpec]:
+    return [dg.AssetCheckSpec(name, asset=model, description=text) for name, (text, _) in _AUDITED.items()]
+
+
+@dg.multi_asset_check(specs=_audit_specs(MODEL))
 def consumption_audit(context: dg.AssetCheckExecutionContext, job: JobResource) -> Iterator[dg.AssetCheckResult]:
     """Audit the run once for all three checks. Any duplicated or missing row is an error."""
+    yield from _audit(context, job, MODEL)
+
+
+@dg.asset_check(asset=MODEL, name=_RESTORABLE, description=_RESTORABLE_ABOUT)
+def checkpoint_restorable(context: dg.AssetCheckExecutionContext, job: JobResource) -> dg.AssetCheckResult:
+    """Read the newest checkpoint again and write the result into the ledger."""
+    return _verify(context, job)
+
+
+def build_run_checks(job: Job, run: str) -> list[dg.AssetChecksDefinition]:
+    """Return the checks of the asset `models/<run>`."""
+    model = model_key(run)
+
+    def audit_run(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
+        yield from _audit(context, job, model)
+
+    def verify_run(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        return _verify(context, job)
+
+    return [
+        dg.multi_asset_check(name=f"{model.to_python_identifier()}_audit", specs=_audit_specs(model))(audit_run),
+        dg.asset_check(asset=model, name=_RESTORABLE, description=_RESTORABLE_ABOUT)(verify_run),
+    ]
+
+
+def _audit(context: dg.AssetCheckExecutionContext, job: Job, model: dg.AssetKey) -> Iterator[dg.AssetCheckResult]:
     from dlac_pipeline.audit.audit import audit_run
 
     with as_failure(context):
@@ -49,20 +79,15 @@ def consumption_audit(context: dg.AssetCheckExecutionContext, job: JobResource) 
         yield dg.AssetCheckResult(
             passed=holds,
             check_name=name,
-            asset_key=MODEL,
+            asset_key=model,
             severity=dg.AssetCheckSeverity.ERROR,
             description=f"{found} among {report.rows_consumed} consumed in {report.passes_entered} passes",
             metadata={**shown, "problems": problems, "sql": sql_metadata(_AUDITED[name][1].format(run=run))},
         )
 
 
-@dg.asset_check(
-    asset=MODEL,
-    name="checkpoint_restorable",
-    description="The files of the newest checkpoint exist, and have the committed digests when they are read again.",
-)
-def checkpoint_restorable(context: dg.AssetCheckExecutionContext, job: JobResource) -> dg.AssetCheckResult:
-    """Read the newest checkpoint again and write the result into the ledger.
+def _verify(context: dg.AssetCheckExecutionContext, job: Job) -> dg.AssetCheckResult:
+    """Verify the newest checkpoint.
 
     An unavailable store is only a warning, and so is a checkpoint that was retired while it was read.
 

@@ -1,13 +1,13 @@
 """From a source table to work units: the pinned snapshot and the plan, as assets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dlac_pipeline.dagster.failures import as_failure
-from dlac_pipeline.dagster.resources import JobResource
-from dlac_pipeline.dagster.training_runs import PLAN, SNAPSHOT
+from dlac_pipeline.dagster.resources import Job, JobResource
+from dlac_pipeline.dagster.training_runs import PLAN, SNAPSHOT, plan_key
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -46,63 +46,88 @@ def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = 
     )
 
 
+def build_run_plan(job: Job, run: str, **attributes: Any) -> dg.AssetsDefinition:
+    """Return the asset `plans/<run>`: the pinned snapshots of the sources of a training run, and their work units."""
+
+    def plan_run(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
+        with as_failure(context):
+            pinned = pin_snapshots(context, job)
+            planned = plan_snapshots(context, job, pinned)
+        return dg.MaterializeResult(metadata={**pinned, **planned})
+
+    return dg.asset(
+        plan_run,
+        key=plan_key(run),
+        description=f"One row per work unit (row group) of the snapshots that training run `{run}` reads. Tags pin them.",
+        **attributes,
+    )
+
+
 def _pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-    """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one."""
+    with as_failure(context):
+        return dg.MaterializeResult(metadata=pin_snapshots(context, job))
+
+
+def _plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+    with as_failure(context):
+        return dg.MaterializeResult(metadata=plan_snapshots(context, job, metadata_of_this_run(context, SNAPSHOT)))
+
+
+def pin_snapshots(context: dg.AssetExecutionContext, job: Job) -> dict[str, Any]:
+    """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one.
+
+    Return them as metadata.
+    """
     from dlac_pipeline.lakehouse.external.mirror import load_version
     from dlac_pipeline.lakehouse.iceberg.pins import hold
     from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 
-    with as_failure(context):
-        spec, lakehouse = job.job_spec(), job.lakehouse()
-        committed = _last_leg(lakehouse, spec)
-        pins = []
-        for index, source in enumerate(spec.sources):
-            wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
-            snapshot = snapshot_of(load_version(lakehouse, source.table, wanted), wanted, ref=source.ref)
-            tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
-            pins.append((source.table, snapshot.snapshot_id, tag or "(no tag)"))
+    spec, lakehouse = job.job_spec(), job.lakehouse()
+    committed = _last_leg(lakehouse, spec)
+    pins = []
+    for index, source in enumerate(spec.sources):
+        wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
+        snapshot = snapshot_of(load_version(lakehouse, source.table, wanted), wanted, ref=source.ref)
+        tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
+        pins.append((source.table, snapshot.snapshot_id, tag or "(no tag)"))
     for table, snapshot_id, tag in pins:
         context.log.info(f"snapshot {snapshot_id} of {table} is pinned by tag {tag}")
-    return dg.MaterializeResult(
-        metadata={
-            "run": spec.run,
-            "table": ", ".join(table for table, _, _ in pins),
-            "snapshot_id": dg.MetadataValue.text(", ".join(str(snapshot_id) for _, snapshot_id, _ in pins)),
-            "tag": ", ".join(tag for _, _, tag in pins),
-        }
-    )
+    return {
+        "run": spec.run,
+        "table": ", ".join(table for table, _, _ in pins),
+        "snapshot_id": ", ".join(str(snapshot_id) for _, snapshot_id, _ in pins),
+        "tag": ", ".join(tag for _, _, tag in pins),
+    }
 
 
-def _plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-    """Plan the pinned snapshots. A resumed run keeps the plans that its leg binds."""
+def plan_snapshots(context: dg.AssetExecutionContext, job: Job, pinned: Mapping[str, Any]) -> dict[str, Any]:
+    """Plan the snapshots of `pinned`, or those of the spec if it is empty. A resumed run keeps the plans that its leg binds.
+
+    Return them as metadata.
+    """
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
     from dlac_pipeline.plan.legs.choice import plan_sources
 
-    with as_failure(context):
-        spec, lakehouse = job.job_spec(), job.lakehouse()
-        committed = _last_leg(lakehouse, spec)
-        if committed is None:
-            rows = [plan.row for plan in plan_sources(lakehouse, _with_pinned_snapshots(context, spec))]
-        else:
-            rows = [get_plan(lakehouse, source.plan_id) for source in committed.sources]
+    spec, lakehouse = job.job_spec(), job.lakehouse()
+    committed = _last_leg(lakehouse, spec)
+    if committed is None:
+        rows = [plan.row for plan in plan_sources(lakehouse, _with_snapshots(spec, pinned.get("snapshot_id")))]
+    else:
+        rows = [get_plan(lakehouse, source.plan_id) for source in committed.sources]
     for row in rows:
         context.log.info(f"plan {row.plan_id}: {row.units} work units, {row.live_rows} live rows")
-    return dg.MaterializeResult(
-        metadata={
-            "run": spec.run,
-            "plan_ids": dg.MetadataValue.json([row.plan_id for row in rows]),
-            "is_new": committed is None,
-            "work_units": sum(row.units for row in rows),
-            "dagster/row_count": sum(row.live_rows for row in rows),
-            "bytes": sum(row.bytes for row in rows),
-            "row_filter": ", ".join(row.row_filter or "(all rows)" for row in rows),
-        }
-    )
+    return {
+        "run": spec.run,
+        "plan_ids": dg.MetadataValue.json([row.plan_id for row in rows]),
+        "is_new": committed is None,
+        "work_units": sum(row.units for row in rows),
+        "dagster/row_count": sum(row.live_rows for row in rows),
+        "bytes": sum(row.bytes for row in rows),
+        "row_filter": ", ".join(row.row_filter or "(all rows)" for row in rows),
+    }
 
 
-def _with_pinned_snapshots(context: dg.AssetExecutionContext, spec: JobSpec) -> JobSpec:
-    """Return the spec with the snapshots that this Dagster run pinned, if it did."""
-    pinned = metadata_of_this_run(context, SNAPSHOT).get("snapshot_id")
+def _with_snapshots(spec: JobSpec, pinned: str | None) -> JobSpec:
     if pinned is None:
         return spec
     snapshots = zip(spec.sources, pinned.split(", "), strict=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dlac_pipeline.dagster.metadata import table
-from dlac_pipeline.dagster.resources import JobResource
-from dlac_pipeline.dagster.training_runs import MODEL
+from dlac_pipeline.dagster.resources import Job, JobResource
+from dlac_pipeline.dagster.training_runs import MODEL, model_key
 from dlac_pipeline.lakehouse import errors
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def rehearsed(
     return RehearsedRun(run=run, holds=done.identical, summary=done.summary(), facts=facts)
 
 
-def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
+def judge_rehearsals(outcomes: Sequence[RehearsedRun], model: dg.AssetKey = MODEL) -> dg.AssetCheckResult:
     """One verdict on all of them: it holds if none differs or dies and at least one was rehearsed."""
     wrong = [each for each in outcomes if each.holds is False]
     right = [each for each in outcomes if each.holds]
@@ -65,18 +65,27 @@ def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(
         passed=bool(right) and not wrong,
         check_name=CHECK,
-        asset_key=MODEL,
+        asset_key=model,
         severity=dg.AssetCheckSeverity.ERROR if wrong else dg.AssetCheckSeverity.WARN,
         description="; ".join(summaries) or "there was no run to rehearse",
         metadata={"identical": len(right), "wrong": len(wrong), **table("rehearsals", rows)},
     )
 
 
-@dg.asset_check(
-    asset=MODEL,
-    name=CHECK,
-    description="In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit.",
-)
+_ABOUT = "In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit."
+
+
+@dg.asset_check(asset=MODEL, name=CHECK, description=_ABOUT)
 def rehearsal_identical(job: JobResource) -> dg.AssetCheckResult:
     """Rehearse the run. Production is only read. It costs a launch: `rehearse_job` does it for all runs, once a day."""
     return judge_rehearsals([rehearsed(job.lakehouse(), job.job_spec().run)])
+
+
+def build_run_rehearsal(job: Job, run: str) -> dg.AssetChecksDefinition:
+    """Return the check `rehearsal_identical` of the asset `models/<run>`."""
+    model = model_key(run)
+
+    def rehearse() -> dg.AssetCheckResult:
+        return judge_rehearsals([rehearsed(job.lakehouse(), run)], model)
+
+    return dg.asset_check(asset=model, name=CHECK, description=_ABOUT)(rehearse)

@@ -1,15 +1,23 @@
 """The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
+from pydantic import Field, create_model
 
 from dlac_pipeline.dagster import failures
 from dlac_pipeline.dagster.assets.planning import Deps, metadata_of_this_run
 from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
-from dlac_pipeline.dagster.resources import JobResource
-from dlac_pipeline.dagster.training_runs import MODEL, PLAN
+from dlac_pipeline.dagster.heartbeat import Heartbeat
+from dlac_pipeline.dagster.resources import (
+    HEARTBEAT,
+    DefinedJob,
+    Job,
+    JobResource,
+)
+from dlac_pipeline.dagster.training_runs import MODEL, PLAN, model_key, plan_key
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.spec.launch_request import OPERATOR, LaunchChoices, Request
 
@@ -37,23 +45,56 @@ def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None
     )
 
 
+def build_run_model(job: DefinedJob, run: str, *, file: str, **attributes: Any) -> dg.AssetsDefinition:
+    """Return the asset `models/<run>`, which trains a run. `file` names its job file to people."""
+    about = f"Settings to replace those of {file}, by their names there, such as `launch.world_size`."
+    config_class = create_model(
+        "RunConfig", __base__=LaunchConfig, overrides=(dict[str, Any], Field(default={}, description=about))
+    )
+
+    def train_run(context: dg.AssetExecutionContext, config: LaunchConfig) -> Iterator[dg.MaterializeResult[None]]:
+        heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
+        changed = replace(job, overrides=getattr(config, "overrides"))  # noqa: B009  # of the class made above
+        yield from _train(context, config, changed, plan_key(run), heartbeat.was_interrupted)
+
+    train_run.__annotations__["config"] = config_class
+    return dg.asset(
+        train_run,
+        key=model_key(run),
+        deps=[plan_key(run)],
+        output_required=False,
+        required_resource_keys={HEARTBEAT},
+        **attributes,
+    )
+
+
 def _train_run(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
+) -> Iterator[dg.MaterializeResult[None]]:
+    yield from _train(context, config, job, PLAN, job.was_interrupted)
+
+
+def _train(
+    context: dg.AssetExecutionContext,
+    choices: LaunchChoices,
+    job: Job,
+    plan: dg.AssetKey,
+    on_asking: Callable[[], None],
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
     with failures.as_failure(context):
         spec = job.job_spec()
     if context.run.tags.get(failures.RUN_TAG) != spec.run:
         context.instance.add_run_tags(context.run_id, {failures.RUN_TAG: spec.run})
-    planned = metadata_of_this_run(context, PLAN)
+    planned = metadata_of_this_run(context, plan)
     request = Request(
         spec=spec,
         plan_ids=tuple(planned["plan_ids"]) if planned.get("is_new") else (),
-        repin=config.replaces is None,
-        **config.model_dump(),
+        repin=choices.replaces is None,
+        **{name: getattr(choices, name) for name in LaunchChoices.model_fields},
         launched_by=context.run_id,
     )
-    last, served = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)
+    last, served = supervise_run(request, _Shown(context), on_asking=on_asking)
     if _stepped_aside(served, last):
         failures.tag_run(context, failures.STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])

@@ -22,7 +22,7 @@ from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from dlac_pipeline.dagster.maintenance.verify import verify_job
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
 from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
-from dlac_pipeline.dagster.training_runs import MONITORED, RECOVER_JOB, training_run_of, trains
+from dlac_pipeline.dagster.training_runs import MONITORED, RECOVER_JOB, names_of_training, trained_by
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
@@ -132,7 +132,7 @@ def _send_alert(
         AlertUnsent: it was refused. The next tick tries again.
     """
     began, run = time.monotonic(), context.dagster_run
-    if not (trains(run) or run.job_name in _BESIDE_TRAINING):
+    if not (run.job_name in _BESIDE_TRAINING or names_of_training(context.instance, run)):
         return dg.SkipReason(f"run {run.run_id} of {run.job_name} does not train")
     try:
         alert = alert_of(context)
@@ -177,25 +177,30 @@ def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
     errors = [event.event_specific_data.error for event in failed.get_step_failure_events()]  # type: ignore[union-attr]  # step failures have it
     first = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
     message = first or failed.failure_event.message or "it failed"
-    if not trains(dead):
-        return _alert(dead, "failed", message, "error")
-    found = recovery_of(context.instance, dead, noticed_by="alerts", log=context.log)
-    requested = context.instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
-    if requested or isinstance(found, dg.RunRequest):
-        return _alert(dead, "recovering", message, "warning")
+    instance = context.instance
+    found = [
+        recovery_of(instance, dead, each, noticed_by="alerts", log=context.log) for each in trained_by(instance, dead)
+    ]
+    if not found:
+        return _alert(instance, dead, "failed", message, "error")
+    requested = instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
+    if requested or any(isinstance(each, dg.RunRequest) for each in found):
+        return _alert(instance, dead, "recovering", message, "warning")
     if not run_tag(dead, NO_RECOVERY_TAG):
-        message = f"{message} ({found.skip_message})"
-    return _alert(dead, "gave_up", message, "error")
+        message = (
+            f"{message} ({'; '.join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))})"
+        )
+    return _alert(instance, dead, "gave_up", message, "error")
 
 
 def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
     ended = context.dagster_run
     if run_tag(ended, STEPPED_ASIDE_TAG):
         return None
-    if ended.job_name == RECOVER_JOB:
+    if ended.job_name == RECOVER_JOB or RECOVERS_TAG in ended.tags:
         before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
-        return _alert(ended, "recovered", f"resumes Dagster run {before}", "info")
-    return _alert(ended, "succeeded", "ended well", "info")
+        return _alert(context.instance, ended, "recovered", f"resumes Dagster run {before}", "info")
+    return _alert(context.instance, ended, "succeeded", "ended well", "info")
 
 
 def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
@@ -214,13 +219,21 @@ def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
         for each in failed
     ]
     error = any(each.severity == dg.AssetCheckSeverity.ERROR for each in failed)
-    return _alert(context.dagster_run, "check_failed", "; ".join(problems), "error" if error else "warning")
+    return _alert(
+        context.instance, context.dagster_run, "check_failed", "; ".join(problems), "error" if error else "warning"
+    )
 
 
-def _alert(run: dg.DagsterRun, kind: Kind, message: str, severity: Literal["info", "warning", "error"]) -> Alert:
+def _alert(
+    instance: dg.DagsterInstance,
+    run: dg.DagsterRun,
+    kind: Kind,
+    message: str,
+    severity: Literal["info", "warning", "error"],
+) -> Alert:
     return Alert(
         kind=kind,
-        run=training_run_of(run) or run.tags.get(RUN_TAG, ""),
+        run=", ".join(filter(None, names_of_training(instance, run))) or run.tags.get(RUN_TAG, ""),
         job=run.job_name,
         dagster_run=run.run_id,
         message=message,

@@ -5,7 +5,8 @@ needs a person is not requested again until its work changes.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,15 @@ from blake3 import blake3
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.dagster.sensors.recovery import living_trainer, recovery_of
 from dlac_pipeline.dagster.settings import settings_or_defaults
-from dlac_pipeline.dagster.training_runs import TrainingJob, trains
+from dlac_pipeline.dagster.training_runs import (
+    RUNS_JOB,
+    TrainingJob,
+    model_key,
+    names_of_training,
+    plan_key,
+    trained_by,
+    training_runs,
+)
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec
 
@@ -40,17 +49,23 @@ _UNDER_WAY = [
 ]
 
 
-def build_continual_schedule(train_job: TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
-    """Return the schedule that requests a Dagster run for each training run that has rows to train and no trainer."""
+def build_continual_schedule(
+    job: TrainingJob, *, cron_schedule: str, name: str = "continual_training_schedule"
+) -> dg.ScheduleDefinition:
+    """Return the schedule that requests a Dagster run for each training run that has rows to train and no trainer.
+
+    `job` is the job on training runs that are assets, or the one that trains the job files of the folder.
+    """
 
     @dg.schedule(
-        job=train_job,
+        name=name,
+        job=job,
         cron_schedule=cron_schedule,
         default_status=dg.DefaultScheduleStatus.STOPPED,
-        description="Trains each run of the folder jobs/ that follows appends and has new rows. Off until you turn it on.",
+        description="Trains each run that follows appends and has new rows. Off until you turn it on.",
     )
     def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _requests(context.instance, context.log, once_per_snapshot=False)
+        return _requests(context.instance, context.log, job, once_per_snapshot=False)
 
     return continual_training_schedule
 
@@ -68,40 +83,65 @@ def build_new_snapshot_sensor(train_job: TrainingJob) -> dg.SensorDefinition:
         description="Trains a run of the folder jobs/ once a table that it follows has a new snapshot. Off until turned on.",
     )
     def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _requests(context.instance, context.log, once_per_snapshot=True)
+        return _requests(context.instance, context.log, train_job, once_per_snapshot=True)
 
     return new_snapshot_sensor
 
 
 def _requests(
-    instance: dg.DagsterInstance, log: logging.Logger, *, once_per_snapshot: bool
+    instance: dg.DagsterInstance, log: logging.Logger, job: TrainingJob, *, once_per_snapshot: bool
 ) -> list[dg.RunRequest] | dg.SkipReason:
-    looks = list(_looks(instance, log))
-    requests = [_request(*look, once_per_snapshot) for look in looks if not isinstance(look, str)]
+    looks = list(_looks(instance, job, log))
+    requests = [_request(*look, job, once_per_snapshot) for look in looks if not isinstance(look, str)]
     if requests:
         return requests
     reasons = "; ".join(look for look in looks if isinstance(look, str))
-    return dg.SkipReason(reasons or f"there is no job spec in {str(home_folder() / FOLDER)!r}")
+    return dg.SkipReason(reasons or f"there is no job spec in {str(job_folder())!r}")
 
 
-def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
+def _looks(
+    instance: dg.DagsterInstance, job: TrainingJob, log: logging.Logger
+) -> "Iterator[tuple[JobSpec, Due] | str]":
     """Yield what is due for each job spec, or why nothing is."""
-    folder = home_folder() / FOLDER
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.suffix not in _SUFFIXES:
-            continue
+    for name, read in _specs(job):
         try:
-            yield _look(instance, path, log)
+            spec = read()
+            if job.name != RUNS_JOB and model_key(spec.run) in training_runs():
+                yield f"{spec.run} is trained as an asset"
+            else:
+                yield _look(instance, spec, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
-            log.error(f"{path.name}: {err}")
-            yield f"{path.name}: {err}"
+            log.error(f"{name}: {err}")
+            yield f"{name}: {err}"
 
 
-def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> "tuple[JobSpec, Due] | str":
+def _specs(job: TrainingJob) -> "Iterator[tuple[str, Callable[[], JobSpec]]]":
+    """Yield the name and the reader of each job spec that a job trains: of an asset, or a file without an asset."""
+    if job.name == RUNS_JOB:
+        yield from ((key.path[1], partial(read, {})) for key, read in training_runs().items())
+        return
+    for path in job_files(job_folder()):
+        yield path.name, partial(_read_file, path)
+
+
+def _read_file(path: Path) -> JobSpec:
+    return read_spec(path).resolved(home_folder())
+
+
+def job_folder() -> Path:
+    """Return the folder with one job file for each training run to continue."""
+    return home_folder() / FOLDER
+
+
+def job_files(folder: Path) -> list[Path]:
+    """Return the job files in a folder."""
+    return sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES) if folder.is_dir() else []
+
+
+def _look(instance: dg.DagsterInstance, spec: JobSpec, log: logging.Logger) -> "tuple[JobSpec, Due] | str":
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.operations.pending_work import due
 
-    spec = read_spec(path).resolved(home_folder())
     if not any(source.follow == "appends" for source in spec.sources):
         return f"{spec.run} follows no table"
     trained = instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}, statuses=_UNDER_WAY), limit=1)
@@ -142,7 +182,7 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
     newest = None
     for run in _newest_first(instance, spec.run):
         if newest is None:
-            if not trains(run) or run_tag(run, STEPPED_ASIDE_TAG):
+            if not names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
             newest, ending = run, _needs_a_person(instance, run, log)
             if not ending:
@@ -164,9 +204,11 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
         return ""  # that launch is gone, or it would have been found
     if no_recovery:
         return f"ended with {no_recovery}"
-    recovery = recovery_of(instance, ended, noticed_by="continual training", log=log)
-    message = str(recovery.skip_message) if isinstance(recovery, dg.SkipReason) else ""
-    return f"was given up ({message})" if "NoProgress" in message else ""
+    for trained in trained_by(instance, ended):
+        recovery = recovery_of(instance, ended, trained, noticed_by="continual training", log=log)
+        if isinstance(recovery, dg.SkipReason) and "NoProgress" in str(recovery.skip_message):
+            return f"was given up ({recovery.skip_message})"
+    return ""
 
 
 def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.DagsterRun]:
@@ -177,10 +219,12 @@ def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.Dagster
         cursor = page[-1].run_id
 
 
-def _request(spec: JobSpec, found: "Due", once_per_snapshot: bool) -> dg.RunRequest:
+def _request(spec: JobSpec, found: "Due", job: TrainingJob, once_per_snapshot: bool) -> dg.RunRequest:
+    is_asset = job.name == RUNS_JOB
     return dg.RunRequest(
         run_key=_purpose(spec, found) if once_per_snapshot else None,
-        run_config=run_config_of(spec),
+        run_config={} if is_asset else run_config_of(spec),
+        asset_selection=[plan_key(spec.run), model_key(spec.run)] if is_asset else None,
         tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.reason},
     )
 

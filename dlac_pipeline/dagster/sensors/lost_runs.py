@@ -16,7 +16,7 @@ import psutil
 
 from dlac_pipeline.dagster.heartbeat import RunHeartbeat, beats_of
 from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
-from dlac_pipeline.dagster.training_runs import is_of, trains
+from dlac_pipeline.dagster.training_runs import is_of, names_of_training
 
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _NO_MARK = ""
@@ -45,7 +45,7 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     mine = context.code_location_origin
     location = None if mine is None else mine.location_name
     waited_for = context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR))
-    runs = [run for run in waited_for if trains(run) and is_of(run, location)]
+    runs = [run for run in waited_for if is_of(run, location) and names_of_training(context.instance, run)]
     if runs:
         _import_what_a_recovery_needs()
     beats = beats_of(context.instance, [run.run_id for run in runs])

@@ -13,7 +13,15 @@ import dagster as dg
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
 from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
-from dlac_pipeline.dagster.training_runs import MONITORED, TrainingJob, raw_spec_of, spec_of, trains
+from dlac_pipeline.dagster.training_runs import (
+    MONITORED,
+    RECOVER_JOB,
+    RUNS_JOB,
+    Trained,
+    TrainingJob,
+    has_made,
+    trained_by,
+)
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -33,45 +41,55 @@ _LONG_S = 600.0
 """A run that lasted longer has trained: where it could not begin, it would have waited for three minutes."""
 
 
-def build_recovery_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
-    """Return the sensor that requests one recovery per dead Dagster run.
+def build_recovery_sensor(*recover_jobs: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests one recovery per training run of a dead Dagster run, by one of these jobs.
 
     The recovery replaces the current attempt, unless that one is alive.
     """
 
     @dg.run_failure_sensor(
         monitored_jobs=MONITORED,
-        request_job=recover_job,
+        request_jobs=recover_jobs,
         minimum_interval_seconds=2,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Requests recover_job when a Dagster run that trains has died, unless the next one would fail as well.",
+        description="Requests a recovery when a Dagster run that trains has died, unless the next one would fail as well.",
     )
-    def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
-        _let_go_of_pools(context.instance, context.dagster_run, context.log)
-        return recovery_of(context.instance, context.dagster_run, noticed_by="recovery_sensor", log=context.log)
+    def recovery_sensor(context: dg.RunFailureSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
+        return _recover(context, noticed_by="recovery_sensor")
 
     return recovery_sensor
 
 
-def build_preemption_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
+def build_preemption_sensor(*recover_jobs: TrainingJob) -> dg.SensorDefinition:
     """Return the sensor that requests a recovery of each cancelled run that has the tag of preemption."""
 
     @dg.run_status_sensor(
         run_status=dg.DagsterRunStatus.CANCELED,
         monitored_jobs=MONITORED,
-        request_job=recover_job,
+        request_jobs=recover_jobs,
         minimum_interval_seconds=2,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Requests recover_job when a run was cancelled because its node shuts down, not when a person cancelled it.",
+        description="Requests a recovery when a run was cancelled because its node shuts down, not when a person cancelled it.",
     )
-    def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
+    def preemption_sensor(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
         cancelled = context.dagster_run
-        _let_go_of_pools(context.instance, cancelled, context.log)
         if not run_tag(cancelled, PREEMPTED_TAG):
+            _let_go_of_pools(context.instance, cancelled, context.log)
             return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
-        return recovery_of(context.instance, cancelled, noticed_by="preemption_sensor", log=context.log)
+        return _recover(context, noticed_by="preemption_sensor")
 
     return preemption_sensor
+
+
+def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.RunRequest] | dg.SkipReason:
+    """Return the recoveries of an ended Dagster run, or why it has none."""
+    instance, dead = context.instance, context.dagster_run
+    _let_go_of_pools(instance, dead, context.log)
+    trained = trained_by(instance, dead)
+    found = [recovery_of(instance, dead, each, noticed_by=noticed_by, log=context.log) for each in trained]
+    requests = [each for each in found if isinstance(each, dg.RunRequest)]
+    reasons = "; ".join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))
+    return requests or dg.SkipReason(reasons or f"run {dead.run_id} trained no training run")
 
 
 def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:
@@ -85,19 +103,19 @@ def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: lo
 
 
 def recovery_of(
-    instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
+    instance: dg.DagsterInstance, dead: dg.DagsterRun, trained: Trained, *, noticed_by: str, log: logging.Logger
 ) -> dg.RunRequest | dg.SkipReason:
-    """Return the recovery of a Dagster run that has ended, or why it has none.
+    """Return the recovery of a training run whose Dagster run has ended, or why it has none.
 
     It only reads, so a second call returns the same.
     """
-    if not trains(dead):
-        return dg.SkipReason(f"run {dead.run_id} did not train: it has no job configuration, or not the model to make")
+    if trained.job == RUNS_JOB and has_made(instance, dead, trained.key):
+        return dg.SkipReason(f"run {dead.run_id} ended after it had trained {trained.name}")
     no_recovery = run_tag(dead, NO_RECOVERY_TAG)
     if no_recovery:
         return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would meet the same error")
     try:
-        spec = spec_of(dead.run_config)
+        spec = trained.read_spec()
     except SpecInvalid as err:  # a request that Dagster cannot launch would be repeated at every tick
         return dg.SkipReason(f"run {dead.run_id} cannot be launched again: {err}")
     settings = settings_or_defaults(log).recovery
@@ -121,11 +139,8 @@ def recovery_of(
     launch |= {"recovers": dead.run_id, "wait_s": settings.wait_for_old_launch_s}
     launch |= {"noticed_by": noticed_by, "noticed_at": past.now}
     return dg.RunRequest(
-        run_key=dead.run_id,
-        run_config={
-            "resources": {"job": {"config": {"spec": raw_spec_of(dead.run_config)}}},
-            "ops": {"model_checkpoint": {"config": launch}},
-        },
+        run_key=dead.run_id if trained.job == RECOVER_JOB else f"{dead.run_id}/{trained.name}",
+        **trained.request(launch),
         tags={
             _PRIORITY_TAG: "1",  # before runs that have not begun
             **_passed_on(dead),

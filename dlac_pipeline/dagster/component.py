@@ -1,0 +1,271 @@
+"""Dagster components: a training run as assets, what recovers all of them, and an Iceberg table that others write.
+
+`defs.yaml` of a Dagster project names them, for example:
+
+    type: dlac_pipeline.dagster.TrainingRun
+    attributes:
+      spec_file: job.toml
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster.components.resolved.model import Injected
+from pydantic import ConfigDict, Field, model_validator
+
+from dlac_pipeline.dagster.assets.checks import build_run_checks
+from dlac_pipeline.dagster.assets.planning import build_run_plan
+from dlac_pipeline.dagster.assets.rehearsal import build_run_rehearsal
+from dlac_pipeline.dagster.assets.training import POOL, build_run_model
+from dlac_pipeline.dagster.failures import RUN_TAG
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.resources import HEARTBEAT, DefinedJob, LakehouseResource, heartbeat_resource
+from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
+from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, job_files
+from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
+from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
+from dlac_pipeline.dagster.training_runs import NOT_RETRIED, RUNS_JOB, define_training_run, model_key, plan_key
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
+
+_log = logging.getLogger(__name__)
+_KIND = "dlac"
+"""Kind of the assets of training runs, by which their job selects them."""
+_STAGE = "dlac/stage"
+
+
+_JOB_FILE = """\
+# Every setting: docs/reference/settings.md
+
+run = "{run}"
+
+[source]
+table = "namespace.table"   # the Iceberg table to train on
+columns = ["x"]             # its columns, as tensors of a batch
+
+[order]
+batch_size = 128            # global: over all ranks
+passes = 1
+
+[checkpoint]
+every_steps = 100
+
+[launch]
+script = "train.py"         # calls dlac_pipeline.training_run()
+world_size = 1
+"""
+
+
+class TrainingRunScaffolder(dg.Scaffolder):
+    """Makes the files of a training run for `dg scaffold defs`: defs.yaml and a job file to complete."""
+
+    def scaffold(self, request: dg.ScaffoldRequest) -> None:
+        """Write the files."""
+        dg.scaffold_component(request, {"spec_file": "job.toml"})
+        (request.target_path / "job.toml").write_text(_JOB_FILE.format(run=request.target_path.name))
+
+
+@dg.scaffold_with(TrainingRunScaffolder)
+class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
+    """One training run: the assets `plans/<run>` and `models/<run>` with checks, from its job spec.
+
+    The plan depends on the assets of the source tables, and the model on the plan. A `Recovery` component of the same code
+    location recovers the run.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    spec_file: str | None = Field(default=None, description="Job file, from the folder of defs.yaml.")
+    spec: dict[str, Any] | None = Field(default=None, description="Settings of the job spec, in place of a file.")
+    source_assets: Mapping[str, str] = Field(
+        default={}, description="Asset of a source table, by its name. Unset: the asset namespace/table."
+    )
+    group_name: str = Field(default="training", description="Group of the assets.")
+    owners: Sequence[str] = Field(default=(), description="Owners of the assets.")
+    kinds: Sequence[str] = Field(default=("pytorch",), description="Kinds of the model, beside dlac.")
+    tags: Mapping[str, str] = Field(default={}, description="Tags of the assets.")
+    pool: str = Field(default=POOL, description="Pool whose limit is the number of trainers at one time.")
+    automation_condition: Injected[dg.AutomationCondition[Any]] | None = Field(
+        default=None,
+        description="When to plan and train, such as '{{ automation_condition.eager() }}'. Unset: by hand.",
+    )
+    rehearsal: bool = Field(default=False, description="Rehearse the run after each training. That costs a launch.")
+
+    @model_validator(mode="after")
+    def _has_one_spec(self) -> "TrainingRun":
+        if (self.spec_file is None) == (self.spec is None):
+            raise ValueError("expected one of spec_file and spec, found both or none")
+        return self
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """Return the assets, checks and the automation of the run."""
+        return self.build_in(context.path)
+
+    def build_in(self, folder: Path) -> dg.Definitions:
+        """Return the definitions of the run. `folder` is where a relative `spec_file` and the script of `spec` are.
+
+        Raises:
+            SpecInvalid: the job spec cannot be read, or a setting is wrong.
+        """
+
+        def read(overrides: Mapping[str, Any]) -> JobSpec:
+            return self._read(folder, overrides).resolved(home_folder())
+
+        spec = self._read(folder, {})
+        run, job = spec.run, DefinedJob(read_spec=read)
+        define_training_run(model_key(run), read)
+        shared: dict[str, Any] = {
+            "group_name": self.group_name,
+            "owners": list(self.owners) or None,
+            "automation_condition": self.automation_condition,
+        }
+        tables = dict.fromkeys(source.table for source in spec.sources)
+        plan = build_run_plan(
+            job,
+            run,
+            deps=[self._asset_of(table) for table in tables],
+            kinds={"iceberg"},
+            tags={**self.tags, _STAGE: "plan"},
+            **shared,
+        )
+        model = build_run_model(
+            job,
+            run,
+            file=self.spec_file or "defs.yaml",
+            pool=self.pool,
+            kinds={_KIND, *self.kinds},
+            description=_describe(spec, self.spec_file),
+            tags={**self.tags, _STAGE: "train"},
+            **shared,
+        )
+        checks = [*build_run_checks(job, run), *([build_run_rehearsal(job, run)] if self.rehearsal else [])]
+        return dg.Definitions(
+            assets=[plan, model],
+            asset_checks=checks,
+            sensors=list(self._automation(run)),
+            resources={HEARTBEAT: heartbeat_resource},
+        )
+
+    def _read(self, folder: Path, overrides: Mapping[str, Any]) -> JobSpec:
+        if self.spec_file is not None:
+            return read_spec(folder / self.spec_file, overrides=overrides)
+        return spec_of_file({**(self.spec or {})}, folder=folder, origin=f"the spec in {folder}", overrides=overrides)
+
+    def _asset_of(self, table: str) -> dg.AssetKey:
+        named = self.source_assets.get(table)
+        return dg.AssetKey(table.split(".")) if named is None else dg.AssetKey.from_user_string(named)
+
+    def _automation(self, run: str) -> Iterator[dg.AutomationConditionSensorDefinition]:
+        """Yield the sensor that evaluates the condition: one for each run, so that no Dagster run trains two of them."""
+        if self.automation_condition is not None:
+            yield dg.AutomationConditionSensorDefinition(
+                name=f"{model_key(run).to_python_identifier()}_automation",
+                target=dg.AssetSelection.assets(plan_key(run), model_key(run)),
+                run_tags={**NOT_RETRIED, RUN_TAG: run},
+                description=f"Requests training run {run} by its automation condition. Off until you turn it on.",
+            )
+
+
+def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
+    """Return the definitions of a training run for each job file of a folder. `attributes` are those of `TrainingRun`.
+
+    A file that is wrong is logged and left out, because it must not keep the other runs from being recovered.
+    """
+    found = []
+    for path in job_files(folder):
+        try:
+            found.append(TrainingRun(spec_file=str(path), **attributes).build_in(folder))
+        except SpecInvalid as err:
+            _log.error("%s defines no training run: %s", path, err)
+    return dg.Definitions.merge(*found)
+
+
+class Recovery(dg.Component, dg.Model, dg.Resolvable):
+    """Recovery of all training runs of a code location, alerts about them, and maintenance of their lakehouse.
+
+    A code location has one.
+    """
+
+    lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
+    continual_cron: str = Field(default="*/15 * * * *", description="When runs that follow appends are looked at.")
+    maintenance: Mapping[str, str] = Field(
+        default={"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"},
+        description="Cron schedules of the maintenance jobs by name. All schedules are off until you turn them on.",
+    )
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """Return jobs, schedules and sensors."""
+        jobs = {job.name: job for job in (upkeep_job, verify_job, rehearse_job)}
+        schedules = [
+            dg.ScheduleDefinition(name=f"{name}_schedule", job=jobs[name], cron_schedule=cron)
+            for name, cron in self.maintenance.items()
+        ]
+        runs_job = build_runs_job()
+        return dg.Definitions(
+            jobs=[runs_job, *jobs.values()],
+            schedules=[*schedules, build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
+            sensors=[
+                build_recovery_sensor(runs_job),
+                build_preemption_sensor(runs_job),
+                lost_run_sensor,
+                *dlac_alerts(),
+            ],
+            resources={"lakehouse": LakehouseResource(**self.lakehouse)},
+        )
+
+
+class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
+    """A source table that other programs write, as an observed asset. Its data version is the current snapshot."""
+
+    table: str = Field(description="Name of the table, as namespace.table.")
+    lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
+    group_name: str = Field(default="sources", description="Group of the asset.")
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """Return the asset, and the sensor that observes it each minute."""
+        key = dg.AssetKey(self.table.split("."))
+
+        def observe() -> dg.DataVersion:
+            from dlac_pipeline.lakehouse.iceberg.connect import connect
+
+            lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
+            current = lakehouse.load(self.table).current_snapshot()
+            return dg.DataVersion("empty" if current is None else str(current.snapshot_id))
+
+        asset = dg.observable_source_asset(
+            key=key,
+            group_name=self.group_name,
+            description=f"One row per row of the Iceberg table {self.table}. Its data version is the snapshot.",
+            automation_condition=dg.AutomationCondition.cron_tick_passed("* * * * *")
+            & ~dg.AutomationCondition.in_progress(),
+        )(observe)
+        return dg.Definitions(assets=[asset])
+
+
+def build_runs_job() -> Any:
+    """Return the job on all training runs that are assets, for sensors and schedules that select one of them."""
+    models = dg.AssetSelection.kind(_KIND)
+    return dg.define_asset_job(
+        RUNS_JOB,
+        selection=models | models.upstream(depth=1) & dg.AssetSelection.tag(_STAGE, "plan"),
+        description="Training runs that are assets. Sensors launch one of them. By hand, use Materialize of its asset.",
+        tags=NOT_RETRIED,
+        executor_def=dg.in_process_executor,
+    )
+
+
+def _describe(spec: JobSpec, file: str | None) -> str:
+    """Return the description of a model: what it trains on, and the job spec."""
+    tables = ", ".join(source.table for source in spec.sources)
+    settings = mask_secrets(spec.model_dump_json(indent=2, exclude_defaults=True))
+    return (
+        f"One model of training run `{spec.run}` on {tables}. Each committed checkpoint names exactly the rows that it has "
+        f"consumed.\n\nJob spec ({file or 'in defs.yaml'}):\n\n```json\n{settings}\n```"
+    )

@@ -1,0 +1,179 @@
+"""The component of a training run: its assets, what they do on a real lakehouse, and what recovers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster import IcebergTable, Recovery, TrainingRun
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
+from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from tests.conftest import Arena
+from tests.dagster_runs import recovery_requested
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+CHECKS = {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    """A Dagster instance of its own."""
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as made:
+        yield made
+
+
+def job_file(arena: Arena, run: str, **changes: Any) -> str:
+    """Write the job file of a run into the arena's folder, and return its name."""
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    spec = arena.spec(run, world_size=1, passes=1, **changes)
+    (arena.home / f"{run}.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
+    return f"{run}.yaml"
+
+
+def project(arena: Arena, *runs: str, **attributes: Any) -> dg.Definitions:
+    """Return the definitions of a project with these runs, which can be recovered."""
+    parts = [TrainingRun(spec_file=job_file(arena, run), **attributes).build_in(arena.home) for run in runs]
+    component = Recovery().build_defs(dg.ComponentTree.for_test().load_context)
+    return dg.Definitions.merge(*parts, component, dg.Definitions(executor=dg.in_process_executor))
+
+
+def begun(
+    instance: dg.DagsterInstance, defs: dg.Definitions, *keys: dg.AssetKey, config: dict[str, Any] | None = None
+) -> dg.DagsterRun:
+    """Add a Dagster run that is to materialize assets, as *Materialize* in the UI makes it."""
+    job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection=set(keys))
+    return instance.create_run_for_job(
+        job, run_config=config, status=dg.DagsterRunStatus.STARTED, asset_selection=frozenset(keys)
+    )
+
+
+def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """Each has its own plan, model, checks and history. The plan depends on the asset of the source table."""
+    arena.table()
+    defs = project(arena, "one", "two")
+    graph = defs.get_repository_def().asset_graph
+    keys = {dg.AssetKey(["src", "t"]), *(make(run) for make in (plan_key, model_key) for run in ("one", "two"))}
+    assert set(graph.get_all_asset_keys()) == keys
+    assert graph.get(plan_key("one")).parent_keys == {dg.AssetKey(["src", "t"])}
+    assert {key.name for key in graph.asset_check_keys if key.asset_key == model_key("two")} == CHECKS
+    job = defs.resolve_implicit_global_asset_job_def()
+    done = job.get_subset(asset_selection={plan_key("one"), model_key("one")}).execute_in_process(instance=instance)
+    assert done.success
+    assert {check.check_name: check.passed for check in done.get_asset_check_evaluations()} == dict.fromkeys(
+        CHECKS, True
+    )
+    made = instance.get_latest_materialization_event(model_key("one"))
+    assert made is not None
+    assert made.asset_materialization is not None
+    assert made.asset_materialization.metadata["state"].value == "finished"
+    assert instance.get_latest_materialization_event(model_key("two")) is None
+    assert (
+        instance.get_run_tags_for(done.run_id)["dlac/run"] == "one" if hasattr(instance, "get_run_tags_for") else True
+    )
+    assert audit_run(arena.lakehouse, "one").exact
+
+
+def test_launch_overrides_settings_of_file(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """The configuration names them as the job file does. A name that does not exist fails the run with its reason."""
+    arena.table()
+    job = project(arena, "changed").resolve_implicit_global_asset_job_def()
+    subset = job.get_subset(asset_selection={model_key("changed")})
+
+    def launched(overrides: dict[str, Any]) -> dg.ExecuteInProcessResult:
+        config = {"ops": {"models__changed": {"config": {"overrides": overrides}}}}
+        return subset.execute_in_process(instance=instance, run_config=config, raise_on_error=False)
+
+    wrong = launched({"order.batch": 16})
+    assert not wrong.success
+    assert "did you mean 'batch_size'" in str(wrong.get_step_failure_events()[0].event_specific_data)
+    assert launched({"order.batch_size": 80}).success
+    assert [row.step for row in arena.lineage("changed")][-1] == 2000 / 80
+
+
+def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """A Dagster run that dies is resumed by the job on training runs, as it was launched. Plans alone train nothing."""
+    arena.table()
+    defs = project(arena, "dead", "other")
+    overrides = {"checkpoint.every_steps": 5}
+    dead = begun(
+        instance,
+        defs,
+        plan_key("dead"),
+        model_key("dead"),
+        config={"ops": {"models__dead": {"config": {"overrides": overrides}}}},
+    )
+    plans = begun(instance, defs, plan_key("other"))
+    assert [names_of_training(instance, run) for run in (dead, plans)] == [["dead"], []]
+    instance.report_run_failed(dead, message="it died")
+    request = recovery_requested(instance, dead)
+    assert isinstance(request, dg.RunRequest)
+    assert (request.job_name, request.asset_selection) == (RUNS_JOB, [model_key("dead")])
+    assert request.tags[RECOVERS_TAG] == dead.run_id
+    config = request.run_config["ops"]["models__dead"]["config"]
+    assert (config["overrides"], config["recovers"], config["takeover"]) == (overrides, dead.run_id, True)
+    job = defs.resolve_job_def(RUNS_JOB).get_subset(asset_selection={model_key("dead")})
+    done = job.execute_in_process(instance=instance, run_config=request.run_config, tags=request.tags)
+    assert done.success
+    assert [row.step for row in arena.lineage("dead")][:2] == [5, 10]
+    assert audit_run(arena.lakehouse, "dead").exact
+
+
+def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """One Dagster run trains two runs and dies after the first: the sensor requests a recovery of the second only."""
+    arena.table()
+    defs = project(arena, "first", "second", kinds=[])
+    dead = begun(instance, defs, model_key("first"), model_key("second"))
+    job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection={model_key("first")})
+    made = job.execute_in_process(instance=instance)
+    instance.report_dagster_event(made.get_asset_materialization_events()[0], dead.run_id)
+    event = instance.report_run_failed(dead, message="it died")
+    sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
+    answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
+    [request] = answer
+    assert request.asset_selection == [model_key("second")]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"spec_file": "absent.yaml"}, "cannot read the job spec"),
+        ({"spec": {"run": "r"}}, "source"),
+    ],
+)
+def test_bad_spec_is_refused(arena: Arena, attributes: dict[str, Any], message: str) -> None:
+    """The code location does not load, and the error names what is wrong."""
+    with pytest.raises(SpecInvalid, match=message):
+        TrainingRun(**attributes).build_in(arena.home)
+
+
+def test_spec_has_one_place(arena: Arena) -> None:
+    """A file and settings in defs.yaml exclude each other, and one is needed."""
+    both: dict[str, Any] = {"spec_file": "a.toml", "spec": {}}
+    for attributes in ({}, both):
+        with pytest.raises(ValueError, match="one of spec_file and spec"):
+            TrainingRun(**attributes)
+
+
+def test_append_changes_data_version(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """An observed table has its snapshot as data version."""
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    table = arena.table()
+    defs = IcebergTable(table="src.t").build_defs(dg.ComponentTree.for_test().load_context)
+    source = next(iter(defs.get_repository_def().asset_graph.assets_defs))
+    assert isinstance(source, dg.AssetsDefinition)
+    job = dg.Definitions(assets=[source]).resolve_implicit_global_asset_job_def()
+    versions = []
+    for _ in range(2):
+        done = job.execute_in_process(instance=instance)
+        [event] = [each for each in done.all_events if each.event_type == dg.DagsterEventType.ASSET_OBSERVATION]
+        versions.append(event.asset_observation_data.asset_observation.tags["dagster/data_version"])
+        table.append(table.scan(limit=1).to_arrow())
+    assert versions[0] != versions[1]
