@@ -1,6 +1,7 @@
 """The random number generators of a rank: part of the checkpoint, or derived from (seed, step, rank) where there is none."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,22 @@ def rng_file(folder: Path, rank: int) -> Path:
 
 
 def save_rng(folder: Path, rank: int, write: Write) -> None:
-    """Save Python's, NumPy's and PyTorch's generators of this rank, those of its accelerators included."""
+    """Save the generators of this rank."""
+    write(rng_file(folder, rank), rng_state())
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of Python's, NumPy's and PyTorch's generators, those of the accelerators included."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))
-    state = {
+    return {
         "python": [version, list(internal), gauss],
         "numpy": [str(name), numpy_keys, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         "cuda": [],  # expected by DLAC 0.1, whichever accelerator there is
         **_accelerator_states(),
     }
-    write(rng_file(folder, rank), state)
 
 
 def load_rng(folder: Path, rank: int) -> None:
@@ -38,7 +43,11 @@ def load_rng(folder: Path, rank: int) -> None:
     Raises:
         CheckpointUnsafe: there is more in it than tensors and plain values.
     """
-    state = load_tensors(rng_file(folder, rank))
+    set_rng_state(load_tensors(rng_file(folder, rank)))
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set all generators to what `rng_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, copy_batch
 from dlac_pipeline.dataset.dataset import DlacDataset
+from dlac_pipeline.dataset.state import State
 from dlac_pipeline.read.device import Device, DeviceCopies
 
 
@@ -47,6 +48,14 @@ class DlacLoader(DataLoader[DictBatch]):
         for batch in batches:
             self._source.observe(batch)
             yield self._hand_out(batch)
+
+    def state_dict(self) -> State:
+        """Return the consumer's position: that of `DlacDataset.gathered_state`, equal on all ranks. Collective if streamed."""
+        return self._source.gathered_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to the position of a state, as `DlacDataset.load_state_dict` does. Raises as that."""
+        self._source.load_state_dict(state)
 
     def _hand_out(self, batch: DictBatch) -> Any:
         """Return a batch in the form, and on the device, that the consumer requested."""

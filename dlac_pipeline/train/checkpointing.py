@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.rng import seed_rng
+from dlac_pipeline.checkpoint.rng import rng_state, seed_rng, set_rng_state
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.read.batch import Batch
@@ -44,6 +44,7 @@ class Checkpointing:
     ) -> None:
         self.engine: Engine | None = None
         """The script's engine, once it is restored."""
+        self._generators: Mapping[str, Any] | None = None
         self._spec = spec
         self._attempt = attempt
         self._communicator = communicator
@@ -64,8 +65,17 @@ class Checkpointing:
         """Take the script's engine, and load the checkpoint of the resume point into it."""
         self.engine = adapt(engine, self._spec.checkpoint.engine, **parts)
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
+        if isinstance(self.engine, TrainerFiles):
+            self.engine.join(tree, lists=restores)
         convert_s, load_s = load_checkpoint(self.engine, self._attempt.point, self._spec, tree, restores=restores)
+        self._generators = rng_state()
         self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
+
+    def reset_generators(self) -> None:
+        """Set the random generators to their state after `restore`, once."""
+        if self._generators is not None:
+            set_rng_state(self._generators)
+            self._generators = None
 
     def record_step(self, batch: Batch, loss: torch.Tensor | float, *, applied: bool | None) -> None:
         """Record that the optimizer step of a batch is done, and receive the messages of all ranks that have arrived."""
@@ -78,16 +88,17 @@ class Checkpointing:
             self._on_sync(sync)
         self._heartbeat.step_done(batch.step)
 
-    def take_if_due(self) -> None:
-        """Take a checkpoint if the policy has a reason. A rehearsal takes none."""
+    def due_reason(self) -> str | None:
+        """Return the policy's reason for a checkpoint after the last finished step, or None. A rehearsal takes none."""
         self._report(self._manager.done())
-        reason = None if self._attempt.rehearses else self._policy.reason()
-        if reason is not None:
-            synchronous = self._spec.checkpoint.mode == "synchronous"
-            self.take(reason, wait=self._policy.leaving is not None or synchronous)
+        return None if self._attempt.rehearses else self._policy.reason()
 
-    def take(self, reason: str, *, wait: bool) -> None:
-        """Take a checkpoint after the last finished step. With `wait` it is committed when this method returns."""
+    def take(self, reason: str, *, wait: bool = False) -> None:
+        """Take a checkpoint after the last finished step.
+
+        With `wait`, or in synchronous mode, it is committed when this method returns.
+        """
+        wait = wait or self._policy.leaving is not None or self._spec.checkpoint.mode == "synchronous"
         self.receive_all()
         if self._policy.leaving is not None:  # perhaps requested by a message that was still in flight
             last_reason = self._policy.reason()

@@ -1,6 +1,7 @@
 """From a resume point to an open attempt of one rank: the reader of its leg, the tracker, and the checkpoint manager."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,11 @@ class OpenAttempt:
     def step(self) -> int:
         """The last finished optimizer step."""
         return self.tracker.step
+
+    def position(self) -> dict[str, Any]:
+        """Return leg, plans and the last finished step."""
+        plans = [plan for source in self.leg.sources for plan in source.start.live_plan_ids]
+        return {"leg": self.leg.index, "plans": plans, "step": self.step}
 
     @property
     def rehearses(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.lakehouse.store_files import make_below
@@ -49,8 +49,8 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
     return parse_spec(raw, origin=f"the job spec under WORLD_SIZE={world_size}")
 
 
-def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
-    """Return the lakehouse. A supervised rank waits for an unavailable catalog, as its supervisor's claim does.
+def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
+    """Return the plans of the lakehouse. A supervised rank waits for an unavailable catalog, as its supervisor's claim does.
 
     The supervisor has opened the catalog before, so an error during a failover is an outage.
 
@@ -58,7 +58,7 @@ def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
         CatalogUnreachable: the catalog does not answer, or was unavailable for too long.
     """
     within_s = RETRY_WITHIN_S if supervised else 0.0
-    return retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised)
+    return Plans(retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
 
 
 def await_resume_point(folder: Path) -> ResumePoint:

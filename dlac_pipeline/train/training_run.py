@@ -14,7 +14,7 @@ spec: `training_run("job.toml")`. Rank 0 then claims the run itself.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
-from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -37,6 +36,7 @@ from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import open_attempt
 from dlac_pipeline.train.own_recovery import OwnRecoveries
 from dlac_pipeline.train.run_end import end_run, release_old_pins
+from dlac_pipeline.train.run_loader import RunLoader
 
 
 @contextmanager
@@ -85,26 +85,27 @@ class TrainingRun:
         self.world_size = self._communicator.world_size
         self._policy = CheckpointPolicy(spec, self.rank, folder, self._events)
         held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
-        self._lakehouse = startup.open_lakehouse(spec, supervised=folder is not None)
+        self._plans = startup.open_plans(spec, supervised=folder is not None)
+        self._lakehouse = self._plans.lakehouse
         self._recoveries = OwnRecoveries(self._lakehouse, spec, self._events)
-        plans = Plans(self._lakehouse)
         if folder is None:
-            self._claim_itself(plans, takeover=takeover, held=held)
+            self._claim_itself(takeover=takeover, held=held)
         else:
             self.resume_point = startup.await_resume_point(folder)
-        self._attempt = open_attempt(spec, plans, self.resume_point, self._communicator)
+        self._attempt = open_attempt(spec, self._plans, self.resume_point, self._communicator)
         self._policy.resumed(self.resume_point, self._lakehouse)
         self._checkpointing = Checkpointing(
             spec, self._attempt, self._communicator, self._policy, self._heartbeat, self._events
         )
         self._batch: Batch | None = None
+        self._due_reason: str | None = None
         self._over = False
 
-    def _claim_itself(self, plans: Plans, *, takeover: bool, held: ExitStack) -> None:
+    def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
         """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""
         began = time.time()
         self.resume_point = point = startup.claim_run(
-            plans, self.spec, self._communicator, takeover=takeover, held=held
+            self._plans, self.spec, self._communicator, takeover=takeover, held=held
         )
         with self._communicator.failing_together(doing="making the launch folder"):
             folder = startup.make_own_folder(self.spec, point.nonce)
@@ -128,6 +129,11 @@ class TrainingRun:
     def total_steps(self) -> int | None:
         """The last step of the run, or of its current leg if it follows appends. None if only reading can show it."""
         return self._attempt.order.total_steps
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The last finished step, and what makes it comparable: run, leg and plans."""
+        return {"run": self.spec.run, **self._attempt.position()}
 
     @property
     def head(self) -> str | None:
@@ -194,13 +200,48 @@ class TrainingRun:
             CheckpointError, LedgerError: a checkpoint, or the last one in progress, could not be taken.
             SpecInvalid: the state contains something that could not be loaded again.
         """
+        if self.record_step(loss, applied=applied):
+            self.checkpoint()
+
+    def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
+        """Do the first part of `step_done`. Return True if a checkpoint is due, which `checkpoint` then takes.
+
+        A trainer that saves by itself calls the two parts. It may also call `checkpoint` after a step at which none is due.
+        Raises as `step_done` does.
+        """
         batch = self._batch
         if batch is None:
             raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
         self._batch = None
         self._checkpointing.record_step(batch, loss, applied=applied)
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
-        self._checkpointing.take_if_due()
+        self._due_reason = self._checkpointing.due_reason()
+        return self._due_reason is not None
+
+    def checkpoint(self) -> None:
+        """Take a checkpoint after the last finished step, unless it has one. Collective. Raises as `step_done` does."""
+        attempt = self._attempt
+        if attempt.step > attempt.tracker.committed_step and not attempt.rehearses:
+            self._checkpointing.take(self._due_reason or "trainer")
+        self._due_reason = None
+
+    def loader(
+        self,
+        inputs: Callable[[Batch], Any] | None = None,
+        *,
+        micro_batches: int = 1,
+        device: torch.device | str | int | None = None,
+    ) -> RunLoader:
+        """Return the run's batches as the loader of a trainer with a loop of its own.
+
+        `inputs` makes what the trainer takes of a batch, by default the batch itself. `micro_batches` is the number of parts
+        in which a trainer that accumulates gradients gets each batch.
+        """
+        return RunLoader(self, inputs, micro_batches=micro_batches, device=device)
+
+    def reset_generators(self) -> None:
+        """Set the random generators to their state after `restore`, once: constructors of a trainer may have drawn numbers."""
+        self._checkpointing.reset_generators()
 
     def settle(self) -> None:
         """Wait for the checkpoint in progress, if one exists.

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, ResumeMismatch, SpecInvalid
 from tests.integration.datasets import Datasets, seen, some_kinds
 
 pytestmark = [
@@ -51,6 +52,20 @@ def test_read_ahead_consumer_reports_progress(datasets: Datasets) -> None:
         dataset.observe(batches[2])
         assert dataset.step == 3
         assert seen(datasets.open("packed", state=dataset.state_dict())) == datasets.whole("packed")[3:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_has_state_of_consumer(datasets: Datasets, workers: int) -> None:
+    """A trainer that saves the state of its loader, as torchtitan does, resumes after the last batch that it received."""
+    loader = datasets.open("packed").loader(num_workers=workers)
+    assert isinstance(loader, Stateful)
+    for _ in islice(loader, 3):
+        pass
+    again = datasets.open("packed").loader(num_workers=workers)
+    again.load_state_dict(loader.state_dict())
+    assert seen(again) == datasets.whole("packed")[3:]
+    with pytest.raises(ResumeMismatch, match="altered"):
+        again.load_state_dict({**loader.state_dict(), "step": 5})
 
 
 @pytest.mark.soak

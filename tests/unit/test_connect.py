@@ -99,7 +99,7 @@ def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(startup, "RETRY_WITHIN_S", 0.0)
     for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
         with serve_status(code) as uri, pytest.raises(DlacError) as caught:
-            startup.open_lakehouse(spec_with_catalog("rest", uri), supervised=True)
+            startup.open_plans(spec_with_catalog("rest", uri), supervised=True)
         assert type(caught.value) is kind
 
 

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
-from dlac_pipeline.train.startup import open_lakehouse
+from dlac_pipeline.train.startup import open_plans
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
 
@@ -58,14 +58,14 @@ def test_supervised_rank_waits_like_claim(tmp_path: Path) -> None:
     place.rename(aside)
     place.touch()
     with pytest.raises(CatalogUnreachable):
-        open_lakehouse(spec, supervised=False)
+        open_plans(spec, supervised=False)
 
     def restore() -> None:
         place.unlink()
         aside.rename(place)
 
     threading.Timer(0.6, restore).start()
-    assert open_lakehouse(spec, supervised=True).own("consumption").metadata == metadata
+    assert open_plans(spec, supervised=True).lakehouse.own("consumption").metadata == metadata
 
 
 def test_retry_ends_with_result_or_error() -> None:

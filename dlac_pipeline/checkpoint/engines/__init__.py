@@ -12,9 +12,10 @@ from torch.nn import Module
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
 
-__all__ = ["Engine", "TorchState", "adapt", "skip_shared_memory_op"]
+__all__ = ["Engine", "TorchState", "TrainerFiles", "adapt", "skip_shared_memory_op"]
 
 
 def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dlac_pipeline.checkpoint.stage.streamed_file import write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import WrittenFile, write_state
 from dlac_pipeline.read.device import can_pin_memory
 
 Write = Callable[[Path, Any], None]
@@ -82,7 +82,10 @@ class Copies:
         return list(self._storages.values())
 
     def write(self, path: Path, state: Any) -> None:
-        """Copy it."""
+        """Copy it. A trainer's file is written now: the trainer may replace or remove it later."""
+        if isinstance(state, WrittenFile):
+            self._save(state, path)
+            return
         self._states.append((path, self._copy_of(state)))
 
     def handed_over(self) -> None:

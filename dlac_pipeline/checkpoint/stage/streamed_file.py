@@ -34,8 +34,15 @@ class Written:
     """Seconds that digesting took."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that another program has written, as a state. Its bytes are the content."""
+
+    path: Path
+
+
 def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
-    """Write `torch.save` into a new file, which is not durable yet.
+    """Write `torch.save` into a new file, which is not durable yet. A `WrittenFile` is copied, or digested in its place.
 
     `direct`: past the page cache, for files not read again soon.
 
@@ -45,6 +52,8 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
         OSError: it cannot be written.
         FileExistsError: the file exists already.
     """
+    if isinstance(state, WrittenFile):
+        return _take_file(state.path, path, direct=direct)
     file = _StreamedFile(path, direct=direct)
     try:
         with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
@@ -54,11 +63,25 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
         file.close()
 
 
-class _StreamedFile:
-    """Target of `torch.save`. A failure is kept until `finish`: if it were raised earlier, torch would report its own."""
+def _take_file(source: Path, path: Path, *, direct: bool) -> Written:
+    file = _StreamedFile(None if source == path else path, direct=direct)
+    try:
+        with source.open("rb") as stream:
+            while content := stream.read(_BUFFER_BYTES):
+                file.write(memoryview(content))
+        return file.finish()
+    finally:
+        file.close()
 
-    def __init__(self, path: Path, *, direct: bool) -> None:
-        self._descriptor = _open_new(path, direct)
+
+class _StreamedFile:
+    """Target of `torch.save`. A failure is kept until `finish`: if it were raised earlier, torch would report its own.
+
+    Without a path the content is digested only.
+    """
+
+    def __init__(self, path: Path | None, *, direct: bool) -> None:
+        self._descriptor = os.open(os.devnull, os.O_WRONLY) if path is None else _open_new(path, direct)
         self._memory = mmap.mmap(-1, _BUFFER_BYTES)  # its address is a multiple of the page size, as O_DIRECT asks
         self._buffer = np.frombuffer(self._memory, np.uint8)
         self._filled = 0

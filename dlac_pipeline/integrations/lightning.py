@@ -1,0 +1,110 @@
+"""Lightning: the batches of a training run as a data module, and its checkpoints by a callback.
+
+    with dlac_pipeline.training_run("job.toml") as run:
+        data, checkpoints = DlacDataModule(run, to_model), DlacCheckpoint(run, model)
+        trainer = Trainer(max_steps=run.total_steps, callbacks=[checkpoints], enable_checkpointing=False)
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
+
+A `ModelCheckpoint` of the user may save as well. Its files are not committed.
+"""
+
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from dlac_pipeline.checkpoint.engines import TrainerFiles
+from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.train.run_loader import RunLoader
+from dlac_pipeline.train.training_run import TrainingRun
+
+_FILE = "lightning.ckpt"
+
+
+class DlacDataModule(LightningDataModule):  # type: ignore[misc]  # lightning is not analyzed
+    """The batches of a run. `inputs` makes what `training_step` takes of a batch, by default the batch itself."""
+
+    def __init__(self, run: TrainingRun, inputs: Callable[[Batch], Any] | None = None) -> None:
+        super().__init__()
+        self._run, self._inputs = run, inputs
+
+    def train_dataloader(self) -> RunLoader:
+        """Return the loader, which cuts each batch into as many parts as the trainer accumulates."""
+        return self._run.loader(self._inputs, micro_batches=self.trainer.accumulate_grad_batches)
+
+
+class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyzed
+    """Checkpoints of a run whose files Lightning writes: when the job spec asks for them, at the end of an optimizer step.
+
+    The model optimizes automatically, with one optimizer.
+    """
+
+    def __init__(self, run: TrainingRun, model: LightningModule) -> None:
+        """Restore the run. `path` then names Lightning's checkpoint to resume from.
+
+        Raises:
+            DlacError: from `TrainingRun.restore`.
+        """
+        super().__init__()
+        self._run = run
+        self._trainer: Any = None
+        self._loss: torch.Tensor | float = 0.0
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        files = TrainerFiles(self._save, modules={"model": model})
+        run.restore(files)
+        self.path: str | None = None if files.folder is None else str(files.folder / _FILE)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the settings with which a run cannot be recorded exactly.
+
+        Raises:
+            SpecInvalid: one of them is set.
+        """
+        self._trainer = trainer
+        if self._run.total_steps is None:
+            raise SpecInvalid(
+                "expected a run whose number of steps is known, found a packed or transformed one: Lightning then reads a batch "
+                "before the step of the last one ends; set order.steps"
+            )
+        if not pl_module.automatic_optimization:
+            raise SpecInvalid(
+                "expected a model with automatic optimization, found a manual one: an optimizer step could not be told apart; "
+                "train with run.batches() in a loop of your own"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that Lightning is at the step of the ledger, and let SIGTERM ask for a checkpoint again.
+
+        Lightning's own handler of SIGTERM leaves the loop before all ranks have agreed on a last checkpoint.
+        """
+        if trainer.global_step != self._run.step:
+            raise ResumeMismatch(
+                f"expected Lightning to resume at step {self._run.step}, as the ledger has it, found it at step "
+                f"{trainer.global_step}: call trainer.fit(..., ckpt_path=checkpoint.path) with the path of this callback"
+            )
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record an optimizer step that has just ended, and take a checkpoint if one is due."""
+        self._loss = self._loss + _loss_of(outputs)
+        if trainer.global_step == self._run.step:
+            return
+        loss, self._loss = self._loss, 0.0
+        self._run.step_done(loss)
+        if self._run.stopped:
+            trainer.should_stop = True
+
+    def _save(self, folder: Path) -> None:
+        self._trainer.save_checkpoint(folder / _FILE)
+
+
+def _loss_of(outputs: Any) -> torch.Tensor:
+    """Return the loss of a micro-batch, which Lightning has divided by their number."""
+    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+    return loss.detach()

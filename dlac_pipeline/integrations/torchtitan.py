@@ -1,0 +1,115 @@
+"""torchtitan: the batches of a training run as its data loader, and its checkpoints as those of the run.
+
+    with dlac_pipeline.training_run("job.toml") as run:
+        config.dataloader = RunDataLoader(run, to_model)
+        trainer = config.build()
+        attach_run(trainer, run)
+        trainer.train()
+
+Nothing of torchtitan is imported: its trainer, its loader and its checkpoint manager are known by their methods.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlac_pipeline.checkpoint.engines import TrainerFiles
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.train.run_loader import RunLoader
+from dlac_pipeline.train.training_run import TrainingRun
+
+
+class RunDataLoader:
+    """The configuration of torchtitan's data loader. `inputs` makes the pair (dict of inputs, labels) of a batch."""
+
+    def __init__(
+        self, run: TrainingRun, inputs: Callable[[Batch], tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        self._run, self._inputs = run, inputs
+
+    def build(self, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **others: Any) -> RunLoader:
+        """Return the loader, which has the state of torchtitan's protocol.
+
+        Raises:
+            SpecInvalid: ranks that share a batch, or a local batch size that does not divide a rank's batch.
+        """
+        run = self._run
+        if (dp_rank, dp_world_size) != (run.rank, run.world_size):
+            raise SpecInvalid(
+                f"expected one data-parallel rank per process, {run.rank} of {run.world_size}, found {dp_rank} of "
+                f"{dp_world_size}: tensor, context and pipeline parallelism are not supported here"
+            )
+        samples = run.spec.order.batch_size // run.world_size
+        if samples % local_batch_size:
+            raise SpecInvalid(
+                f"expected a local batch size that divides the {samples} samples of a rank's batch, found {local_batch_size}: "
+                "change training.local_batch_size, or order.batch_size"
+            )
+        return run.loader(self._inputs, micro_batches=samples // local_batch_size)
+
+
+def attach_run(trainer: Any, run: TrainingRun) -> None:
+    """Let a built trainer of torchtitan commit its checkpoints. Call it before `trainer.train()`."""
+    checkpointer = RunCheckpointer(trainer.checkpointer, run, modules=trainer.model_parts)
+    trainer.checkpointer = checkpointer
+    trainer.forward_backward_step = checkpointer.summing(trainer.forward_backward_step)
+
+
+class RunCheckpointer:
+    """torchtitan's checkpoint manager, which saves into the checkpoints of a run, when the job spec asks for them."""
+
+    def __init__(self, manager: Any, run: TrainingRun, *, modules: list[torch.nn.Module]) -> None:
+        self._manager, self._run = manager, run
+        self._loss: torch.Tensor | float = 0.0
+        self._loads = False
+        manager.interval = 1  # it saves whenever it is asked
+        named = {f"model{index or ''}": module for index, module in enumerate(modules)}
+        self._files = TrainerFiles(self._save_files, self._load_files, modules=named)
+
+    def summing(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return `forward_backward_step`, with its losses summed up here. Each is this rank's share of the global mean."""
+
+        def summing_step(**arguments: Any) -> torch.Tensor:
+            loss = step(**arguments)
+            self._loss = self._loss + loss.detach()
+            return loss
+
+        return summing_step
+
+    def load(self, step: int = -1) -> bool:
+        """Load the checkpoint from which the run resumes. Return True if there is one. Raises as `TrainingRun.restore`."""
+        self._run.restore(self._files)
+        return self._loads
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Record the optimizer step that has just ended, and take a checkpoint if one is due, or after the last step."""
+        loss, self._loss = self._loss * self._run.world_size, 0.0
+        before = self._run.head
+        self._run.step_done(loss)
+        if last_step:
+            self._run.checkpoint()
+        return self._run.head != before
+
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until torchtitan's own copies are made."""
+        self._manager.maybe_wait_for_staging()
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait for the checkpoint in progress."""
+        self._run.settle()
+
+    def close(self) -> None:
+        """Release what torchtitan's manager uses."""
+        self._manager.close()
+
+    def _save_files(self, folder: Path) -> None:
+        self._manager.folder = str(folder)
+        self._manager.save(self._run.step)
+        self._manager.maybe_wait_for_saving()
+
+    def _load_files(self, folder: Path) -> None:
+        self._manager.folder = str(folder)
+        self._loads = self._manager.load(step=self._run.step)
