@@ -2,19 +2,24 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import tenacity
 
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.retry_policy import retry_within_s
@@ -30,7 +35,11 @@ class Supervision:
     """Plans that this process has read."""
     starter: RankStarter
     on_event: Callable[[Event], None]
-    """Listener for events."""
+    """Receiver of events in this process."""
+    listeners: ListenerProcess | None = None
+    """Process of the listeners that the job spec names."""
+    ledger_uuid: str = ""
+    """Identity of the lakehouse's ledger."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the run was asked to stop, or this node to leave it."""
     leaving: threading.Event = field(default_factory=threading.Event)
@@ -59,9 +68,17 @@ class Supervision:
         self.leaving.set()
         self.stop.set()
 
-    def publish(self, event: Event) -> None:
-        """Publish an event of the run."""
+    def publish(self, event: Event, *, leads: bool = True) -> None:
+        """Publish an event of the run. Listeners receive those of the node that leads."""
         self.on_event({"run": self.spec.run, **event})
+        if leads and self.listeners is not None:
+            self.listeners.send(event)
+
+    def publish_start(self, point: ResumePoint, rows: Sequence[PlanRow], *, share: Share, folder: Path) -> None:
+        """Publish to listeners that an attempt starts. `rows` are the plans of its leg's sources."""
+        if self.listeners is not None:
+            places = {"folder": str(folder), "ledger": self.ledger_uuid}
+            self.listeners.send(describe_attempt(point, rows, share.world_size, share.nodes) | places)
 
     def retrying(self, *outages: type[DlacError], replaces: int | None) -> tenacity.Retrying:
         """Return retries of a call, by default while the catalog is unavailable. A recovery retries until it is stopped."""

@@ -112,6 +112,7 @@ class TrainingRun:
             self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
+            startup.start_listeners(plans, self.spec, point, self._events, folder, held)
             self._recoveries.begin(point, claimed_at=began)
 
     @property

@@ -13,7 +13,7 @@ from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vo
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
-from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_uri, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -137,7 +137,7 @@ class Committer:
             **prepared.note,
         )
         started = time.monotonic()
-        commit_checkpoint(
+        committed = commit_checkpoint(
             self._ledger,
             self._attempt,
             checkpoint_id=checkpoint_id,
@@ -149,11 +149,16 @@ class Committer:
         self._holders_known = True
         self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
         retention.committed(checkpoint, retired)
+        rows_by_source = _rows_by_source(advances, len(self._order.sources))
+        snapshot = committed.table.current_snapshot()
         return {
             "error": None,
             "checkpoint_id": checkpoint_id,
-            "rows": sum(row.rows_consumed for row in rows if isinstance(row, typed_rows.AdvanceRow)),
+            "rows": sum(rows_by_source),
+            "rows_by_source": rows_by_source,
             "bytes": size,
+            "location": folder_uri(checkpoint.manifest_uri),
+            "ledger_snapshot_id": 0 if snapshot is None else snapshot.snapshot_id,
             "phases": {**phases, "commit": time.monotonic() - started},
         }
 
@@ -212,6 +217,11 @@ class Committer:
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)
         self._rows_since += typed_rows.repeatable(rows)
+
+
+def _rows_by_source(advances: Sequence[typed_rows.AdvanceRow], sources: int) -> list[int]:
+    """Return the rows that advances consumed of each source."""
+    return [sum(each.rows_consumed for each in advances if each.source == source) for source in range(sources)]
 
 
 def _longest_phases(votes: Sequence[Vote]) -> dict[str, float]:
