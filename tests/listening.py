@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,6 +27,22 @@ def install_strangers(folder: Path) -> Path:
     points = [f"{name} = strange_listeners:{kind}" for name, kind in STRANGERS.items()]
     (about / "entry_points.txt").write_text("\n".join(["[dlac.listeners]", *points, ""]))
     return folder
+
+
+def read_wandb_records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a file of W&B: a header, then LevelDB's log format in blocks of 32 KiB."""
+    content, at, record = path.read_bytes(), 7, b""
+    while at < len(content):
+        left = 32_768 - at % 32_768
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
 
 
 class Receiver:

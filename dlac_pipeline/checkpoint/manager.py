@@ -39,9 +39,8 @@ class Committed:
 
     checkpoint_id: str
     step: int
-    rows: int
-    """Rows applied or skipped since the parent."""
     rows_by_source: list[int]
+    """Rows of each source that were applied or skipped since the parent."""
     bytes: int
     location: str
     """Address of its folder."""
@@ -70,7 +69,7 @@ class Committed:
             "checkpoint_id": self.checkpoint_id,
             "step": self.step,
             "loss": self.losses[-1] if self.losses else None,
-            "rows": self.rows,
+            "rows": sum(self.rows_by_source),
             "rows_by_source": self.rows_by_source,
             "bytes": self.bytes,
             "location": self.location,

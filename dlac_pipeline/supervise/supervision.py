@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,13 +13,12 @@ from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.listener_process import ListenerProcess, describe_attempt
+from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.retry_policy import retry_within_s
@@ -74,11 +73,11 @@ class Supervision:
         if leads and self.listeners is not None:
             self.listeners.send(event)
 
-    def publish_start(self, point: ResumePoint, rows: Sequence[PlanRow], *, share: Share, folder: Path) -> None:
-        """Publish to listeners that an attempt starts. `rows` are the plans of its leg's sources."""
+    def publish_start(self, point: ResumePoint, share: Share, folder: Path) -> None:
+        """Publish to listeners that an attempt starts, once the plans of its leg have been read."""
         if self.listeners is not None:
-            places = {"folder": str(folder), "ledger": self.ledger_uuid}
-            self.listeners.send(describe_attempt(point, rows, share.world_size, share.nodes) | places)
+            start = describe_attempt(point, self.plans, world_size=share.world_size, nodes=share.nodes, folder=folder)
+            self.listeners.send({**start, "ledger": self.ledger_uuid})
 
     def retrying(self, *outages: type[DlacError], replaces: int | None) -> tenacity.Retrying:
         """Return retries of a call, by default while the catalog is unavailable. A recovery retries until it is stopped."""

@@ -4,7 +4,6 @@ Without a supervisor rank 0 claims the run and notifies the other ranks.
 """
 
 import json
-import logging
 import os
 import time
 from contextlib import ExitStack
@@ -14,24 +13,19 @@ from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.lakehouse.store_files import make_below
-from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
-from dlac_pipeline.supervise.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.train.communicator import Communicator
 
-_log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""
 LAUNCHED_VARIABLE = "LOCAL_RANK"
@@ -114,28 +108,6 @@ def claim_run(
     if "error" in json.loads(received):
         raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(received)['error']}")
     return ResumePoint.from_json(received)
-
-
-def start_listeners(
-    plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
-) -> None:
-    """Pass the events of rank 0 to the listeners of the job spec, without a supervisor. `held` ends them.
-
-    An outage of the catalog is only logged. The run then has no listeners.
-    """
-    if not spec.listeners.chosen():
-        return
-    try:
-        rows = [plans.row(source.plan_id) for source in Leg.from_json(point.leg).sources]
-        ledger = Ledger(plans.lakehouse).table_uuid
-    except DlacError as err:
-        _log.warning("run %r has no listeners: %s", spec.run, err)
-        return
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    process = held.enter_context(ListenerProcess(spec))
-    places = {"folder": str(folder or ""), "ledger": ledger}
-    process.send(describe_attempt(point, rows, spec.launch.world_size, nodes) | places)
-    events.pass_to(process.send)
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:

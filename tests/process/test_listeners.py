@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -23,7 +24,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import ListenersSpec
 from tests.conftest import PROGRAMS, Arena, Launch, wait_until
 from tests.forked import Forked
-from tests.listening import Receiver, install_strangers, running_receiver
+from tests.listening import Receiver, install_strangers, read_wandb_records, running_receiver
 from tests.ports import own_port
 
 DAGSTER_RUN = "0f2c8a52-4f6e-4bd2-8ad5-1d2b8c7c4f3e"
@@ -145,6 +146,7 @@ def test_openlineage_follows_client_schema(listened: Listened) -> None:
         "START",
         "COMPLETE",
     ]
+    assert [rebuild(each) for each in events] == events
     runs = list(dict.fromkeys(each["run"]["runId"] for each in events))
     assert len(runs) == 2
     snapshot = str(listened.recorded[0]["tables"][0]["snapshot_id"])
@@ -159,6 +161,40 @@ def test_openlineage_follows_client_schema(listened: Listened) -> None:
     heads = [each["outputs"][0]["facets"]["version"]["datasetVersion"] for each in events if each["outputs"]]
     lineage = [each.checkpoint_id for each in listened.arena.lineage("listened")]
     assert list(dict.fromkeys(heads)) == lineage
+
+
+def rebuild(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event after the client's classes, generated from its schema, have checked its parts."""
+    from openlineage.client import event_v2, facet_v2
+    from openlineage.client.serde import Serde
+
+    event_v2.set_producer(event["producer"])
+    pending: list[Any] = [facet_v2.BaseFacet]
+    kinds: dict[str, Any] = {}
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        kinds[kind._get_schema()] = kind
+
+    def facets(found: dict[str, Any]) -> Any:
+        bare = {name: {key: each[key] for key in each if not key.startswith("_")} for name, each in found.items()}
+        return {name: kinds[found[name]["_schemaURL"]](**each) for name, each in bare.items()}
+
+    def dataset(kind: type[Any], found: dict[str, Any]) -> Any:
+        return kind(**{name: facets(each) if name.lower().endswith("facets") else each for name, each in found.items()})
+
+    job = event["job"]
+    rebuilt = event_v2.RunEvent(
+        eventTime=event["eventTime"],
+        producer=event["producer"],
+        run=event_v2.Run(event["run"]["runId"], facets(event["run"]["facets"])),
+        job=event_v2.Job(job["namespace"], job["name"], facets(job["facets"])),
+        eventType=event_v2.RunState(event["eventType"]),
+        inputs=[dataset(event_v2.InputDataset, each) for each in event["inputs"]],
+        outputs=[dataset(event_v2.OutputDataset, each) for each in event["outputs"]],
+    )
+    plain: dict[str, Any] = Serde.to_dict(rebuilt)
+    return plain
 
 
 def test_mlflow_run_spans_recovery(listened: Listened) -> None:
@@ -186,13 +222,10 @@ def test_mlflow_run_spans_recovery(listened: Listened) -> None:
 def test_wandb_files_have_losses(listened: Listened) -> None:
     """The offline run has each step once, with the ledger's loss, and the last checkpoint."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = (listened.folder / "wandb").glob("offline-run-*/run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
     losses, summary = {}, {}
-    while (data := store.scan_data()) is not None:
+    for data in read_wandb_records(path):
         record = wandb_internal_pb2.Record.FromString(data)
         row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
         if "loss" in row:
@@ -243,15 +276,13 @@ def test_prometheus_serves_running_train(campaign: Arena) -> None:
     with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         wait_until(lambda: 'dlac_checkpoint_step{run="scraped"}' in scrape(port), what="a scraped checkpoint")
         text = scrape(port)
-        listening = subprocess.run(
-            ["ss", "-ltnH", f"sport = :{port}"], check=False, capture_output=True, text=True
-        ).stdout
+        listening = {each.laddr.ip for each in psutil.net_connections("tcp") if each.laddr.port == port}
         output = process.communicate()[0]
     assert process.returncode == 0, output
     for name in ("dlac_step", "dlac_loss", "dlac_rows_at_risk", "dlac_rows_per_s", "dlac_checkpoints_total"):
         assert re.search(rf'^{name}{{run="scraped"}} [0-9.e+-]+$', text, re.MULTILINE), text
     assert 'dlac_rows_committed_total{run="scraped",table="src.t"}' in text
-    assert "0.0.0.0" not in listening
+    assert listening == {"127.0.0.1"}
     assert scrape(port) == ""
     assert campaign.losses("scraped") == campaign.losses("reference")
 
@@ -272,7 +303,7 @@ def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: Non
     assert launch.wait() == 0, launch.stderr
     assert launch.of("ended")[0]["ending"] == "finished"
     assert "the listeners of run 'held' did not end in time, and are killed" in launch.stderr
-    assert campaign.losses("held") == campaign.losses("reference")[:62]
+    assert campaign.losses("held")[:62] == campaign.losses("reference")[:62]
 
 
 def test_missing_listener_ends_launch(campaign: Arena) -> None:

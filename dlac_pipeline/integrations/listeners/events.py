@@ -16,7 +16,7 @@ class RunEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceTable:
+class InputTable:
     """A table that an attempt reads."""
 
     name: str
@@ -35,7 +35,7 @@ class AttemptStarted(RunEvent):
 
     ledger: str
     """Identity of the lakehouse's ledger: runs of two lakehouses may have the same name."""
-    tables: tuple[SourceTable, ...]
+    tables: tuple[InputTable, ...]
     world_size: int
     """Number of ranks."""
     nodes: int

@@ -15,8 +15,8 @@ from dlac_pipeline.integrations.listeners.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    InputTable,
     RunEvent,
-    SourceTable,
 )
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.external.locations import split_identifier
@@ -36,11 +36,12 @@ class OpenLineageListener:
 
     def __init__(self, options: OpenLineageSpec, spec: JobSpec) -> None:
         self._spec = spec
+        event_v2.set_producer(_PRODUCER)
         self._client = OpenLineageClient()
         kind = facet_v2.job_type_job.JobTypeJobFacet(processingType="BATCH", integration="DLAC", jobType="TRAINING")
         self._job = event_v2.Job(options.namespace, spec.run, {"jobType": kind})
         self._run = event_v2.Run(str(uuid.UUID(int=0)))
-        self._tables: dict[str, tuple[SourceTable, event_v2.Dataset]] = {}
+        self._tables: dict[str, tuple[InputTable, event_v2.Dataset]] = {}
         self._rows: dict[str, int] = {}
         """Name of each source -> rows that the attempt has consumed, by its committed checkpoints."""
         self._outputs: list[event_v2.OutputDataset] = []
@@ -77,7 +78,6 @@ class OpenLineageListener:
     def _emit(self, kind: str, event: RunEvent) -> None:
         lineage = event_v2.RunEvent(
             eventTime=datetime.fromtimestamp(event.at, UTC).isoformat(),
-            producer=_PRODUCER,
             run=self._run,
             job=self._job,
             eventType=event_v2.RunState(kind),
@@ -89,7 +89,9 @@ class OpenLineageListener:
     def _input(self, name: str) -> event_v2.InputDataset:
         """Return a table with the rows of its plan, and with those that the attempt has consumed."""
         table, dataset = self._tables[name]
-        planned = facet_v2.data_quality_metrics_input_dataset.DataQualityMetricsInputDatasetFacet(rowCount=table.rows)
+        planned = facet_v2.data_quality_metrics_input_dataset.DataQualityMetricsInputDatasetFacet(
+            {}, rowCount=table.rows
+        )
         consumed = facet_v2.input_statistics_input_dataset.InputStatisticsInputDatasetFacet(rowCount=self._rows[name])
         return event_v2.InputDataset(
             dataset.namespace,
@@ -98,7 +100,7 @@ class OpenLineageListener:
             inputFacets={"dataQualityMetrics": planned, "inputStatistics": consumed},
         )
 
-    def _dataset(self, table: SourceTable) -> event_v2.Dataset:
+    def _dataset(self, table: InputTable) -> event_v2.Dataset:
         """Return the dataset of a table: its location, and for an Iceberg table its name in the catalog as a symlink."""
         version = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(str(table.snapshot_id))
         external = split_identifier(table.table)

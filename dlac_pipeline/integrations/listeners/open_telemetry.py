@@ -60,7 +60,7 @@ class OpenTelemetryListener:
     def _record(self, event: RecoveryEnded) -> None:
         """Record a recovery as a span, and each phase that took any time as a span below it."""
         first, last = event.phases[0], event.phases[-1]
-        attributes = {
+        attributes: dict[str, str | int] = {
             "dlac.attempt": event.attempt,
             "dlac.cause": event.cause,
             "dlac.outcome": event.outcome,

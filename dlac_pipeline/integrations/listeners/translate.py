@@ -11,12 +11,12 @@ from dlac_pipeline.integrations.listeners.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    InputTable,
     ProgressMade,
     RecoveryEnded,
     RecoveryPhase,
     RowsQuarantined,
     RunEvent,
-    SourceTable,
 )
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -102,7 +102,7 @@ class EventTranslator:
         facts = {
             name: event[name] for name in ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from")
         }
-        tables = tuple(SourceTable(**table) for table in event["tables"])
+        tables = tuple(InputTable(**table) for table in event["tables"])
         self._started = AttemptStarted(run=self._spec.run, tables=tables, parent_run=self._parent_run, **facts)
         self._folder = Path(event["folder"]) if event["folder"] else None
         self._is_open = True

@@ -1,81 +1,63 @@
-"""Weights & Biases: one run of W&B per training run, over all recoveries and launches.
-
-`loss` has each committed step once, with the loss that the ledger has. `progress/loss` is sampled while training.
-"""
+"""Weights & Biases: metrics by step, inputs as configuration, and the last checkpoint as summary."""
 
 import hashlib
+from collections.abc import Mapping
 
 import wandb
 
-from dlac_pipeline.integrations.listeners.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    ProgressMade,
-    RecoveryEnded,
-    RunEvent,
-)
+from dlac_pipeline.integrations.listeners.events import AttemptEnded, AttemptStarted, RunEvent
+from dlac_pipeline.integrations.listeners.tracker import Metrics, Tracker
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import WandbSpec
 
 
-class WandbListener:
-    """Writer of a run of W&B."""
+class WandbListener(Tracker):
+    """Writer of a run of W&B, whose id is a digest of the ledger and the run."""
 
     def __init__(self, options: WandbSpec, spec: JobSpec) -> None:
         self._options = options
-        self._spec = spec
         self._run: wandb.Run | None = None
         self._exit_code = 1
 
-    def on_event(self, event: RunEvent) -> None:
-        """Write an event to the run."""
-        if isinstance(event, AttemptStarted):
-            self._start(event)
-        elif self._run is None:
-            return
-        elif isinstance(event, ProgressMade):
-            gauges = {f"progress/{name}": value for name, value in event.gauges().items() if name != "step"}
-            self._run.log({"step": event.step, **gauges})
-        elif isinstance(event, CheckpointCommitted):
-            first = event.step - len(event.losses) + 1
-            for place, loss in enumerate(event.losses):
-                self._run.log({"step": first + place, "loss": loss})
-            self._run.summary.update(
-                {
-                    "checkpoint": event.checkpoint_id,
-                    "checkpoint_step": event.step,
-                    "checkpoint_location": event.location,
-                    "ledger_snapshot_id": str(event.ledger_snapshot_id),
-                }
-            )
-        elif isinstance(event, RecoveryEnded):
-            self._run.summary.update({"recovery_s": event.phases[-1].end - event.phases[0].start})
-        elif isinstance(event, AttemptEnded):
-            self._exit_code = int(event.ending in ("failed", "lost"))
-
-    def close(self) -> None:
-        """Upload the rest, or write it to its file."""
-        if self._run is not None:
-            self._run.finish(exit_code=self._exit_code, quiet=True)
-
-    def _start(self, event: AttemptStarted) -> None:
-        """Open the run at the first attempt, and note what each attempt reads."""
+    def start(self, event: AttemptStarted) -> None:
+        """Open the run at the first attempt of this launch. Its id stays the same over launches."""
+        options = self._options
         if self._run is None:
             self._run = wandb.init(
-                project=self._options.project,
-                entity=self._options.entity or None,
-                mode=self._options.mode or None,
+                project=options.project,
+                entity=options.entity or None,
+                mode=options.mode or None,
                 name=event.run,
                 id=hashlib.sha256(f"{event.ledger}/{event.run}".encode()).hexdigest()[:16],
                 resume="allow",
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
             self._run.define_metric("*", step_metric="step")
-        inputs = {
-            table.name: {"table": table.table, "snapshot_id": str(table.snapshot_id), "rows": table.rows}
-            for table in event.tables
-        }
-        facts = {"run": event.run, "ledger": event.ledger, "inputs": inputs}
-        attempt = {"attempt": event.attempt, "resumed_from": event.resumed_from, "world_size": event.world_size}
-        self._run.config.update({**facts, **attempt}, allow_val_change=True)
+        tables = {each.name: {"snapshot_id": str(each.snapshot_id), "rows": each.rows} for each in event.tables}
+        facts = {name: getattr(event, name) for name in ("ledger", "attempt", "resumed_from", "world_size")}
+        self._run.config.update({"inputs": tables, **facts}, allow_val_change=True)  # type: ignore[no-untyped-call]
+
+    def log(self, event: RunEvent, metrics: Metrics) -> None:
+        """Add values of metrics."""
+        for step, values in metrics:
+            self._current_run().log({"step": step, **values})
+
+    def note(self, facts: Mapping[str, object]) -> None:
+        """Set values of the summary. An id is a text, because W&B rounds large numbers."""
+        self._current_run().summary.update(
+            {name: str(value) if name.endswith("_id") else value for name, value in facts.items()}
+        )
+
+    def end(self, event: AttemptEnded) -> None:
+        """Note the exit status, for the end of the launch."""
+        self._exit_code = int(event.ending in ("failed", "lost"))
+
+    def close(self) -> None:
+        """Upload the rest, or write it to its file."""
+        if self._run is not None:
+            self._run.finish(exit_code=self._exit_code)
+
+    def _current_run(self) -> wandb.Run:
+        if self._run is None:
+            raise RuntimeError("expected an open run of W&B, found none: wandb.init failed before")
+        return self._run

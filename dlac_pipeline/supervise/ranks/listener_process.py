@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -32,14 +32,19 @@ _MARGIN_S = 2.0
 _log = logging.getLogger(__name__)
 
 
-def describe_attempt(point: ResumePoint, rows: Sequence[PlanRow], world_size: int, nodes: int) -> Event:
-    """Return the start of an attempt, for listeners. `rows` are the plans of the leg's sources, in their order."""
+def describe_attempt(point: ResumePoint, plans: Plans, *, world_size: int, nodes: int, folder: Path | None) -> Event:
+    """Return the start of an attempt, for listeners. The plans of its leg have been read before."""
     tables = [
-        {"name": source.name, "table": source.table, "snapshot_id": source.snapshot_id, "rows": row.live_rows}
-        for source, row in zip(Leg.from_json(point.leg).sources, rows, strict=True)
+        {
+            "name": source.name,
+            "table": source.table,
+            "snapshot_id": source.snapshot_id,
+            "rows": plans.row(source.plan_id).live_rows,
+        }
+        for source in Leg.from_json(point.leg).sources
     ]
     start = {"event": "claimed", "attempt": point.attempt, "step": point.step, "resumed_from": point.checkpoint_id}
-    return {**start, "tables": tables, "world_size": world_size, "nodes": nodes}
+    return {**start, "tables": tables, "world_size": world_size, "nodes": nodes, "folder": str(folder or "")}
 
 
 class ListenerProcess:
