@@ -175,7 +175,8 @@ def rebuild(event: dict[str, Any]) -> dict[str, Any]:
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        kinds[kind._get_schema()] = kind
+        if getattr(sys.modules[kind.__module__], kind.__name__) is kind:  # attrs leaves the class without slots behind
+            kinds[kind._get_schema()] = kind
 
     def facets(found: dict[str, Any]) -> Any:
         bare = {name: {key: each[key] for key in each if not key.startswith("_")} for name, each in found.items()}

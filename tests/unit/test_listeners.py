@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.integrations.listeners.events import AttemptEnded, AttemptStarted, Listener, ProgressMade, RunEvent
+from dlac_pipeline.integrations.listeners.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    Listener,
+    ProgressMade,
+    RunEvent,
+)
 from dlac_pipeline.integrations.listeners.subscription import Subscription
 from dlac_pipeline.integrations.listeners.translate import EventTranslator
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
@@ -174,7 +181,9 @@ def test_rows_at_risk_follow_commits(tmp_path: Path) -> None:
     commit = {"event": "checkpoint", "at": 2.0, "rows": 64, "rows_by_source": [64], "step": 2, "checkpoint_id": "c"}
     facts = {"location": "file:///c", "ledger_snapshot_id": 7, "bytes": 1, "duration_s": 0.1, "losses": [1.0, 0.25]}
     (committed,) = translator.translate({**commit, **facts})
-    assert (committed.rows_by_table, committed.losses) == ({"src.t": 64}, (1.0, 0.25))  # type: ignore[attr-defined]
+    assert isinstance(committed, CheckpointCommitted)
+    assert (committed.rows_by_table, committed.losses) == ({"src.t": 64}, (1.0, 0.25))
+    assert committed.rows_at_risk == 0
     (second,) = beat(3)
     assert isinstance(second, ProgressMade)
     assert (second.rows, second.rows_at_risk) == (96, 32)

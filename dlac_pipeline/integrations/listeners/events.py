@@ -89,6 +89,12 @@ class CheckpointCommitted(RunEvent):
     """Name of each source -> rows consumed since the checkpoint before."""
     losses: tuple[float, ...]
     """Loss of each step since the checkpoint before. The last one is that of `step`."""
+    rows_at_risk: int
+    """As in `ProgressMade`, just after the commit."""
+
+    def gauges(self) -> dict[str, float]:
+        """Return the known numbers by name."""
+        return {"rows_at_risk": self.rows_at_risk}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,7 +59,7 @@ class MLflowListener(Tracker):
     def note(self, facts: Mapping[str, object]) -> None:
         """Set tags."""
         for name, value in facts.items():
-            self._client.set_tag(self._run_id, f"dlac.{name}", value)
+            self._client.set_tag(self._run_id, f"dlac.{name}", "" if value is None else value)
 
     def end(self, event: AttemptEnded) -> None:
         """Set the status."""

@@ -26,7 +26,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import OpenLineageSpec
 
 _log = logging.getLogger(__name__)
-_PRODUCER = "https://pypi.org/project/dlac-pipeline"
+_PRODUCER = "urn:dlac-pipeline"
 _ENDS = {"finished": "COMPLETE", "caught_up": "COMPLETE", "failed": "FAIL"}
 """Ending of an attempt -> type of its last event. Of other endings: ABORT."""
 

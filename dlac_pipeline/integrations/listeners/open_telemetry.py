@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
-from dlac_pipeline.integrations.listeners.events import ProgressMade, RecoveryEnded, RunEvent
+from dlac_pipeline.integrations.listeners.events import CheckpointCommitted, ProgressMade, RecoveryEnded, RunEvent
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import OpenTelemetrySpec
 
@@ -45,8 +45,8 @@ class OpenTelemetryListener:
         self._gauges = {name: meter.create_gauge(f"dlac.{name}", unit=unit) for name, unit in _UNITS.items()}
 
     def on_event(self, event: RunEvent) -> None:
-        """Set the gauges of a progress event, or record the spans of a recovery."""
-        if isinstance(event, ProgressMade):
+        """Set the gauges that an event has, or record the spans of a recovery."""
+        if isinstance(event, ProgressMade | CheckpointCommitted):
             for name, value in event.gauges().items():
                 self._gauges[name].set(value, {"dlac.attempt": event.attempt})
         elif isinstance(event, RecoveryEnded):

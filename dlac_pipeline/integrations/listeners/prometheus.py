@@ -53,7 +53,7 @@ class PrometheusListener:
         elif isinstance(event, ProgressMade):
             self._set(**event.gauges())
         elif isinstance(event, CheckpointCommitted):
-            self._set(checkpoint_step=event.step, checkpoint_duration_s=event.duration_s)
+            self._set(checkpoint_step=event.step, checkpoint_duration_s=event.duration_s, **event.gauges())
             self._counters["checkpoints"].labels(self._run).inc()
             for table, rows in event.rows_by_table.items():
                 self._counters["rows_committed"].labels(self._run, table).inc(rows)

@@ -120,6 +120,7 @@ class EventTranslator:
             **{name: event[name] for name in facts},
             rows_by_table=dict(zip(names, event["rows_by_source"], strict=True)),
             losses=tuple(event.get("losses", ())),
+            rows_at_risk=max(0, self._rows - self._committed_rows),
         )
 
     def _recovery(self, event: Event) -> RunEvent:
