@@ -39,11 +39,15 @@ class Committed:
 
     checkpoint_id: str
     step: int
-    rows: int
-    """Rows applied or skipped since the parent."""
+    rows_by_source: list[int]
+    """Rows of each source that were applied or skipped since the parent."""
     bytes: int
-    loss: float | None
-    """Of its step, where it was known."""
+    location: str
+    """Address of its folder."""
+    ledger_snapshot_id: int
+    """Snapshot of the ledger that first shows it."""
+    losses: list[float]
+    """Of each step since the parent, where it was known."""
     phases: dict[str, float]
     """Seconds of each phase, of the slowest rank.
 
@@ -64,9 +68,12 @@ class Committed:
             "event": "checkpoint",
             "checkpoint_id": self.checkpoint_id,
             "step": self.step,
-            "loss": self.loss,
-            "rows": self.rows,
+            "loss": self.losses[-1] if self.losses else None,
+            "rows": sum(self.rows_by_source),
+            "rows_by_source": self.rows_by_source,
             "bytes": self.bytes,
+            "location": self.location,
+            "ledger_snapshot_id": self.ledger_snapshot_id,
             "reason": self.note["reason"],
             "duration_s": self.phases["total"],
             "phases": self.phases,
@@ -258,15 +265,10 @@ class CheckpointManager:
             raise failure_named(decision["error"])
         self.head = decision["checkpoint_id"]
         self._copies.committed(staged.name)
-        losses = staged.taken.losses
+        phases = {**staged.phases, **decision.pop("phases"), "total": time.monotonic() - staged.started}
+        del decision["error"]
         return Committed(
-            checkpoint_id=decision["checkpoint_id"],
-            step=staged.taken.step,
-            rows=decision["rows"],
-            bytes=decision["bytes"],
-            loss=losses[-1] if losses else None,
-            phases={**staged.phases, **decision["phases"], "total": time.monotonic() - staged.started},
-            note=staged.note,
+            step=staged.taken.step, losses=list(staged.taken.losses), phases=phases, note=staged.note, **decision
         )
 
     def _vote(self, staged: _Staged) -> Vote:

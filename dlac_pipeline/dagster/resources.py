@@ -25,8 +25,13 @@ def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         annotation: Any = field.annotation
+        optional = (
+            [each for each in get_args(annotation) if _is_model(each)] if type(None) in get_args(annotation) else []
+        )
         described: dict[str, Any] = {"description": field.description}
-        if _is_model(annotation):
+        if optional:
+            annotation, described["default"] = dagster_config(optional[0]) | None, None
+        elif _is_model(annotation):
             annotation = dagster_config(annotation)
             if not field.is_required():
                 described["default_factory"] = annotation

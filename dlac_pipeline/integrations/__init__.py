@@ -1,1 +1,1 @@
-"""Adapters for the loops of other trainers: which hook ends a step, what saves, and what loads."""
+"""Connections to other systems: the loops of other trainers, and listeners of a run's events."""

@@ -18,6 +18,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec import spec_problems
 from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.listeners_spec import ListenersSpec
 
 
 class SourceSpec(spec_problems.Section):
@@ -292,6 +293,8 @@ class JobSpec(spec_problems.Section):
     """Settings of the scheduler that launch.on names."""
     lakehouse: LakehouseConfig = LakehouseConfig()
     """Address of the lakehouse."""
+    listeners: ListenersSpec = ListenersSpec()
+    """Receivers of the run's events: OpenLineage, MLflow, Weights & Biases, OpenTelemetry, Prometheus, or your own."""
     params: dict[str, str] = Field(default_factory=dict)
     """Settings that the training script reads itself."""
 

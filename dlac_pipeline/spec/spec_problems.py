@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 
-_WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "cluster", "params")
+_WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "cluster", "listeners", "params")
 """Sections in which an unknown field may be a misplaced secret."""
 _NOT_A_SECTION = ("model_type", "model_attributes_type", "dict_type", "list_type")
 """Problems of a value in the place of a section, of free settings or of a list."""

@@ -169,6 +169,7 @@ class SupervisedAttempt:
         self._monitor.step = self._head_step = self._resumed_step = point.step
         self.leg = leg = Leg.from_json(point.leg)
         rows = [self._retrying()(self._supervision.plans.row, source.plan_id) for source in leg.sources]
+        self._supervision.publish_start(point, self._round.share, self.folder)
         for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
         write_resume_point(self.folder, point.to_json())

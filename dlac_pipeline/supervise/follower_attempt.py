@@ -157,4 +157,4 @@ class FollowerAttempt:
         return AttemptVerdict(restart=failure, attempt=self._attempt)
 
     def _publish(self, event: Event) -> None:
-        self._supervision.publish({"attempt": self._attempt, **event})
+        self._supervision.publish({"attempt": self._attempt, **event}, leads=False)

@@ -4,10 +4,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import tenacity
 
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -15,6 +17,8 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.retry_policy import retry_within_s
@@ -30,7 +34,11 @@ class Supervision:
     """Plans that this process has read."""
     starter: RankStarter
     on_event: Callable[[Event], None]
-    """Listener for events."""
+    """Receiver of events in this process."""
+    listeners: ListenerProcess | None = None
+    """Process of the listeners that the job spec names."""
+    ledger_uuid: str = ""
+    """Identity of the lakehouse's ledger."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the run was asked to stop, or this node to leave it."""
     leaving: threading.Event = field(default_factory=threading.Event)
@@ -59,9 +67,17 @@ class Supervision:
         self.leaving.set()
         self.stop.set()
 
-    def publish(self, event: Event) -> None:
-        """Publish an event of the run."""
+    def publish(self, event: Event, *, leads: bool = True) -> None:
+        """Publish an event of the run. Listeners receive those of the node that leads."""
         self.on_event({"run": self.spec.run, **event})
+        if leads and self.listeners is not None:
+            self.listeners.send(event)
+
+    def publish_start(self, point: ResumePoint, share: Share, folder: Path) -> None:
+        """Publish to listeners that an attempt starts, once the plans of its leg have been read."""
+        if self.listeners is not None:
+            start = describe_attempt(point, self.plans, world_size=share.world_size, nodes=share.nodes, folder=folder)
+            self.listeners.send({**start, "ledger": self.ledger_uuid})
 
     def retrying(self, *outages: type[DlacError], replaces: int | None) -> tenacity.Retrying:
         """Return retries of a call, by default while the catalog is unavailable. A recovery retries until it is stopped."""

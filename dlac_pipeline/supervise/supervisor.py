@@ -15,11 +15,13 @@ from dlac_pipeline.elastic.round import VERDICT, Round
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
+from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.supervision import Supervision, connect_run
@@ -69,6 +71,7 @@ class Supervisor:
         self._spec = request.spec
         self._on_event = on_event
         self._starter = starter or RankStarter()
+        self._listeners = ListenerProcess(request.spec, launched_by=request.launched_by)
         self._options = ResumeOptions(repin=request.repin)
         self._stop = threading.Event()
         self._leaving = threading.Event()
@@ -88,7 +91,7 @@ class Supervisor:
         """Launch attempts, watch them, and recover, until the run ends.
 
         Raises:
-            SpecInvalid: the training script does not exist.
+            SpecInvalid: the training script or a listener does not exist.
             RunBusy: another launch is alive, and `takeover` was not requested.
             NodesMissing: fewer nodes came than the job spec requires.
             NoProgress: several attempts in a row committed nothing.
@@ -100,8 +103,9 @@ class Supervisor:
             raise errors.SpecInvalid(
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
+        check_listeners(spec.listeners)
         try:
-            with closing(self._starter):
+            with closing(self._starter), self._listeners:
                 self._starter.begin(spec)
                 return self._run()
         except (errors.CatalogUnreachable, errors.StoreUnavailable, errors.RunBusy):
@@ -117,6 +121,8 @@ class Supervisor:
             plans=Plans(lakehouse),
             starter=self._starter,
             on_event=self._on_event,
+            listeners=self._listeners,
+            ledger_uuid=ledger,
             stop=self._stop,
             leaving=self._leaving,
             launched_at=self._launched_at,

@@ -145,6 +145,7 @@ class Checkpointing:
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:
-            self._events.write(committed.event())
+            losses = {"losses": committed.losses} if self._spec.listeners.chosen() else {}
+            self._events.write({**committed.event(), **losses})
             self._policy.committed(committed)
             self._heartbeat.checkpoints(own_s=self._manager.own_s, own_bytes=self._manager.own_bytes)

@@ -18,6 +18,7 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
@@ -93,6 +94,7 @@ def claim_run(
     answer = None
     if tree.rank == 0:
         try:
+            check_listeners(spec.listeners)
             held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
             nonce = new_nonce()
             folder = str(own_folder(spec, nonce) or "")

@@ -29,7 +29,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.train import startup
+from dlac_pipeline.train import own_listeners, startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
@@ -113,6 +113,7 @@ class TrainingRun:
             self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
+            own_listeners.start_listeners(self._plans, self.spec, point, self._events, folder, held)
             self._recoveries.begin(point, claimed_at=began)
 
     @property

@@ -13,13 +13,13 @@ from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vo
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
-from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_uri, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import check_mine, commit_checkpoint
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.plan.slices import SliceWriter
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -124,20 +124,19 @@ class Committer:
         rows += [typed_rows.RetireRow(checkpoint_id=each) for each in retired]
         rows += [replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows]
         manifest = self._make_manifest(prepared, votes, checkpoint_id, reader_state, [checkpoint, *rows])
-        size = sum(entry.bytes for entry in manifest.files)
         phases = {**_longest_phases(votes), "vote": prepared.waited_s}
         checkpoint = replace(
             checkpoint,
             manifest_uri=self._tiers.manifest_uri(prepared.name),
             manifest_digest=self._write(manifest, prepared.name),
             model_digest=manifest.model_digest,
-            bytes=size,
-            phases=phases,
+            bytes=sum(entry.bytes for entry in manifest.files),
+            phases=dict(phases),
             nodes=() if self._holders_known else holders_of(votes),
             **prepared.note,
         )
         started = time.monotonic()
-        commit_checkpoint(
+        state = commit_checkpoint(
             self._ledger,
             self._attempt,
             checkpoint_id=checkpoint_id,
@@ -149,13 +148,9 @@ class Committer:
         self._holders_known = True
         self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
         retention.committed(checkpoint, retired)
-        return {
-            "error": None,
-            "checkpoint_id": checkpoint_id,
-            "rows": sum(row.rows_consumed for row in rows if isinstance(row, typed_rows.AdvanceRow)),
-            "bytes": size,
-            "phases": {**phases, "commit": time.monotonic() - started},
-        }
+        phases["commit"] = time.monotonic() - started
+        rows_by_source = _rows_by_source(advances, len(self._order.sources))
+        return {"error": None, "rows_by_source": rows_by_source, "phases": phases, **_facts_of(checkpoint, state)}
 
     def _make_manifest(
         self,
@@ -212,6 +207,22 @@ class Committer:
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)
         self._rows_since += typed_rows.repeatable(rows)
+
+
+def _facts_of(checkpoint: typed_rows.CheckpointRow, state: RunState) -> Decision:
+    """Return the facts of a committed checkpoint. `state` is the ledger's last read of the run."""
+    snapshot = state.table.current_snapshot()
+    return {
+        "checkpoint_id": checkpoint.checkpoint_id,
+        "bytes": checkpoint.bytes,
+        "location": folder_uri(checkpoint.manifest_uri),
+        "ledger_snapshot_id": 0 if snapshot is None else snapshot.snapshot_id,
+    }
+
+
+def _rows_by_source(advances: Sequence[typed_rows.AdvanceRow], sources: int) -> list[int]:
+    """Return the rows that advances consumed of each source."""
+    return [sum(each.rows_consumed for each in advances if each.source == source) for source in range(sources)]
 
 
 def _longest_phases(votes: Sequence[Vote]) -> dict[str, float]:

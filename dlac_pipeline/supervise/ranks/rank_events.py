@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,7 @@ class EventWriter:
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._rank = rank
+        self._receive: Callable[[Event], None] | None = None
         self._path: Path | None = None
         self.open(folder)
 
@@ -26,8 +27,14 @@ class EventWriter:
         """Write to this launch folder from now on."""
         self._path = None if folder is None or self._rank != 0 else folder / _FILE
 
+    def pass_to(self, receive: Callable[[Event], None]) -> None:
+        """Also pass each event to `receive` from now on."""
+        self._receive = receive
+
     def write(self, event: Mapping[str, object]) -> None:
         """Append one event."""
+        if self._receive is not None:
+            self._receive(dict(event))
         if self._path is not None:
             with self._path.open("a") as stream:
                 stream.write(json.dumps({**event, "at": time.time()}) + "\n")

@@ -1,0 +1,153 @@
+"""OpenLineage: each attempt is a run, the tables are its inputs, and the checkpoints its outputs.
+
+The client reads its transport from the variables OPENLINEAGE_* or from openlineage.yml.
+"""
+
+import logging
+import os
+import uuid
+from datetime import UTC, datetime
+from urllib.parse import urlsplit
+
+from openlineage.client import OpenLineageClient, event_v2, facet_v2
+
+from dlac_pipeline.integrations.listeners.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    InputTable,
+    RunEvent,
+)
+from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.external.locations import split_identifier
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.listeners_spec import OpenLineageSpec
+
+_log = logging.getLogger(__name__)
+_PRODUCER = "urn:dlac-pipeline"
+_ENDS = {"finished": "COMPLETE", "caught_up": "COMPLETE", "failed": "FAIL"}
+"""Ending of an attempt -> type of its last event. Of other endings: ABORT."""
+
+
+class OpenLineageListener:
+    """Emitter of lineage."""
+
+    def __init__(self, options: OpenLineageSpec, spec: JobSpec) -> None:
+        self._spec = spec
+        event_v2.set_producer(_PRODUCER)
+        self._client = OpenLineageClient()
+        kind = facet_v2.job_type_job.JobTypeJobFacet(processingType="BATCH", integration="DLAC", jobType="TRAINING")
+        self._job = event_v2.Job(options.namespace, spec.run, {"jobType": kind})
+        self._run = event_v2.Run(str(uuid.UUID(int=0)))
+        self._tables: dict[str, tuple[InputTable, event_v2.Dataset]] = {}
+        self._rows: dict[str, int] = {}
+        """Name of each source -> rows that the attempt has consumed, by its committed checkpoints."""
+        self._outputs: list[event_v2.OutputDataset] = []
+        """The last checkpoint of the attempt."""
+
+    def on_event(self, event: RunEvent) -> None:
+        """Emit the start or the end of an attempt, or a checkpoint of it."""
+        if isinstance(event, AttemptStarted):
+            self._start(event)
+            self._emit("START", event)
+        elif isinstance(event, CheckpointCommitted):
+            for name, rows in event.rows_by_table.items():
+                self._rows[name] += rows
+            self._outputs = [_checkpoint(event)]
+            self._emit("RUNNING", event)
+        elif isinstance(event, AttemptEnded):
+            if event.reason:
+                failure = facet_v2.error_message_run.ErrorMessageRunFacet(event.reason, programmingLanguage="Python")
+                self._run = event_v2.Run(self._run.runId, {**(self._run.facets or {}), "errorMessage": failure})
+            self._emit(_ENDS.get(event.ending, "ABORT"), event)
+
+    def close(self) -> None:
+        """Send the rest."""
+        self._client.close()
+
+    def _start(self, event: AttemptStarted) -> None:
+        self._tables = {table.name: (table, self._dataset(table)) for table in event.tables}
+        self._rows = dict.fromkeys(self._tables, 0)
+        self._outputs = []
+        parent = _parent_of(event)
+        name = f"dlac:{event.ledger}/{event.run}/{event.attempt}"
+        self._run = event_v2.Run(str(uuid.uuid5(uuid.NAMESPACE_URL, name)), {"parent": parent} if parent else {})
+
+    def _emit(self, kind: str, event: RunEvent) -> None:
+        lineage = event_v2.RunEvent(
+            eventTime=datetime.fromtimestamp(event.at, UTC).isoformat(),
+            run=self._run,
+            job=self._job,
+            eventType=event_v2.RunState(kind),
+            inputs=[self._input(name) for name in self._tables],
+            outputs=self._outputs,
+        )
+        self._client.emit(lineage)
+
+    def _input(self, name: str) -> event_v2.InputDataset:
+        """Return a table with the rows of its plan, and with those that the attempt has consumed."""
+        table, dataset = self._tables[name]
+        planned = facet_v2.data_quality_metrics_input_dataset.DataQualityMetricsInputDatasetFacet(
+            {}, rowCount=table.rows
+        )
+        consumed = facet_v2.input_statistics_input_dataset.InputStatisticsInputDatasetFacet(rowCount=self._rows[name])
+        return event_v2.InputDataset(
+            dataset.namespace,
+            dataset.name,
+            facets=dataset.facets,
+            inputFacets={"dataQualityMetrics": planned, "inputStatistics": consumed},
+        )
+
+    def _dataset(self, table: InputTable) -> event_v2.Dataset:
+        """Return the dataset of a table: its location, and for an Iceberg table its name in the catalog as a symlink."""
+        version = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(str(table.snapshot_id))
+        external = split_identifier(table.table)
+        if external is not None:
+            return event_v2.Dataset(*_place_of(external[1]), facets={"version": version})
+        config = self._spec.lakehouse
+        catalog = mask_secrets(config.uri) or config.catalog_name
+        symlink = facet_v2.symlinks_dataset.Identifier(catalog, table.table, "TABLE")
+        symlinks = facet_v2.symlinks_dataset.SymlinksDatasetFacet([symlink])
+        try:
+            location = _place_of(connect(config).load(table.table).location())
+        except DlacError as err:
+            _log.warning(
+                "the location of table %r is unknown, so its name in the catalog is its dataset: %s", table, err
+            )
+            location = catalog, table.table
+        return event_v2.Dataset(*location, facets={"version": version, "symlinks": symlinks})
+
+
+def _checkpoint(event: CheckpointCommitted) -> event_v2.OutputDataset:
+    version = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(event.checkpoint_id)
+    size = facet_v2.output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(size=event.bytes)
+    namespace, name = _place_of(event.location)
+    return event_v2.OutputDataset(namespace, name, facets={"version": version}, outputFacets={"outputStatistics": size})
+
+
+def _place_of(location: str) -> tuple[str, str]:
+    """Return namespace and name of a dataset at an address, as OpenLineage names them."""
+    parts = urlsplit(location)
+    if parts.scheme in ("", "file"):
+        return "file", parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
+
+
+def _parent_of(event: AttemptStarted) -> facet_v2.parent_run.ParentRunFacet | None:
+    """Return the run that started this one: of OPENLINEAGE_PARENT_ID, as namespace/job/run, or of Dagster."""
+    named = os.environ.get("OPENLINEAGE_PARENT_ID", "")
+    if named.count("/") >= 2:
+        namespace, job, run = named.rsplit("/", 2)
+    elif event.parent_run:
+        namespace = os.environ.get("OPENLINEAGE_NAMESPACE", "default")
+        job, run = os.environ.get("DAGSTER_RUN_JOB_NAME", "dagster"), event.parent_run
+    else:
+        return None
+    parent = facet_v2.parent_run
+    try:
+        return parent.ParentRunFacet(parent.Run(run), parent.Job(namespace, job))
+    except ValueError:
+        _log.warning("expected a UUID as the run of the parent, found %r: events have no parent", run)
+        return None

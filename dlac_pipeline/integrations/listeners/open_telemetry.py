@@ -1,0 +1,82 @@
+"""OpenTelemetry: recoveries and their phases as spans, and gauges of progress, over OTLP.
+
+The exporters read their addresses and headers from the variables OTEL_EXPORTER_OTLP_*.
+"""
+
+import os
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+from dlac_pipeline.integrations.listeners.events import CheckpointCommitted, ProgressMade, RecoveryEnded, RunEvent
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.listeners_spec import OpenTelemetrySpec
+
+_SCOPE = "dlac"
+_UNITS = {
+    "step": "{step}",
+    "loss": "1",
+    "rows_at_risk": "{row}",
+    "rows_per_s": "{row}/s",
+    "tokens_per_s": "{token}/s",
+}
+
+
+class OpenTelemetryListener:
+    """Exporter of spans and gauges."""
+
+    def __init__(self, options: OpenTelemetrySpec, spec: JobSpec) -> None:
+        os.environ.setdefault("OTEL_SERVICE_NAME", "dlac")
+        resource = Resource.create({"dlac.run": spec.run})
+        self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        reader = PeriodicExportingMetricReader(
+            OTLPMetricExporter(), export_interval_millis=options.export_every_s * 1000
+        )
+        self._metrics = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
+        self._tracer = self._traces.get_tracer(_SCOPE)
+        meter = self._metrics.get_meter(_SCOPE)
+        self._gauges = {name: meter.create_gauge(f"dlac.{name}", unit=unit) for name, unit in _UNITS.items()}
+
+    def on_event(self, event: RunEvent) -> None:
+        """Set the gauges that an event has, or record the spans of a recovery."""
+        if isinstance(event, ProgressMade | CheckpointCommitted):
+            for name, value in event.gauges().items():
+                self._gauges[name].set(value, {"dlac.attempt": event.attempt})
+        elif isinstance(event, RecoveryEnded):
+            self._record(event)
+
+    def close(self) -> None:
+        """Export the rest."""
+        self._traces.shutdown()
+        self._metrics.shutdown()
+
+    def _record(self, event: RecoveryEnded) -> None:
+        """Record a recovery as a span, and each phase that took any time as a span below it."""
+        first, last = event.phases[0], event.phases[-1]
+        attributes: dict[str, str | int] = {
+            "dlac.attempt": event.attempt,
+            "dlac.cause": event.cause,
+            "dlac.outcome": event.outcome,
+            "dlac.noticed_by": event.noticed_by,
+            "dlac.rows_replayed": event.rows_replayed,
+        }
+        span = self._tracer.start_span("dlac.recovery", start_time=_ns(first.start), attributes=attributes)
+        if event.outcome != "resumed":
+            span.set_status(Status(StatusCode.ERROR, event.outcome))
+        for phase in event.phases:
+            if phase.end > phase.start:
+                below = set_span_in_context(span)
+                name = f"dlac.recovery.{phase.name}"
+                self._tracer.start_span(name, context=below, start_time=_ns(phase.start)).end(_ns(phase.end))
+        span.end(_ns(last.end))
+
+
+def _ns(moment: float) -> int:
+    return int(moment * 1e9)

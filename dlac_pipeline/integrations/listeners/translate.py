@@ -1,0 +1,144 @@
+"""Typed events of a run, from the events of its supervisor or of rank 0, and from heartbeats of its ranks."""
+
+import math
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.integrations.listeners.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    InputTable,
+    ProgressMade,
+    RecoveryEnded,
+    RecoveryPhase,
+    RowsQuarantined,
+    RunEvent,
+)
+from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
+from dlac_pipeline.supervise.ranks.rank_events import ENDINGS, Event
+
+
+class EventTranslator:
+    """Translator of one launch's events. It knows the current attempt and its uncommitted rows."""
+
+    def __init__(self, spec: JobSpec, *, parent_run: str) -> None:
+        self._spec = spec
+        self._parent_run = parent_run
+        self._started: AttemptStarted | None = None
+        self._folder: Path | None = None
+        self._is_open = False
+        self._step = self._rows = self._committed_rows = 0
+        self._seen = (0.0, 0, 0)
+        """Moment, rows and step of the last progress event."""
+
+    def translate(self, event: Event) -> Iterator[RunEvent]:
+        """Yield the typed events of an event."""
+        kind = event["event"]
+        if kind == "claimed":
+            yield from self.end("lost", reason="another attempt followed", at=event["at"])
+            yield self._start(event)
+        elif self._started is None:
+            return
+        elif kind == "checkpoint":
+            yield from self.poll()
+            yield self._checkpoint(event)
+        elif kind in ("recovered", "recovery_failed"):
+            yield self._recovery(event)
+        elif kind == "quarantine":
+            yield self._quarantine(event)
+        elif kind in ENDINGS:
+            yield from self.end(kind, step=event["step"], at=event["at"])
+        elif kind == "closed":
+            yield from self.end("stopped", at=event["at"])
+        elif kind in ("failure", "error"):
+            reason = event.get("cause") or event["message"]
+            yield from self.end("failed", reason=reason, step=event.get("step"), at=event["at"])
+
+    def end(self, ending: Any, *, reason: str = "", step: int | None = None, at: float | None = None) -> list[RunEvent]:
+        """Return the end of the current attempt, once."""
+        if not self._is_open:
+            return []
+        last = self.poll()
+        self._is_open = False
+        step = self._step if step is None else step
+        return [*last, AttemptEnded(**self._facts({"at": at or time.time()}), ending=ending, reason=reason, step=step)]
+
+    def poll(self) -> list[RunEvent]:
+        """Return the progress since the last call, from the heartbeats in the launch folder. None without further steps."""
+        beats = read_heartbeats(self._folder) if self._folder is not None and self._is_open else []
+        now, (before, rows_before, step_before) = time.time(), self._seen
+        step = min((each.step for each in beats), default=0)
+        first = beats[0] if beats else None
+        if first is None or self._started is None or step <= step_before:
+            return []
+        # Under torchrun this node has the heartbeats of its own ranks only.
+        rows = sum(each.spent.rows for each in beats) * self._started.world_size // len(beats)
+        self._seen, self._step, self._rows = (now, rows, step), step, rows
+        seconds = max(1e-3, now - (before or first.spent.began or now))
+        tokens = (step - step_before) * self._spec.order.batch_size * self._spec.sequences.length
+        progress = ProgressMade(
+            **self._facts({"at": now}),
+            step=step,
+            loss_step=first.loss_step,
+            loss=first.loss if first.loss_step else math.nan,
+            rows=rows,
+            rows_at_risk=max(0, rows - self._committed_rows),
+            rows_per_s=(rows - rows_before) / seconds,
+            tokens_per_s=tokens / seconds if tokens else None,
+        )
+        return [progress]
+
+    def _facts(self, event: Event) -> Any:
+        assert self._started is not None, "an attempt starts before all else"
+        return {"run": self._spec.run, "attempt": self._started.attempt, "at": event["at"]}
+
+    def _start(self, event: Event) -> RunEvent:
+        facts = {
+            name: event[name] for name in ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from")
+        }
+        tables = tuple(InputTable(**table) for table in event["tables"])
+        self._started = AttemptStarted(run=self._spec.run, tables=tables, parent_run=self._parent_run, **facts)
+        self._folder = Path(event["folder"]) if event["folder"] else None
+        self._is_open = True
+        self._step, self._rows, self._committed_rows = event["step"], 0, 0
+        self._seen = (0.0, 0, self._step)
+        return self._started
+
+    def _checkpoint(self, event: Event) -> RunEvent:
+        assert self._started is not None, "checked before"
+        names = [table.name for table in self._started.tables]
+        self._committed_rows += event["rows"]
+        facts = ("step", "checkpoint_id", "location", "ledger_snapshot_id", "bytes", "duration_s")
+        return CheckpointCommitted(
+            **self._facts(event),
+            **{name: event[name] for name in facts},
+            rows_by_table=dict(zip(names, event["rows_by_source"], strict=True)),
+            losses=tuple(event.get("losses", ())),
+            rows_at_risk=max(0, self._rows - self._committed_rows),
+        )
+
+    def _recovery(self, event: Event) -> RunEvent:
+        phases, start = [], datetime.fromisoformat(event["failed_at"]).timestamp()
+        for name in PHASES[:-1]:
+            end = start + max(0.0, event[f"{name}_s"] or 0.0)
+            phases.append(RecoveryPhase(name=name, start=start, end=end))
+            start = end
+        facts = {name: event[name] for name in ("outcome", "cause", "noticed_by", "rows_replayed")}
+        return RecoveryEnded(**self._facts(event), **facts, phases=tuple(phases))
+
+    def _quarantine(self, event: Event) -> RunEvent:
+        path, rows = event.get("path", ""), event.get("rows") or len(event.get("positions", ())) or None
+        return RowsQuarantined(
+            **self._facts(event),
+            reason=event["reason"],
+            path=path,
+            row_group=event.get("row_group"),
+            rows=rows,
+            is_tentative=bool(event.get("tentative")),
+        )

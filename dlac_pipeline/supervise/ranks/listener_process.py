@@ -1,0 +1,118 @@
+"""Process of a run's listeners, from the side of training: events go in, and nothing that listeners do comes back.
+
+A listener may hang in C code, or leave threads and exit handlers. A thread of this process could not be ended then, so the
+listeners run in a process of their own. It ends by the end of its standard input, however this process ends.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.ranks.rank_events import Event
+
+_PROGRAM = "dlac_pipeline.integrations.listeners.main"
+_MOST_WAITING = 10_000
+"""Events that wait for a process that reads none. Further ones are lost."""
+_MARGIN_S = 2.0
+"""Extra seconds for the process, past the time that it gives to its listeners."""
+_log = logging.getLogger(__name__)
+
+
+def describe_attempt(point: ResumePoint, plans: Plans, *, world_size: int, nodes: int, folder: Path | None) -> Event:
+    """Return the start of an attempt, for listeners. The plans of its leg have been read before."""
+    tables = [
+        {
+            "name": source.name,
+            "table": source.table,
+            "snapshot_id": source.snapshot_id,
+            "rows": plans.row(source.plan_id).live_rows,
+        }
+        for source in Leg.from_json(point.leg).sources
+    ]
+    start = {"event": "claimed", "attempt": point.attempt, "step": point.step, "resumed_from": point.checkpoint_id}
+    return {**start, "tables": tables, "world_size": world_size, "nodes": nodes, "folder": str(folder or "")}
+
+
+class ListenerProcess:
+    """The process of one launch's listeners. It starts with the first event, so a node that never leads has none."""
+
+    def __init__(self, spec: JobSpec, *, launched_by: str = "") -> None:
+        self._spec = spec
+        self._launched_by = launched_by
+        self._lines: SimpleQueue[Event | None] = SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        """Return this process, which is ended with the context."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Report the error that ends the launch, if any, and end the process."""
+        if self._writer is not None:
+            self.send(
+                {"event": "closed"} if err is None else {"event": "error", "message": f"{type(err).__name__}: {err}"}
+            )
+        self.close()
+
+    def send(self, event: Event) -> None:
+        """Pass on an event of the leader, and return at once."""
+        if not self._spec.listeners.chosen() or self._lines.qsize() >= _MOST_WAITING:
+            return
+        self._lines.put({"at": time.time(), **event})
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="listeners", daemon=True)
+            self._writer.start()
+
+    def close(self) -> None:
+        """End the process once its listeners have received all events, or after `listeners.end_s` seconds."""
+        if self._writer is None:
+            return
+        self._lines.put(None)
+        deadline = time.monotonic() + self._spec.listeners.end_s + _MARGIN_S
+        self._writer.join(deadline - time.monotonic())
+        process = self._process
+        if process is None:
+            return
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _log.warning("the listeners of run %r did not end in time, and are killed", self._spec.run)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _write(self) -> None:
+        """Start the process, and write events to it until it ends or the queue does."""
+        try:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=2,  # standard output may be the stream of events
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            with process.stdin as stream:
+                head: Event | None = {"spec": self._spec.model_dump(mode="json"), "launched_by": self._launched_by}
+                while head is not None:
+                    stream.write(json.dumps(head, default=str).encode() + b"\n")
+                    stream.flush()
+                    head = self._lines.get()
+        except (OSError, ValueError) as err:
+            _log.warning("the listeners of run %r receive no more events: %s", self._spec.run, err)

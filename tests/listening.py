@@ -1,0 +1,78 @@
+"""Receivers of what listeners send, and listeners of another distribution, for tests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import PROGRAMS
+
+STRANGERS = {"records": "Records", "raises": "Raises", "slow": "Slow", "hangs": "Hangs", "holds_lock": "HoldsLock"}
+
+
+def install_strangers(folder: Path) -> Path:
+    """Make a folder for PYTHONPATH in which a distribution has listeners as entry points."""
+    (folder / "strange_listeners.py").write_text((PROGRAMS / "strange_listeners.py").read_text())
+    about = folder / "strange_listeners-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strange-listeners\nVersion: 1.0\n")
+    points = [f"{name} = strange_listeners:{kind}" for name, kind in STRANGERS.items()]
+    (about / "entry_points.txt").write_text("\n".join(["[dlac.listeners]", *points, ""]))
+    return folder
+
+
+def read_wandb_records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a file of W&B: a header, then LevelDB's log format in blocks of 32 KiB."""
+    content, at, record = path.read_bytes(), 7, b""
+    while at < len(content):
+        left = 32_768 - at % 32_768
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
+
+
+class Receiver:
+    """An HTTP server that keeps the body of each request, by path."""
+
+    def __init__(self, server: ThreadingHTTPServer, bodies: dict[str, list[bytes]]) -> None:
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        self.bodies = bodies
+
+    def read_json(self, path: str) -> list[dict[str, Any]]:
+        """Return the JSON documents that a path received."""
+        return [json.loads(body) for body in self.bodies[path]]
+
+
+@contextmanager
+def running_receiver() -> Iterator[Receiver]:
+    """Yield a running receiver."""
+    bodies: dict[str, list[bytes]] = defaultdict(list)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies[self.path].append(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Receiver(server, bodies)
+        server.shutdown()

@@ -1,0 +1,60 @@
+"""Listeners of another distribution: one records, the others misbehave."""
+
+import ctypes
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from dlac_pipeline.integrations.listeners.events import ProgressMade, RunEvent
+
+
+class Records:
+    """Appends each event to a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def on_event(self, event: RunEvent) -> None:
+        """Append an event."""
+        self._append({"kind": type(event).__name__, **dataclasses.asdict(event)})
+
+    def close(self) -> None:
+        """Append a last line."""
+        self._append({"kind": "closed"})
+
+    def _append(self, facts: dict[str, object]) -> None:
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(facts) + "\n")
+
+
+class Raises:
+    """Raises at each event."""
+
+    def on_event(self, event: RunEvent) -> None:
+        """Raise."""
+        raise RuntimeError(f"no room for {type(event).__name__}")
+
+
+class Slow:
+    """Is slower than the progress events."""
+
+    def on_event(self, event: RunEvent) -> None:
+        """Wait."""
+        time.sleep(1.5 if isinstance(event, ProgressMade) else 0.0)
+
+
+class Hangs:
+    """Never returns."""
+
+    def on_event(self, event: RunEvent) -> None:
+        """Wait for ever."""
+        time.sleep(10_000)
+
+
+class HoldsLock:
+    """Never returns, and keeps the interpreter's lock: no other thread of its process runs."""
+
+    def on_event(self, event: RunEvent) -> None:
+        """Wait for ever in C."""
+        ctypes.PyDLL(None).sleep(10_000)

@@ -1,0 +1,211 @@
+"""Settings of listeners, their queues, and the translation of events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlac_pipeline.integrations.listeners.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    Listener,
+    ProgressMade,
+    RunEvent,
+)
+from dlac_pipeline.integrations.listeners.subscription import Subscription
+from dlac_pipeline.integrations.listeners.translate import EventTranslator
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
+from dlac_pipeline.spec import listeners_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.listeners_spec import check_listeners
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
+from tests.listening import install_strangers
+from tests.unit.test_spec import GOOD
+
+ENDED = AttemptEnded(run="r", attempt=1, at=0.0, ending="finished", reason="", step=9)
+CLAIMED = {
+    "event": "claimed",
+    "at": 1.0,
+    "attempt": 1,
+    "step": 0,
+    "resumed_from": None,
+    "tables": [{"name": "src.t", "table": "src.t", "snapshot_id": 5, "rows": 100}],
+    "world_size": 2,
+    "nodes": 1,
+    "ledger": "u",
+}
+
+
+def spec_with(**listeners: Any) -> JobSpec:
+    """Return a job spec with listeners."""
+    return parse_spec({**GOOD, "listeners": listeners}, origin="the test")
+
+
+def progress(step: int) -> ProgressMade:
+    """Return the progress event of a step."""
+    numbers: dict[str, Any] = {"loss_step": step, "loss": 0.5, "rows": 1, "rows_at_risk": 1, "rows_per_s": 1.0}
+    return ProgressMade(run="r", attempt=1, at=0.0, step=step, tokens_per_s=None, **numbers)
+
+
+class Gate:
+    """A listener that waits before its first event, and keeps all of them."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.received: list[RunEvent] = []
+
+    def on_event(self, event: RunEvent) -> None:
+        """Keep an event."""
+        self.opened.wait()
+        self.received.append(event)
+
+
+@pytest.mark.parametrize(
+    ("listeners", "message"),
+    [
+        ({"mlflow": {"password": "hunter2"}}, r"listeners\.mlflow\.password: unknown field.*found str"),
+        ({"mlflow": {"tracking_uri": "https://me:hunter2@host"}}, r"no secret, found one in mlflow\.tracking_uri"),
+        ({"mine": {"api_key": "hunter2"}}, r"no secret, found one in mine\.api_key: .*environment variable"),
+        ({"other": {"mine": 3}}, r"a table of options for 'mine', found int"),
+        ({"end_ms": 3}, r"listeners\.end_ms: unknown field, did you mean 'end_s'"),
+        ({"prometheus": {"port": 80}}, r"listeners\.prometheus\.port: .*1024"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(listeners: dict[str, Any], message: str) -> None:
+    """The message names the setting, and never a secret."""
+    with pytest.raises(SpecInvalid, match=message) as caught:
+        spec_with(**listeners)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_short_table_names_other_listener() -> None:
+    """[listeners.mine] is [listeners.other.mine], also after a copy of the spec was read again."""
+    spec = spec_with(mine={"path": "x"}, prometheus={})
+    again = parse_spec(spec.model_dump(mode="json"), origin="a copy")
+    prometheus = {"host": "127.0.0.1", "port": 9464}
+    assert again.listeners.chosen() == {"prometheus": prometheus, "mine": {"path": "x"}}
+
+
+def test_unknown_listener_is_refused() -> None:
+    """The message has the name that is meant, and the entry point group."""
+    with pytest.raises(SpecInvalid, match=r"found \[listeners\.mlfow\]: did you mean 'mlflow'\? .*'dlac\.listeners'"):
+        check_listeners(spec_with(mlfow={}).listeners)
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the command that installs it."""
+    monkeypatch.setitem(listeners_spec._PACKAGES, "mlflow", ("no_such_package.client",))
+    wanted = r'no_such_package\.client for \[listeners\.mlflow\], found none: pip install "dlac-pipeline\[listeners\]"'
+    with pytest.raises(BadInput, match=wanted):
+        check_listeners(spec_with(mlflow={}).listeners)
+
+
+def test_entry_points_of_others_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution on the path has listeners, which are not imported for the check."""
+    monkeypatch.syspath_prepend(install_strangers(tmp_path))
+    check_listeners(spec_with(records={"path": "x"}, raises={}).listeners)
+    (tmp_path / "strange_listeners.py").unlink()
+    with pytest.raises(BadInput, match=r"the package strange_listeners for \[listeners\.records\], found none"):
+        check_listeners(spec_with(records={}).listeners)
+
+
+def test_oldest_progress_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """A full queue keeps life-cycle events and the newest progress, and the number of dropped events is logged."""
+    gate = Gate()
+    subscription = Subscription("gate", lambda: gate, most_waiting=3)
+    subscription.put(ENDED)  # the listener waits with it in hand
+    while subscription._waiting:
+        time.sleep(0.001)
+    for event in (progress(1), ENDED, progress(2), progress(3), progress(4), ENDED, ENDED, ENDED):
+        subscription.put(event)
+    gate.opened.set()
+    subscription.close()
+    subscription.join(time.monotonic() + 10)
+    assert gate.received == [ENDED, ENDED, progress(3), progress(4), ENDED, ENDED, ENDED]
+    assert "'gate' ended: 0 errors, 2 progress events dropped, 0 events left" in caplog.text
+
+
+def test_errors_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The first error has its traceback, the end has the count, and later events arrive."""
+
+    class Fails(Gate):
+        def on_event(self, event: RunEvent) -> None:
+            self.received.append(event)
+            raise RuntimeError("full")
+
+    fails = Fails()
+    subscription = Subscription("fails", lambda: fails, most_waiting=9)
+    for _ in range(3):
+        subscription.put(ENDED)
+    subscription.close()
+    subscription.join(time.monotonic() + 10)
+    assert (len(fails.received), caplog.text.count("RuntimeError: full")) == (3, 1)
+    assert "'fails' ended: 3 errors, 0 progress events dropped" in caplog.text
+
+
+def test_failed_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A listener that cannot be made receives nothing, and blocks nothing."""
+
+    def make() -> Listener:
+        raise OSError("port 9464 is in use")
+
+    subscription = Subscription("broken", make, most_waiting=9)
+    subscription.put(ENDED)
+    subscription.close()
+    subscription.join(time.monotonic() + 10)
+    assert "'broken' did not start, and receives no events" in caplog.text
+
+
+def test_rows_at_risk_follow_commits(tmp_path: Path) -> None:
+    """They are the rows of the heartbeats without those of committed checkpoints, over all ranks."""
+    translator = EventTranslator(spec_with(), parent_run="")
+    (started,) = translator.translate({**CLAIMED, "folder": str(tmp_path)})
+    assert isinstance(started, AttemptStarted)
+    files = [HeartbeatFile(tmp_path, rank) for rank in range(2)]
+
+    def beat(step: int) -> list[RunEvent]:
+        for file in files:
+            spent = Spent(rows=16 * step, began=time.time() - 1)
+            file.write(step, Phase.TRAINING, loss_step=step, loss=0.25, spent=spent)
+        return translator.poll()
+
+    (first,) = beat(2)
+    assert isinstance(first, ProgressMade)
+    assert (first.step, first.rows, first.rows_at_risk, first.loss) == (2, 64, 64, 0.25)
+    assert translator.poll() == []
+    commit = {"event": "checkpoint", "at": 2.0, "rows": 64, "rows_by_source": [64], "step": 2, "checkpoint_id": "c"}
+    facts = {"location": "file:///c", "ledger_snapshot_id": 7, "bytes": 1, "duration_s": 0.1, "losses": [1.0, 0.25]}
+    (committed,) = translator.translate({**commit, **facts})
+    assert isinstance(committed, CheckpointCommitted)
+    assert (committed.rows_by_table, committed.losses) == ({"src.t": 64}, (1.0, 0.25))
+    assert committed.rows_at_risk == 0
+    (second,) = beat(3)
+    assert isinstance(second, ProgressMade)
+    assert (second.rows, second.rows_at_risk) == (96, 32)
+    for file in files:
+        file.close()
+
+
+@pytest.mark.parametrize(
+    ("last", "ending"),
+    [
+        ({"event": "finished", "step": 4}, "finished"),
+        ({"event": "failure", "cause": "rank 1 died", "step": 4}, "failed"),
+        ({"event": "error", "message": "NoProgress: 3 attempts"}, "failed"),
+        ({"event": "closed"}, "stopped"),
+    ],
+)
+def test_attempt_ends_once(last: dict[str, Any], ending: str) -> None:
+    """The first end counts. Without one the supervisor was lost."""
+    translator = EventTranslator(spec_with(), parent_run="")
+    assert list(translator.translate({**last, "at": 0.0})) == []  # before an attempt
+    list(translator.translate({**CLAIMED, "folder": ""}))
+    (ended,) = translator.translate({**last, "at": 3.0})
+    assert isinstance(ended, AttemptEnded)
+    assert (ended.ending, ended.at) == (ending, 3.0)
+    assert translator.end("lost") == []
