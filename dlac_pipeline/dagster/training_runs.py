@@ -95,7 +95,7 @@ def trained_by(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[Trained
         config = {"resources": {"job": {"config": {"spec": raw_spec_of(run.run_config)}}}}
         name, read_spec = training_run_of(run), partial(spec_of, run.run_config)
         return [Trained(name=name, key=MODEL, read_spec=read_spec, job=RECOVER_JOB, config=config)]
-    return [_trained_asset(key, run) for key in _planned_models(instance, run) if key in _defined]
+    return [_trained_asset(key, run) for key in planned_models(instance, run) if key in _defined]
 
 
 def has_made(instance: dg.DagsterInstance, run: dg.DagsterRun, key: dg.AssetKey) -> bool:
@@ -110,10 +110,10 @@ def names_of_training(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[
     """
     if trains(run):
         return [training_run_of(run)]
-    return [key.path[1] for key in _planned_models(instance, run)]
+    return [key.path[1] for key in planned_models(instance, run)]
 
 
-def _planned_models(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[dg.AssetKey]:
+def planned_models(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[dg.AssetKey]:
     """Return the assets `models/<run>` that a Dagster run was to materialize."""
     planned = _keys_of(instance, run, dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
     return [key for key in planned if key.has_prefix([_MODELS]) and len(key.path) == len(model_key("").path)]

@@ -12,7 +12,7 @@ import yaml
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import IcebergTable, Recovery, TrainingRun
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred
 from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.conftest import Arena
@@ -127,6 +127,25 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
     links = [each.dagster_event.engine_event_data.metadata for each in events if each.dagster_event]
     assert [link["recovery"].value for link in links if "recovery" in link] == [done.run_id]
     assert audit_run(arena.lakehouse, "dead").exact
+
+
+def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """A sensor whose code location was loaded before the job file was written waits until it is loaded again."""
+    arena.table()
+    before, after = project(arena, "old"), project(arena, "old", "new")
+    dead = begun(instance, after, model_key("new"))
+    event = instance.report_run_failed(dead, message="it died")
+
+    def tick(defs: dg.Definitions) -> Any:
+        repository = defs.get_repository_def()
+        sensor = repository.get_sensor_def("recovery_sensor")
+        context = dg.build_run_status_sensor_context(sensor.name, event, instance, dead, repository_def=repository)
+        return sensor(context)
+
+    with pytest.raises(RecoveryDeferred, match="models/new in this code location"):
+        tick(before)
+    [request] = tick(after)
+    assert request.asset_selection == [model_key("new")]
 
 
 def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:

@@ -20,6 +20,7 @@ from dlac_pipeline.dagster.training_runs import (
     Trained,
     TrainingJob,
     has_made,
+    planned_models,
     trained_by,
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -37,8 +38,14 @@ RECOVERS_TAG = "dlac/recovers"
 _PRIORITY_TAG = "dagster/priority"
 _PASSED_ON = (_PRIORITY_TAG, "dagster/max_runtime")
 """Dagster's own tags that are passed on. Tags of launchers and people are passed on as well."""
+_LOADED_WITHIN_S = 120.0
+"""Seconds after the end of a run within which the sensor waits for the definition of its asset. Later runs wait as well."""
 _LONG_S = 600.0
 """A run that lasted longer has trained: where it could not begin, it would have waited for three minutes."""
+
+
+class RecoveryDeferred(dg.DagsterError):
+    """A recovery cannot be requested yet. Only Dagster's own errors fail the tick and leave the cursor of a sensor on runs."""
 
 
 def build_recovery_sensor(*recover_jobs: TrainingJob) -> dg.SensorDefinition:
@@ -82,14 +89,36 @@ def build_preemption_sensor(*recover_jobs: TrainingJob) -> dg.SensorDefinition:
 
 
 def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.RunRequest] | dg.SkipReason:
-    """Return the recoveries of an ended Dagster run, or why it has none."""
+    """Return the recoveries of an ended Dagster run, or why it has none.
+
+    Raises:
+        RecoveryDeferred: Dagster's storage does not answer, or the code location must be loaded again. The next tick tries again.
+    """
     instance, dead = context.instance, context.dagster_run
     _let_go_of_pools(instance, dead, context.log)
-    trained = trained_by(instance, dead)
-    found = [recovery_of(instance, dead, each, noticed_by=noticed_by, log=context.log) for each in trained]
+    try:
+        _check_defined(context)
+        trained = trained_by(instance, dead)
+        found = [recovery_of(instance, dead, each, noticed_by=noticed_by, log=context.log) for each in trained]
+    except dg.DagsterError:
+        raise
+    except Exception as err:
+        raise RecoveryDeferred(f"the recovery of run {dead.run_id} cannot be decided yet: {err}") from err
     requests = [each for each in found if isinstance(each, dg.RunRequest)]
     reasons = "; ".join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))
     return requests or dg.SkipReason(reasons or f"run {dead.run_id} trained no training run")
+
+
+def _check_defined(context: dg.RunStatusSensorContext) -> None:
+    """Check that this code location knows the assets that an ended run was to make. A new job file may not be loaded yet."""
+    record = context.instance.get_run_record_by_id(context.dagster_run.run_id)
+    if context.repository_def is None or record is None or time.time() - (record.end_time or 0.0) > _LOADED_WITHIN_S:
+        return
+    known = context.repository_def.asset_graph.get_all_asset_keys()
+    missing = [key for key in planned_models(context.instance, context.dagster_run) if key not in known]
+    if missing:
+        names = ", ".join(key.to_user_string() for key in missing)
+        raise RecoveryDeferred(f"expected the assets {names} in this code location, found none: reload its definitions")
 
 
 def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:
