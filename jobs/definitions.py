@@ -51,6 +51,7 @@ defs = dg.Definitions.merge(
             train.preemption_sensor,
             lost_run_sensor,
             train.new_snapshot_sensor,
+            train.runs_snapshot_sensor,
             build_registration_sensor(LAKEHOUSE),
             *alerts,
         ],

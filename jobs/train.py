@@ -38,3 +38,4 @@ continual_runs_schedule = build_continual_schedule(
     runs_job, cron_schedule="*/15 * * * *", name="continual_runs_schedule"
 )
 new_snapshot_sensor = build_new_snapshot_sensor(train_job)
+runs_snapshot_sensor = build_new_snapshot_sensor(runs_job, name="runs_snapshot_sensor")

@@ -106,5 +106,9 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
 
 def _loss_of(outputs: Any) -> torch.Tensor:
     """Return the loss of a micro-batch, which Lightning has divided by their number."""
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+    loss: torch.Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if loss is None:
+        raise SpecInvalid(
+            "expected a loss from training_step, found None: a skipped batch would count as trained. Return a loss of zero"
+        )
     return loss.detach()

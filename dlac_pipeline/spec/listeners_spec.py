@@ -96,7 +96,7 @@ class ListenersSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_other_names(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict):
+        if not isinstance(raw, dict) or not isinstance(raw.get("other", {}), dict):
             return raw
         short = {name: table for name, table in raw.items() if name not in cls.model_fields and isinstance(table, dict)}
         rest = {name: value for name, value in raw.items() if name not in short}

@@ -90,5 +90,11 @@ def split(value: Any, parts: int) -> list[Any]:
         return [{name: cut[part] for name, cut in columns.items()} for part in range(parts)]
     if isinstance(value, list | tuple):
         cuts = [split(each, parts) for each in value]
-        return [type(value)(cut[part] for cut in cuts) for part in range(parts)]
-    return [value] * parts
+        make = getattr(type(value), "_make", type(value))  # of a named tuple
+        return [make(cut[part] for cut in cuts) for part in range(parts)]
+    if value is None or isinstance(value, bool | int | float):
+        return [value] * parts
+    raise SpecInvalid(
+        f"expected tensors and numbers in a batch of {parts} micro-batches, found {type(value).__name__}: let "
+        "inputs(batch) return a dict, list or tuple of them"
+    )

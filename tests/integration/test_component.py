@@ -9,14 +9,18 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from dagster._core.events import DagsterEvent
+from dagster._core.execution.plan.objects import StepFailureData
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import IcebergTable, Recovery, TrainingRun
+from dlac_pipeline.dagster.components.training_run import build_runs_of
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred
-from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key
+from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key, training_runs
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.conftest import Arena
-from tests.dagster_runs import recovery_requested
+from tests.dagster_runs import recovery_requested, write_job_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 CHECKS = {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
@@ -94,6 +98,10 @@ def test_launch_overrides_settings_of_file(arena: Arena, instance: dg.DagsterIns
     wrong = launched({"order.batch": 16})
     assert not wrong.success
     assert "did you mean 'batch_size'" in str(wrong.get_step_failure_events()[0].event_specific_data)
+    moved = launched({"run": "another"})
+    assert "overrides of other settings than run and lakehouse" in str(
+        moved.get_step_failure_events()[0].event_specific_data
+    )
     assert launched({"order.batch_size": 80}).success
     assert [row.step for row in arena.lineage("changed")][-1] == 2000 / 80
 
@@ -161,6 +169,64 @@ def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterIn
     answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
     [request] = answer
     assert request.asset_selection == [model_key("second")]
+
+
+def test_overrides_of_filter_are_planned(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """The plan of the job file is not that of a launch with another filter, also if one Dagster run makes both."""
+    arena.table()
+    job = project(arena, "filtered").resolve_implicit_global_asset_job_def()
+    both = job.get_subset(asset_selection={plan_key("filtered"), model_key("filtered")})
+    overrides = {"source.row_filter": "row_id < 1000"}
+    config = {"ops": {"models__filtered": {"config": {"overrides": overrides}}}}
+    assert both.execute_in_process(instance=instance, run_config=config).success
+    assert audit_run(arena.lakehouse, "filtered").rows_consumed == 1000
+
+
+def test_overrides_do_not_stay(arena: Arena) -> None:
+    """Settings in defs.yaml are the same after a launch that overrode some of them."""
+    raw = arena.spec("inline", world_size=1).model_dump(mode="json", exclude_none=True)
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    TrainingRun(spec=raw).build_in(arena.home)
+    read = training_runs()[model_key("inline")]
+    assert read({"order.seed": 9}).order.seed == 9
+    assert read({}).order.seed == 3
+
+
+def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
+    """A copied job file, or a run whose name Dagster cannot tell from another's, does not keep the others from loading."""
+    folder = arena.home / "jobs"
+    for file, run in (("a", "a-b"), ("b", "a-b"), ("c", "a_b"), ("d", "other")):
+        write_job_file(arena.spec(run), arena.home)
+        (folder / f"{run}.yaml").rename(folder / f"{file}.yml")
+    delta = (folder / "d.yml").read_text().replace("run: other", "run: delta")
+    (folder / "e.yml").write_text(delta.replace("table: src.t", "table: /data/x.y\n  format: delta"))
+    defs = dg.Definitions.merge(build_runs_of(folder), dg.Definitions())
+    keys = defs.get_repository_def().asset_graph.get_all_asset_keys()
+    assert {key.path[1] for key in keys if key.path[0] == "models"} == {"a-b", "other", "delta"}
+    assert dg.AssetKey(["data", "x_y"]) in keys
+
+
+def test_innocent_run_is_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """One Dagster run trains two: the step of one fails for good, then the process dies. The other one is recovered."""
+    arena.table()
+    defs = project(arena, "guilty", "innocent")
+    dead = begun(instance, defs, model_key("guilty"), model_key("innocent"))
+    why = StepFailureData(None, None)  # type: ignore[no-untyped-call]  # a class without annotations
+    failure = DagsterEvent("STEP_FAILURE", dead.job_name, step_key="models__guilty", event_specific_data=why)
+    instance.report_dagster_event(failure, dead.run_id)
+    instance.add_run_tags(dead.run_id, {NO_RECOVERY_TAG: "ScriptFailed"})
+    event = instance.report_run_failed(dead, message="it died")
+    ended = instance.get_run_by_id(dead.run_id)
+    assert ended is not None
+    sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
+    answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, ended))
+    assert [request.asset_selection for request in answer] == [[model_key("innocent")]]
+
+
+def test_wrong_maintenance_job_is_named() -> None:
+    """The error lists the jobs that exist."""
+    with pytest.raises(SpecInvalid, match=r"among .*'verify_job'.*found .'verify'"):
+        Recovery(maintenance={"verify": "@daily"}).build_defs(dg.ComponentTree.for_test().load_context)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from jobs.definitions import defs
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
 OFF_SENSORS = (
     "new_snapshot_sensor",
+    "runs_snapshot_sensor",
     "registration_sensor",
     "dlac_failure_alerts",
     "dlac_success_alerts",

@@ -57,7 +57,8 @@ def build_run_model(job: DefinedJob, run: str, *, file: str, **attributes: Any) 
     def train_run(context: dg.AssetExecutionContext, config: LaunchConfig) -> Iterator[dg.MaterializeResult[None]]:
         heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
         changed = replace(job, overrides=getattr(config, "overrides"))  # noqa: B009  # of the class made above
-        yield from _train(context, config, changed, plan_key(run), heartbeat.was_interrupted)
+        plan = None if changed.overrides else plan_key(run)  # the plan is that of the job file
+        yield from _train(context, config, changed, plan, heartbeat.was_interrupted)
 
     train_run.__annotations__["config"] = config_class
     return dg.asset(
@@ -80,7 +81,7 @@ def _train(
     context: dg.AssetExecutionContext,
     choices: LaunchChoices,
     job: Job,
-    plan: dg.AssetKey,
+    plan: dg.AssetKey | None,
     on_asking: Callable[[], None],
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
@@ -89,7 +90,7 @@ def _train(
     if context.run.tags.get(failures.RUN_TAG) != spec.run:
         context.instance.add_run_tags(context.run_id, {failures.RUN_TAG: spec.run})
     _link_recovery(context, choices.recovers)
-    planned = metadata_of_this_run(context, plan)
+    planned = {} if plan is None else metadata_of_this_run(context, plan)
     request = Request(
         spec=spec,
         plan_ids=tuple(planned["plan_ids"]) if planned.get("is_new") else (),

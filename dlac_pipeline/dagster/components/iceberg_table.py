@@ -35,4 +35,10 @@ class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
             automation_condition=dg.AutomationCondition.cron_tick_passed("* * * * *")
             & ~dg.AutomationCondition.in_progress(),
         )(observe)
-        return dg.Definitions(assets=[asset])
+        sensor = dg.AutomationConditionSensorDefinition(
+            name=f"{key.to_python_identifier()}_observation",
+            target=dg.AssetSelection.assets(key),
+            default_status=dg.DefaultSensorStatus.RUNNING,
+            description=f"Looks at the snapshot of {self.table} each minute.",
+        )
+        return dg.Definitions(assets=[asset], sensors=[sensor])

@@ -15,6 +15,9 @@ from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
 from dlac_pipeline.dagster.sensors.continual import build_continual_schedule
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
 from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+
+_MAINTENANCE = {"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"}
 
 
 class Recovery(dg.Component, dg.Model, dg.Resolvable):
@@ -26,16 +29,18 @@ class Recovery(dg.Component, dg.Model, dg.Resolvable):
     lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
     continual_cron: str = Field(default="*/15 * * * *", description="When runs that follow appends are looked at.")
     maintenance: Mapping[str, str] = Field(
-        default={"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"},
-        description="Cron schedules of the maintenance jobs by name. All schedules are off until you turn them on.",
+        default={},
+        description=f"Cron schedules of maintenance jobs by name, in place of {_MAINTENANCE}. All are off at first.",
     )
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Return jobs, schedules and sensors."""
         jobs = {job.name: job for job in (upkeep_job, verify_job, rehearse_job)}
+        if unknown := sorted(set(self.maintenance) - set(jobs)):
+            raise SpecInvalid(f"expected maintenance jobs among {sorted(jobs)}, found {unknown}")
         schedules = [
             dg.ScheduleDefinition(name=f"{name}_schedule", job=jobs[name], cron_schedule=cron)
-            for name, cron in self.maintenance.items()
+            for name, cron in {**_MAINTENANCE, **self.maintenance}.items()
         ]
         runs_job = build_runs_job()
         return dg.Definitions(

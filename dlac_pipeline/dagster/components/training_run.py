@@ -1,6 +1,8 @@
 """Component of a training run: its plan and its model as assets, from its job file."""
 
+import copy
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from dlac_pipeline.dagster.resources import HEARTBEAT, DefinedJob, heartbeat_res
 from dlac_pipeline.dagster.sensors.continual import job_files
 from dlac_pipeline.dagster.training_runs import NOT_RETRIED, RUNS_JOB, define_training_run, model_key, plan_key
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
 
@@ -102,7 +105,13 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         """
 
         def read(overrides: Mapping[str, Any]) -> JobSpec:
-            return self._read(folder, overrides).resolved(home_folder())
+            changed = self._read(folder, overrides)
+            if (changed.run, changed.lakehouse) != (spec.run, spec.lakehouse):
+                raise SpecInvalid(
+                    f"expected overrides of other settings than run and lakehouse, found {sorted(overrides)}: the asset, its "
+                    "checks and its recovery are those of the job file's run"
+                )
+            return changed.resolved(home_folder())
 
         spec = self._read(folder, {})
         run, job = spec.run, DefinedJob(read_spec=read)
@@ -142,11 +151,16 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
     def _read(self, folder: Path, overrides: Mapping[str, Any]) -> JobSpec:
         if self.spec_file is not None:
             return read_spec(folder / self.spec_file, overrides=overrides)
-        return spec_of_file({**(self.spec or {})}, folder=folder, origin=f"the spec in {folder}", overrides=overrides)
+        raw = copy.deepcopy(self.spec or {})
+        return spec_of_file(raw, folder=folder, origin=f"the spec in {folder}", overrides=overrides)
 
     def _asset_of(self, table: str) -> dg.AssetKey:
         named = self.source_assets.get(table)
-        return dg.AssetKey(table.split(".")) if named is None else dg.AssetKey.from_user_string(named)
+        if named is not None:
+            return dg.AssetKey.from_user_string(named)
+        external = split_identifier(table)
+        parts = table.split(".") if external is None else external[1].split("/")
+        return dg.AssetKey([part for each in parts if (part := re.sub(r"\W+", "_", each).strip("_"))])
 
     def _automation(self, run: str) -> Iterator[dg.AutomationConditionSensorDefinition]:
         """Yield the sensor that evaluates the condition: one for each run, so that no Dagster run trains two of them."""
@@ -164,13 +178,20 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
 
     A file that is wrong is logged and left out, because it must not keep the other runs from being recovered.
     """
-    found = []
+    found: dict[str, dg.Definitions] = {}
     for path in job_files(folder):
         try:
-            found.append(TrainingRun(spec_file=path.name, **attributes).build_in(folder))
-        except SpecInvalid as err:
+            component = TrainingRun(spec_file=path.name, **attributes)
+            run = read_spec(path).run
+            step = model_key(run).to_python_identifier()  # of a-b and of a_b as well
+            if step in found:
+                raise SpecInvalid(
+                    f"expected a name that Dagster can tell from those of other files, found {run!r} again"
+                )
+            found[step] = component.build_in(folder)
+        except (SpecInvalid, dg.DagsterInvalidDefinitionError) as err:
             _log.error("%s defines no training run: %s", path, err)
-    return dg.Definitions.merge(*found)
+    return dg.Definitions.merge(*found.values())
 
 
 def build_runs_job() -> Any:

@@ -70,17 +70,18 @@ def build_continual_schedule(
     return continual_training_schedule
 
 
-def build_new_snapshot_sensor(train_job: TrainingJob) -> dg.SensorDefinition:
+def build_new_snapshot_sensor(train_job: TrainingJob, *, name: str = "new_snapshot_sensor") -> dg.SensorDefinition:
     """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script.
 
     Dagster launches nothing for a run key that it has seen.
     """
 
     @dg.sensor(
+        name=name,
         job=train_job,
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
-        description="Trains a run of the folder jobs/ once a table that it follows has a new snapshot. Off until turned on.",
+        description="Trains a run once a table that it follows has a new snapshot. Off until you turn it on.",
     )
     def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
         return _requests(context.instance, context.log, train_job, once_per_snapshot=True)

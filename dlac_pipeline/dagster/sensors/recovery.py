@@ -6,6 +6,7 @@ not. The sensor in lost_runs.py marks runs whose process is gone as failed, and 
 """
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from dlac_pipeline.dagster.training_runs import (
     Trained,
     TrainingJob,
     has_made,
+    names_of_training,
     planned_models,
     trained_by,
 )
@@ -40,6 +42,8 @@ _PASSED_ON = (_PRIORITY_TAG, "dagster/max_runtime")
 """Dagster's own tags that are passed on. Tags of launchers and people are passed on as well."""
 _LOADED_WITHIN_S = 120.0
 """Seconds after the end of a run within which the sensor waits for the definition of its asset. Later runs wait as well."""
+_DEFERRED_S = 3600.0
+"""Seconds after the end of a run for which its recovery is tried in each tick, if it cannot be decided."""
 _LONG_S = 600.0
 """A run that lasted longer has trained: where it could not begin, it would have waited for three minutes."""
 
@@ -100,25 +104,35 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
         _check_defined(context)
         trained = trained_by(instance, dead)
         found = [recovery_of(instance, dead, each, noticed_by=noticed_by, log=context.log) for each in trained]
-    except dg.DagsterError:
+    except RecoveryDeferred:
         raise
     except Exception as err:
-        raise RecoveryDeferred(f"the recovery of run {dead.run_id} cannot be decided yet: {err}") from err
+        if _ended_s_ago(instance, dead) < _DEFERRED_S:
+            raise RecoveryDeferred(f"the recovery of run {dead.run_id} cannot be decided yet: {err}") from err
+        context.log.exception(f"no recovery of run {dead.run_id} could be decided")
+        return dg.SkipReason(f"gave up the recovery of run {dead.run_id}: {err}")
     requests = [each for each in found if isinstance(each, dg.RunRequest)]
     reasons = "; ".join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))
-    return requests or dg.SkipReason(reasons or f"run {dead.run_id} trained no training run")
+    names = ", ".join(names_of_training(instance, dead)) or "no training run"
+    return requests or dg.SkipReason(
+        reasons or f"run {dead.run_id} trained {names}, which this code location does not define"
+    )
 
 
 def _check_defined(context: dg.RunStatusSensorContext) -> None:
     """Check that this code location knows the assets that an ended run was to make. A new job file may not be loaded yet."""
-    record = context.instance.get_run_record_by_id(context.dagster_run.run_id)
-    if context.repository_def is None or record is None or time.time() - (record.end_time or 0.0) > _LOADED_WITHIN_S:
+    if context.repository_def is None or _ended_s_ago(context.instance, context.dagster_run) > _LOADED_WITHIN_S:
         return
     known = context.repository_def.asset_graph.get_all_asset_keys()
     missing = [key for key in planned_models(context.instance, context.dagster_run) if key not in known]
     if missing:
         names = ", ".join(key.to_user_string() for key in missing)
         raise RecoveryDeferred(f"expected the assets {names} in this code location, found none: reload its definitions")
+
+
+def _ended_s_ago(instance: dg.DagsterInstance, ended: dg.DagsterRun) -> float:
+    record = instance.get_run_record_by_id(ended.run_id)
+    return math.inf if record is None or record.end_time is None else time.time() - record.end_time
 
 
 def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:
@@ -141,7 +155,7 @@ def recovery_of(
     if trained.job == RUNS_JOB and has_made(instance, dead, trained.key):
         return dg.SkipReason(f"run {dead.run_id} ended after it had trained {trained.name}")
     no_recovery = run_tag(dead, NO_RECOVERY_TAG)
-    if no_recovery:
+    if no_recovery and _is_to_blame(instance, dead, trained):
         return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would meet the same error")
     try:
         spec = trained.read_spec()
@@ -180,6 +194,14 @@ def recovery_of(
             **({} if past.outage_since is None else {_OUTAGE_SINCE_TAG: str(past.outage_since)}),
         },
     )
+
+
+def _is_to_blame(instance: dg.DagsterInstance, dead: dg.DagsterRun, trained: Trained) -> bool:
+    """Return True unless the step of another training run failed. Tags are those of the Dagster run, which may train several."""
+    if len(trained_by(instance, dead)) == 1:
+        return True
+    failures = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.STEP_FAILURE)
+    return trained.key.to_python_identifier() in {entry.step_key for entry in failures}
 
 
 class _Past:
