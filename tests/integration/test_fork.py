@@ -39,13 +39,13 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.checkpoint import committing
-from dlac_pipeline.operations.fork import fork
+from dlac_pipeline.checkpoint.commit import coordinator as committing
+from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))
 committing.commit_checkpoint = lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL)
-fork(connect(spec.lakehouse), spec, sys.argv[2], step=int(sys.argv[3]))
+fork_run(connect(spec.lakehouse), spec, sys.argv[2], step=int(sys.argv[3]))
 """
 
 
