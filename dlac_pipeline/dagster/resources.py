@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, get_args, get_origin
 
@@ -90,11 +90,8 @@ def heartbeat_resource(context: dg.InitResourceContext) -> Iterator[Heartbeat]:
     """Yield the heartbeat while the Dagster run uses the resource."""
     assert context.instance is not None
     assert context.run_id is not None
-    heartbeat = Heartbeat(context.instance, context.run_id)
-    try:
+    with closing(Heartbeat(context.instance, context.run_id)) as heartbeat:
         yield heartbeat
-    finally:
-        heartbeat.close()
 
 
 class JobResource(dg.ConfigurableResource[Any]):
@@ -109,11 +106,8 @@ class JobResource(dg.ConfigurableResource[Any]):
         if context.run_id is None or context.instance is None:
             yield self
             return
-        self._heartbeat = Heartbeat(context.instance, context.run_id)
-        try:
+        with closing(Heartbeat(context.instance, context.run_id)) as self._heartbeat:
             yield self
-        finally:
-            self._heartbeat.close()
 
     def was_interrupted(self) -> None:
         """Note that the process of the Dagster run has been interrupted. The heartbeat does not interrupt it again."""

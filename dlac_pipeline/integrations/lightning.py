@@ -72,7 +72,7 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
             )
         if not pl_module.automatic_optimization:
             raise SpecInvalid(
-                "expected a model with automatic optimization, found a manual one: an optimizer step could not be told apart; "
+                "expected a model with automatic optimization, found a manual one: it hides the end of an optimizer step; "
                 "train with run.batches() in a loop of your own"
             )
 

@@ -126,20 +126,16 @@ class LocalDagster:
             raise TrainingFailed(f"expected dagster to accept a run of {job!r}, found:\n{done.stdout}{done.stderr}")
         return str(runs[0].run_id)
 
-    def submit(self, instance: dg.DagsterInstance, job: dg.JobDefinition, run_config: dict[str, Any]) -> str:
-        """Submit a run of a job that this process has imported from the workspace. It starts no process, unlike `launch`."""
-        return self._submit(instance, job, run_config=run_config, tags=job.run_tags)
-
     def materialize(self, instance: dg.DagsterInstance, defs: dg.Definitions, assets: Sequence[dg.AssetKey]) -> str:
-        """Submit a run that materializes assets with their checks, as the button in the UI does."""
-        job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection=set(assets))
-        return self._submit(instance, job, asset_selection=frozenset(assets))
+        """Submit a run that materializes assets with their checks, as the button in the UI does. Return its id.
 
-    def _submit(self, instance: dg.DagsterInstance, job: dg.JobDefinition, **attributes: Any) -> str:
+        It starts no process, unlike `launch`.
+        """
+        job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection=set(assets))
         (location,) = location_origins_from_yaml_paths([self._workspace])
         repository = RemoteRepositoryOrigin(code_location_origin=location, repository_name="__repository__")
         origin = RemoteJobOrigin(repository_origin=repository, job_name=job.name)
-        run = instance.create_run_for_job(job, remote_job_origin=origin, **attributes)
+        run = instance.create_run_for_job(job, remote_job_origin=origin, asset_selection=frozenset(assets))
         no_workspace: Any = None  # the queue's coordinator does not read it
         instance.run_coordinator.submit_run(dg.SubmitRunContext(run, no_workspace))
         return str(run.run_id)

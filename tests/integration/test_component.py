@@ -15,7 +15,7 @@ from dagster._core.execution.plan.objects import StepFailureData
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import IcebergTable, Recovery, TrainingRun
 from dlac_pipeline.dagster.components.training_run import build_runs_of
-from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred
 from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key, training_runs
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -79,9 +79,9 @@ def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> 
     assert made.asset_materialization is not None
     assert made.asset_materialization.metadata["state"].value == "finished"
     assert instance.get_latest_materialization_event(model_key("two")) is None
-    assert (
-        instance.get_run_tags_for(done.run_id)["dlac/run"] == "one" if hasattr(instance, "get_run_tags_for") else True
-    )
+    run = instance.get_run_by_id(done.run_id)
+    assert run is not None
+    assert run.tags[RUN_TAG] == "one"
     assert audit_run(arena.lakehouse, "one").exact
 
 

@@ -225,7 +225,7 @@ def test_uncommitted_save_is_not_resumed(arena: Arena) -> None:
 
 
 def test_second_process_fences_trainer(arena: Arena) -> None:
-    """The Trainer of the first process goes on training until its next save, which is refused."""
+    """The Trainer of the first process trains until its next save, which is refused."""
     arena.table()
 
     class Intruder(transformers.TrainerCallback):  # type: ignore[misc]  # found at run time only

@@ -175,7 +175,7 @@ def rebuild(event: dict[str, Any]) -> dict[str, Any]:
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        if getattr(sys.modules[kind.__module__], kind.__name__) is kind:  # attrs leaves the class without slots behind
+        if getattr(sys.modules[kind.__module__], kind.__name__) is kind:  # attrs makes two classes, one without slots
             kinds[kind._get_schema()] = kind
 
     def facets(found: dict[str, Any]) -> Any:

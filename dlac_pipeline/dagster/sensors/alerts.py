@@ -20,7 +20,7 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASI
 from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
 from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from dlac_pipeline.dagster.maintenance.verify import verify_job
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, ended_s_ago, recovery_of
 from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
 from dlac_pipeline.dagster.training_runs import MONITORED, RECOVER_JOB, names_of_training, trained_by
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -140,7 +140,7 @@ def _send_alert(
             return dg.SkipReason(f"there is no alert about run {run.run_id}")
         _send_until(began, send, alert, context.log)
     except Exception as err:
-        if _ended_s_ago(context) < _HELD_S:
+        if ended_s_ago(context.instance, run) < _HELD_S:
             raise AlertUnsent(
                 f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
             ) from err
@@ -165,11 +165,6 @@ def _send_until(began: float, send: Send, alert: Alert, log: logging.Logger) -> 
         before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
         reraise=True,
     )(send, alert, log)
-
-
-def _ended_s_ago(context: dg.RunStatusSensorContext) -> float:
-    record = context.instance.get_run_record_by_id(context.dagster_run.run_id)
-    return float("inf") if record is None or record.end_time is None else time.time() - record.end_time
 
 
 def _of_failure(context: dg.RunStatusSensorContext) -> Alert:

@@ -107,7 +107,7 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
     except RecoveryDeferred:
         raise
     except Exception as err:
-        if _ended_s_ago(instance, dead) < _DEFERRED_S:
+        if ended_s_ago(instance, dead) < _DEFERRED_S:
             raise RecoveryDeferred(f"the recovery of run {dead.run_id} cannot be decided yet: {err}") from err
         context.log.exception(f"no recovery of run {dead.run_id} could be decided")
         return dg.SkipReason(f"gave up the recovery of run {dead.run_id}: {err}")
@@ -121,7 +121,7 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
 
 def _check_defined(context: dg.RunStatusSensorContext) -> None:
     """Check that this code location knows the assets that an ended run was to make. A new job file may not be loaded yet."""
-    if context.repository_def is None or _ended_s_ago(context.instance, context.dagster_run) > _LOADED_WITHIN_S:
+    if context.repository_def is None or ended_s_ago(context.instance, context.dagster_run) > _LOADED_WITHIN_S:
         return
     known = context.repository_def.asset_graph.get_all_asset_keys()
     missing = [key for key in planned_models(context.instance, context.dagster_run) if key not in known]
@@ -130,7 +130,8 @@ def _check_defined(context: dg.RunStatusSensorContext) -> None:
         raise RecoveryDeferred(f"expected the assets {names} in this code location, found none: reload its definitions")
 
 
-def _ended_s_ago(instance: dg.DagsterInstance, ended: dg.DagsterRun) -> float:
+def ended_s_ago(instance: dg.DagsterInstance, ended: dg.DagsterRun) -> float:
+    """Return the seconds since a Dagster run has ended. Infinite: that is unknown."""
     record = instance.get_run_record_by_id(ended.run_id)
     return math.inf if record is None or record.end_time is None else time.time() - record.end_time
 
