@@ -7,55 +7,23 @@ functions (tests/process/test_imports.py).
 import dagster as dg
 
 from assets.sources import OWNERS, corpus, tokens
-from assets.training import model_checkpoint, pinned_snapshot, work_plan
 from catalog import PROFILE
-from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
-from dlac_pipeline.dagster.assets.rehearsal import rehearsal_identical
-from dlac_pipeline.dagster.components.training_run import build_runs_of
-from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
-from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
-from dlac_pipeline.dagster.maintenance.verify import verify_job
-from dlac_pipeline.dagster.resources import JobResource, LakehouseResource
-from dlac_pipeline.dagster.sensors.continual import job_folder
-from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.registration import build_registration_sensor, register_job
-from jobs import train
-from jobs.maintenance import alerts, ledger_maintenance_schedule, rehearse_schedule, verify_schedule
+from dlac_pipeline.dagster import Recovery
+from dlac_pipeline.dagster.components.training_run import FOLDER, build_runs_of
+from dlac_pipeline.spec.job_spec import home_folder
 
-LAKEHOUSE = LakehouseResource(**PROFILE.model_dump())
+ingest_job = dg.define_asset_job(
+    "ingest_job",
+    selection=dg.AssetSelection.assets(corpus, tokens),
+    description="Ingest the standard library's sources and tokenize them.",
+)
 
 defs = dg.Definitions.merge(
-    build_runs_of(job_folder(), source_assets={"sources.tokens": "tokens"}, owners=OWNERS),
+    build_runs_of(home_folder() / FOLDER, source_assets={"sources.tokens": "tokens"}, owners=OWNERS),
+    Recovery(lakehouse=PROFILE.model_dump()).build_defs(),
     dg.Definitions(
-        assets=[corpus, tokens, pinned_snapshot, work_plan, model_checkpoint],
-        asset_checks=[consumption_audit, checkpoint_restorable, rehearsal_identical],
-        jobs=[
-            train.ingest_job,
-            train.train_job,
-            train.recover_job,
-            train.runs_job,
-            upkeep_job,
-            verify_job,
-            rehearse_job,
-            register_job,
-        ],
-        schedules=[
-            train.continual_training_schedule,
-            train.continual_runs_schedule,
-            ledger_maintenance_schedule,
-            verify_schedule,
-            rehearse_schedule,
-        ],
-        sensors=[
-            train.recovery_sensor,
-            train.preemption_sensor,
-            lost_run_sensor,
-            train.new_snapshot_sensor,
-            train.runs_snapshot_sensor,
-            build_registration_sensor(LAKEHOUSE),
-            *alerts,
-        ],
-        resources={"job": JobResource.configure_at_launch(), "lakehouse": LAKEHOUSE},
+        assets=[corpus, tokens],
+        jobs=[ingest_job],
         executor=dg.in_process_executor,  # the process that Dagster watches is the one that holds the supervisor
     ),
 )

@@ -1,4 +1,4 @@
-"""Helpers of Dagster tests: run configurations, waiting for a step, events, and the ticks of sensors."""
+"""Helpers of Dagster tests: definitions of training runs, waiting for a step, events, and the ticks of sensors."""
 
 from __future__ import annotations
 
@@ -7,61 +7,62 @@ from typing import Any
 
 import dagster as dg
 import psutil
-import yaml
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.dagster.components.training_run import build_runs_of
+from dlac_pipeline.dagster import Recovery, TrainingRun
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.heartbeat import beats_of
-from dlac_pipeline.dagster.sensors.continual import FOLDER
-from dlac_pipeline.dagster.sensors.recovery import recovery_of
-from dlac_pipeline.dagster.training_runs import model_key, plan_key, trained_by
+from dlac_pipeline.dagster.sensors.recovery import recoveries_of
+from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
-from jobs.definitions import defs
 from tests.conftest import Arena, wait_until
 
 
-def job_config(spec: JobSpec) -> dict[str, Any]:
-    """Return the run configuration of a training run."""
-    return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
-
-
-def write_job_file(spec: JobSpec, home: Path) -> None:
-    """Write the job file of a training run, for which the code location of `home` defines assets."""
-    (home / FOLDER).mkdir(exist_ok=True)
-    settings = spec.model_dump(mode="json", exclude_none=True)
-    (home / FOLDER / f"{spec.run}.yaml").write_text(yaml.safe_dump(settings))
-
-
-def materialize_run(dagster: LocalDagster, run: str) -> str:
-    """Submit a Dagster run that plans and trains a run with a job file, as *Materialize* does. Return its id."""
-    runs = build_runs_of(dagster.home / FOLDER)
-    defs = dg.Definitions.merge(runs, dg.Definitions(executor=dg.in_process_executor))
-    with dagster.instance() as instance:
-        return dagster.materialize(instance, defs, [plan_key(run), model_key(run)])
+def project(*specs: JobSpec, **attributes: Any) -> dg.Definitions:
+    """Return the definitions of a project with these training runs, which can be recovered."""
+    settings = [spec.model_dump(mode="json", exclude_none=True) for spec in specs]
+    runs = [TrainingRun(spec=each, **attributes).build_in(Path()) for each in settings]
+    return dg.Definitions.merge(*runs, Recovery().build_defs(), dg.Definitions(executor=dg.in_process_executor))
 
 
 def dagster_run(
     instance: dg.DagsterInstance,
     spec: JobSpec,
-    status: dg.DagsterRunStatus,
-    job: str = "train_job",
-    **tags: str,
+    status: dg.DagsterRunStatus = dg.DagsterRunStatus.STARTED,
+    *,
+    key: dg.AssetKey | None = None,
+    config: dict[str, Any] | None = None,
+    tags: dict[str, str] | None = None,
+    **of: Any,
 ) -> dg.DagsterRun:
-    """Add a run of a job in a state. In names of tags "__" means "/"."""
+    """Add a Dagster run in a state that is to materialize an asset of a training run, or its model, as *Materialize* does."""
+    asset = key or model_key(spec.run)
+    job = project(spec).resolve_implicit_global_asset_job_def().get_subset(asset_selection={asset})
     return instance.create_run_for_job(
-        defs.resolve_job_def(job),
-        run_config=job_config(spec),
+        job,
+        run_config=config,
         status=status,
-        tags={RUN_TAG: spec.run, **{name.replace("__", "/"): value for name, value in tags.items()}},
+        tags={RUN_TAG: spec.run, **(tags or {})},
+        asset_selection=frozenset({asset}),
+        **of,
     )
+
+
+def evaluate_checks(spec: JobSpec) -> dict[str, dg.AssetCheckEvaluation]:
+    """Return the results of the checks of a training run, by name, as a person runs them alone."""
+    selection = dg.AssetSelection.checks_for_assets(model_key(spec.run))
+    job = dg.define_asset_job("checks", selection, executor_def=dg.in_process_executor)
+    defs = dg.Definitions.merge(project(spec), dg.Definitions(jobs=[job]))
+    with dg.DagsterInstance.ephemeral() as instance:
+        done = defs.resolve_job_def("checks").execute_in_process(instance=instance)
+        return {each.check_name: each for each in done.get_asset_check_evaluations()}
 
 
 def recovery_requested(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> dg.RunRequest | dg.SkipReason:
     """Return what the recovery sensor decides about the one training run of a Dagster run."""
-    (trained,) = trained_by(instance, dead)
-    return recovery_of(instance, dead, trained, noticed_by="test", log=dg.get_dagster_logger())
+    (found,) = recoveries_of(instance, dead, noticed_by="test", log=dg.get_dagster_logger())
+    return found
 
 
 def wait_for_step(live: LiveRun, dagster: LocalDagster, run_id: str, step: int) -> None:
@@ -97,9 +98,9 @@ def runs_that_recover(dagster: LocalDagster, run_id: str) -> list[dg.DagsterRun]
 
 
 def train_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple[str, list[psutil.Process]]:
-    """Launch a Dagster run, wait for a step, and return its id and its processes, from the run's own to the ranks."""
+    """Train a run with a job file, wait for a step, and return its id and its processes, from the run's own to the ranks."""
     live = LiveRun(spec.checkpoint.store, spec.run)
-    run_id = dagster.launch("train_job", job_config(spec))
+    run_id = dagster.train(spec.run)
     wait_for_step(live, dagster, run_id, step)
     with dagster.instance() as instance:
         worker = psutil.Process(beats_of(instance, [run_id])[run_id].pid)

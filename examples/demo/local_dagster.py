@@ -22,9 +22,12 @@ import yaml
 from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.workspace.load import location_origins_from_yaml_paths
 
+from dlac_pipeline.dagster.components.training_run import FOLDER, build_runs_of
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
+from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.elastic.ranks.launch_folder import pid_file
 from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -126,7 +129,28 @@ class LocalDagster:
             raise TrainingFailed(f"expected dagster to accept a run of {job!r}, found:\n{done.stdout}{done.stderr}")
         return str(runs[0].run_id)
 
-    def materialize(self, instance: dg.DagsterInstance, defs: dg.Definitions, assets: Sequence[dg.AssetKey]) -> str:
+    def write_job_file(self, spec: JobSpec) -> None:
+        """Write the job file of a training run. The code location defines its assets, once it is loaded after that."""
+        (self.home / FOLDER).mkdir(exist_ok=True)
+        settings = spec.model_dump(mode="json", exclude_none=True)
+        (self.home / FOLDER / f"{spec.run}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+
+    def train(self, run: str, *, config: Mapping[str, Any] | None = None, tags: Mapping[str, str] | None = None) -> str:
+        """Submit a Dagster run that plans and trains a run with a job file, with a `LaunchConfig`. Return its id."""
+        runs = build_runs_of(self.home / FOLDER)
+        defs = dg.Definitions.merge(runs, dg.Definitions(executor=dg.in_process_executor))
+        run_config = {"ops": {model_key(run).to_python_identifier(): {"config": {**(config or {})}}}}
+        with self.instance() as instance:
+            return self.materialize(instance, defs, [plan_key(run), model_key(run)], run_config, tags)
+
+    def materialize(
+        self,
+        instance: dg.DagsterInstance,
+        defs: dg.Definitions,
+        assets: Sequence[dg.AssetKey],
+        run_config: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> str:
         """Submit a run that materializes assets with their checks, as the button in the UI does. Return its id.
 
         It starts no process, unlike `launch`.
@@ -134,8 +158,13 @@ class LocalDagster:
         job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection=set(assets))
         (location,) = location_origins_from_yaml_paths([self._workspace])
         repository = RemoteRepositoryOrigin(code_location_origin=location, repository_name="__repository__")
-        origin = RemoteJobOrigin(repository_origin=repository, job_name=job.name)
-        run = instance.create_run_for_job(job, remote_job_origin=origin, asset_selection=frozenset(assets))
+        run = instance.create_run_for_job(
+            job,
+            run_config=run_config,
+            tags=tags,
+            remote_job_origin=RemoteJobOrigin(repository_origin=repository, job_name=job.name),
+            asset_selection=frozenset(assets),
+        )
         no_workspace: Any = None  # the queue's coordinator does not read it
         instance.run_coordinator.submit_run(dg.SubmitRunContext(run, no_workspace))
         return str(run.run_id)

@@ -19,12 +19,10 @@ from typing import Annotated, Any, TypeVar
 
 import dagster as dg
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlac_pipeline.dagster.sensors.continual import FOLDER
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
@@ -72,7 +70,7 @@ class Demo:
         """Run all of it. Return True if everything that it must show held."""
         self._screen.say("demo", f"Dagster starts, with its storage and the lakehouse in {self._dagster.home}")
         for name in (REFERENCE, FAULTY):
-            self._write_job(name)
+            self._dagster.write_job_file(self._named(name))
         with self._dagster.running(), self._dagster.instance() as instance, self._screen.bars:
             began = self._screen.passed_s()
             self._ingest(instance)
@@ -85,13 +83,6 @@ class Demo:
         report = write_report(connect(self._spec.lakehouse), runs, self._report, self._timings)
         self._print(report)
         return bool(report["ok"])
-
-    def _write_job(self, name: str) -> None:
-        """Write the job file of a run. The code location defines an asset for it."""
-        folder = self._dagster.home / FOLDER
-        folder.mkdir(exist_ok=True)
-        settings = self._named(name).model_dump(mode="json", exclude_none=True)
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
 
     def _named(self, name: str) -> JobSpec:
         return self._spec.model_copy(update={"run": name})

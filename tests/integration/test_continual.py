@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from jobs.train import continual_training_schedule, new_snapshot_sensor
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.dagster.sensors import continual
@@ -19,7 +20,6 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from jobs.definitions import defs
-from jobs.train import continual_training_schedule, new_snapshot_sensor
 from tests.conftest import Arena, source_rows
 from tests.dagster_runs import dagster_run
 

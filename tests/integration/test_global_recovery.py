@@ -9,11 +9,12 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from assets.training import model_checkpoint
 from dagster._core.test_utils import in_process_test_workspace
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster_shared.record import copy
+from jobs.train import recover_job, recovery_sensor, train_job
 
-from assets.training import model_checkpoint
 from dlac_pipeline.dagster.assets.training import POOL
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, run_tag
 from dlac_pipeline.dagster.heartbeat import Heartbeat
@@ -34,7 +35,6 @@ from dlac_pipeline.lakehouse.ledger.commits import check_current, claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from jobs.definitions import defs
-from jobs.train import recover_job, recovery_sensor, train_job
 from tests.conftest import Arena
 from tests.dagster_runs import recovery_requested
 

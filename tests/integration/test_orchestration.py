@@ -18,7 +18,7 @@ import pytest
 from dagster._core.events import EngineEventData
 
 from dlac_pipeline.checkpoint.listing import list_checkpoints
-from dlac_pipeline.dagster.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
+from dlac_pipeline.dagster.failures import OUTAGE_TAG, PREEMPTED_TAG
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.maintenance.verify import verify_job
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
@@ -73,8 +73,8 @@ def test_run_without_heartbeat_is_lost_later(
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "server"))
         server.listen()
-        info = {".dagster__grpc_info": json.dumps({"socket": str(tmp_path / "server")})}
-        slow = dagster_run(instance, arena.spec("slow"), dg.DagsterRunStatus.STARTING, **info)
+        info = {".dagster/grpc_info": json.dumps({"socket": str(tmp_path / "server")})}
+        slow = dagster_run(instance, arena.spec("slow"), dg.DagsterRunStatus.STARTING, tags=info)
         instance.report_engine_event("Started", slow, EngineEventData.in_process(os.getpid()))
 
         def statuses() -> list[dg.DagsterRunStatus]:
@@ -108,8 +108,8 @@ def test_run_dead_before_heartbeat_is_lost(
     servers["dead"].close()
 
     def launched(server: str, pid: int | None) -> dg.DagsterRun:
-        info = {".dagster__grpc_info": json.dumps({"socket": str(tmp_path / server)})}
-        run = dagster_run(instance, spec, dg.DagsterRunStatus.STARTING, **info)
+        info = {".dagster/grpc_info": json.dumps({"socket": str(tmp_path / server)})}
+        run = dagster_run(instance, spec, dg.DagsterRunStatus.STARTING, tags=info)
         if pid is not None:
             instance.report_engine_event("Started", run, EngineEventData.in_process(pid))
         return run
@@ -150,7 +150,7 @@ def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.Dag
     again = recovery_requested(instance, dead)
     assert isinstance(again, dg.RunRequest)
     assert again.run_key == request.run_key
-    first, second = (each.run_config["ops"]["model_checkpoint"]["config"] for each in (request, again))
+    first, second = (each.run_config["ops"]["models__by_hand"]["config"] for each in (request, again))
     assert first.pop("noticed_at") <= second.pop("noticed_at")
     assert first == second
     assert first["replaces"] == 1
@@ -162,21 +162,21 @@ def test_recoveries_in_outage_do_not_count(arena: Arena, home: Path, instance: d
     arena.table()
     spec = arena.spec("outage", world_size=1)
     arena.train(spec, until=15)
-    died_of = {OUTAGE_TAG.replace("/", "__"): "CatalogUnreachable"}
+    died_of = {OUTAGE_TAG: "CatalogUnreachable"}
 
-    def requested(**tags: str) -> dg.RunRequest | dg.SkipReason:
-        dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job", **tags)
+    def requested(tags: dict[str, str]) -> dg.RunRequest | dg.SkipReason:
+        dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags=tags)
         return recovery_requested(instance, dead)
 
     tags: dict[str, str] = {}
     for _ in range(spec.launch.attempts_without_progress + 2):
-        request = requested(**died_of, **tags)
+        request = requested({**died_of, **tags})
         assert isinstance(request, dg.RunRequest)
-        tags = {name.replace("/", "__"): value for name, value in request.tags.items() if name != RUN_TAG}
-    assert tags["dlac__recoveries_in_a_row"] == "1"
+        tags = dict(request.tags)
+    assert tags["dlac/recoveries_in_a_row"] == "1"
     (home / FILE).write_text("[recovery]\noutage_s = 0\n")
     limit = spec.launch.attempts_without_progress
-    given_up = requested(**died_of, **{**tags, "dlac__recoveries_in_a_row": str(limit)})
+    given_up = requested({**died_of, **tags, "dlac/recoveries_in_a_row": str(limit)})
     assert isinstance(given_up, dg.SkipReason)
     assert "NoProgress" in str(given_up.skip_message)
 
@@ -226,9 +226,7 @@ def test_preempted_cancelled_run_is_recovered(instance: dg.DagsterInstance, aren
     arena.table()
     spec = arena.spec("cancelled", world_size=1)
     by_person = dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED)
-    by_machine = dagster_run(
-        instance, spec, dg.DagsterRunStatus.CANCELED, **{PREEMPTED_TAG.replace("/", "__"): "SIGTERM"}
-    )
+    by_machine = dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, tags={PREEMPTED_TAG: "SIGTERM"})
     answers: list[Any] = []
     for run in (by_person, by_machine):
         event = instance.report_run_canceled(run)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import dagster as dg
 import pytest
 
-from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
 from dlac_pipeline.dagster.assets.head_verification import verify_head
 from dlac_pipeline.dagster.assets.pages import model_page
-from dlac_pipeline.dagster.resources import JobResource
-from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from tests.dagster_runs import evaluate_checks
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -31,15 +27,9 @@ def test_run_waiting_for_batch_passes_checks(arena: Arena) -> None:
     assert arena.train(spec) == {}
     assert not arena.rows(spec.run, CheckpointRow)
     assert verify_head(arena.lakehouse, spec.run, None) is None
-    config = run_config_of(spec)["resources"]["job"]["config"]
-    resource = JobResource(spec=config["spec"])
-    restorable = checkpoint_restorable(dg.build_asset_check_context(), resource)
-    assert isinstance(restorable, dg.AssetCheckResult)
-    assert restorable.passed
-    assert restorable.description == "run 'waits' has no checkpoint yet: nothing to read"
-    audited = consumption_audit(dg.build_asset_check_context(), resource)
-    assert isinstance(audited, Iterator)
-    assert [result.passed for result in audited] == [True] * 3
+    results = evaluate_checks(spec)
+    assert [result.passed for result in results.values()] == [True] * 4
+    assert results["checkpoint_restorable"].description == "run 'waits' has no checkpoint yet: nothing to read"
     assert model_page(arena.lakehouse, spec.run)["head_checkpoint"] == "(none)"
 
 

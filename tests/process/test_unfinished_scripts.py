@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import dagster as dg
 import pytest
-
 from assets.training import model_checkpoint
+
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, run_tag
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow

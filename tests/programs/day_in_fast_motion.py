@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dagster as dg
+from jobs.train import continual_training_schedule, train_job
 
 from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from jobs import definitions
-from jobs.train import continual_training_schedule, train_job
 
 
 @dg.sensor(job=train_job, minimum_interval_seconds=1, default_status=dg.DefaultSensorStatus.RUNNING)

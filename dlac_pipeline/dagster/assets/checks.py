@@ -7,8 +7,7 @@ import dagster as dg
 
 from dlac_pipeline.dagster.failures import as_failure
 from dlac_pipeline.dagster.metadata import sql_metadata
-from dlac_pipeline.dagster.resources import Job, JobResource
-from dlac_pipeline.dagster.training_runs import MODEL, model_key
+from dlac_pipeline.dagster.training_runs import TrainingRunDefinition, model_key
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint, StoreUnavailable
 
 _AUDITED = {
@@ -30,44 +29,28 @@ _RESTORABLE = "checkpoint_restorable"
 _RESTORABLE_ABOUT = "The files of the newest checkpoint exist, and have the committed digests when they are read again."
 
 
-def _audit_specs(model: dg.AssetKey) -> list[dg.AssetCheckSpec]:
-    return [dg.AssetCheckSpec(name, asset=model, description=text) for name, (text, _) in _AUDITED.items()]
-
-
-@dg.multi_asset_check(specs=_audit_specs(MODEL))
-def consumption_audit(context: dg.AssetCheckExecutionContext, job: JobResource) -> Iterator[dg.AssetCheckResult]:
-    """Audit the run once for all three checks. Any duplicated or missing row is an error."""
-    yield from _audit(context, job, MODEL)
-
-
-@dg.asset_check(asset=MODEL, name=_RESTORABLE, description=_RESTORABLE_ABOUT)
-def checkpoint_restorable(context: dg.AssetCheckExecutionContext, job: JobResource) -> dg.AssetCheckResult:
-    """Read the newest checkpoint again and write the result into the ledger."""
-    return _verify(context, job)
-
-
-def build_run_checks(job: Job, run: str) -> list[dg.AssetChecksDefinition]:
+def build_checks(run: TrainingRunDefinition) -> list[dg.AssetChecksDefinition]:
     """Return the checks of the asset `models/<run>`."""
-    model = model_key(run)
+    model = model_key(run.name)
 
     def audit_run(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
-        yield from _audit(context, job, model)
+        yield from _audit(context, run)
 
     def verify_run(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        return _verify(context, job)
+        return _verify(context, run)
 
+    specs = [dg.AssetCheckSpec(name, asset=model, description=text) for name, (text, _) in _AUDITED.items()]
     return [
-        dg.multi_asset_check(name=f"{model.to_python_identifier()}_audit", specs=_audit_specs(model))(audit_run),
+        dg.multi_asset_check(name=f"{model.to_python_identifier()}_audit", specs=specs)(audit_run),
         dg.asset_check(asset=model, name=_RESTORABLE, description=_RESTORABLE_ABOUT)(verify_run),
     ]
 
 
-def _audit(context: dg.AssetCheckExecutionContext, job: Job, model: dg.AssetKey) -> Iterator[dg.AssetCheckResult]:
+def _audit(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) -> Iterator[dg.AssetCheckResult]:
     from dlac_pipeline.audit.audit import audit_run
 
     with as_failure(context):
-        run = job.job_spec().run
-        report = audit_run(job.lakehouse(), run)
+        report = audit_run(run.lakehouse(), run.name)
     shown = {name: value for name, value in report.to_json().items() if isinstance(value, (int, str, bool))}
     problems = "; ".join(report.problems) or "none"
     answers = {
@@ -79,34 +62,32 @@ def _audit(context: dg.AssetCheckExecutionContext, job: Job, model: dg.AssetKey)
         yield dg.AssetCheckResult(
             passed=holds,
             check_name=name,
-            asset_key=model,
+            asset_key=model_key(run.name),
             severity=dg.AssetCheckSeverity.ERROR,
             description=f"{found} among {report.rows_consumed} consumed in {report.passes_entered} passes",
-            metadata={**shown, "problems": problems, "sql": sql_metadata(_AUDITED[name][1].format(run=run))},
+            metadata={**shown, "problems": problems, "sql": sql_metadata(_AUDITED[name][1].format(run=run.name))},
         )
 
 
-def _verify(context: dg.AssetCheckExecutionContext, job: Job) -> dg.AssetCheckResult:
+def _verify(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) -> dg.AssetCheckResult:
     """Verify the newest checkpoint.
 
-    An unavailable store is only a warning, and so is a checkpoint that was retired while it was read.
-
-    A run without a checkpoint, such as one that waits for a batch, passes.
+    An unavailable store is only a warning, and so is a checkpoint that was retired while it was read. A run without a
+    checkpoint, such as one that waits for a batch, passes.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.dagster.assets.head_verification import shown_verdict, verify_head
 
     began = time.monotonic()
     with as_failure(context):
-        spec = job.job_spec()
         try:
-            verdict = verify_head(job.lakehouse(), spec.run, tiers_of(spec).files)
+            verdict = verify_head(run.lakehouse(), run.name, tiers_of(run.job_spec()).files)
         except (StoreUnavailable, NoSuchCheckpoint) as err:
             return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.WARN, description=str(err))
         except NoRestorableCheckpoint as err:
             return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.ERROR, description=str(err))
     if verdict is None:
-        return dg.AssetCheckResult(passed=True, description=f"run {spec.run!r} has no checkpoint yet: nothing to read")
+        return dg.AssetCheckResult(passed=True, description=f"run {run.name!r} has no checkpoint yet: nothing to read")
     return dg.AssetCheckResult(
         passed=verdict.problem is None,
         severity=dg.AssetCheckSeverity.ERROR,

@@ -1,25 +1,20 @@
 """The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import dagster as dg
 from dagster._core.events import EngineEventData
-from pydantic import Field, create_model
+from pydantic import Field
 
 from dlac_pipeline.dagster import failures
-from dlac_pipeline.dagster.assets.planning import Deps, metadata_of_this_run
+from dlac_pipeline.dagster.assets.planning import new_plan_ids
 from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
 from dlac_pipeline.dagster.heartbeat import Heartbeat
-from dlac_pipeline.dagster.resources import (
-    HEARTBEAT,
-    DefinedJob,
-    Job,
-    JobResource,
-)
-from dlac_pipeline.dagster.training_runs import MODEL, PLAN, model_key, plan_key
+from dlac_pipeline.dagster.resources import HEARTBEAT
+from dlac_pipeline.dagster.training_runs import NOT_RETRIED, TrainingRunDefinition, model_key, plan_key
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.spec.launch_request import OPERATOR, LaunchChoices, Request
 
@@ -28,77 +23,46 @@ POOL = "trainers"
 
 
 class LaunchConfig(LaunchChoices, dg.Config):
-    """Takeover of the run by this launch. The defaults start a run, or resume one that no launch is training."""
+    """Takeover of the run by this launch, and overrides. The defaults start a run, or resume one that no launch is training."""
+
+    overrides: dict[str, Any] = Field(default={})
+    """Settings to replace those of the job file, by their names there, such as `launch.world_size`."""
 
 
-def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
-    """Return the asset `model_checkpoint`, which trains a run."""
-    return dg.asset(
-        _train_run,
-        key=MODEL,
-        deps=deps,
-        group_name="training",
-        kinds={"pytorch", "deepspeed", "iceberg"},
-        owners=owners,
-        tags={"dlac/stage": "train"},
-        pool=POOL,
-        output_required=False,
-        description="One committed checkpoint of the model per ledger commit, with exactly the rows that it has consumed.",
-    )
-
-
-def build_run_model(job: DefinedJob, run: str, *, file: str, **attributes: Any) -> dg.AssetsDefinition:
-    """Return the asset `models/<run>`, which trains a run. `file` names its job file to people."""
-    about = f"Settings to replace those of {file}, by their names there, such as `launch.world_size`."
-    config_class = create_model(
-        "RunConfig", __base__=LaunchConfig, overrides=(dict[str, Any], Field(default={}, description=about))
-    )
+def build_model(run: TrainingRunDefinition, **attributes: Any) -> dg.AssetsDefinition:
+    """Return the asset `models/<run>`, which trains a run."""
 
     def train_run(context: dg.AssetExecutionContext, config: LaunchConfig) -> Iterator[dg.MaterializeResult[None]]:
-        heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
-        changed = replace(job, overrides=getattr(config, "overrides"))  # noqa: B009  # of the class made above
-        plan = None if changed.overrides else plan_key(run)  # the plan is that of the job file
-        yield from _train(context, config, changed, plan, heartbeat.was_interrupted)
+        yield from _train(context, config, replace(run, overrides=config.overrides))
 
-    train_run.__annotations__["config"] = config_class
     return dg.asset(
         train_run,
-        key=model_key(run),
-        deps=[plan_key(run)],
+        key=model_key(run.name),
+        deps=[plan_key(run.name)],
         output_required=False,
         required_resource_keys={HEARTBEAT},
         **attributes,
     )
 
 
-def _train_run(
-    context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
-) -> Iterator[dg.MaterializeResult[None]]:
-    yield from _train(context, config, job, PLAN, job.was_interrupted)
-
-
 def _train(
-    context: dg.AssetExecutionContext,
-    choices: LaunchChoices,
-    job: Job,
-    plan: dg.AssetKey | None,
-    on_asking: Callable[[], None],
+    context: dg.AssetExecutionContext, config: LaunchConfig, run: TrainingRunDefinition
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
+    heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
+    if context.run.tags.get(failures.RUN_TAG) != run.name:  # by *Materialize* in the UI, whose job has no tags
+        context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
     with failures.as_failure(context):
-        spec = job.job_spec()
-    if context.run.tags.get(failures.RUN_TAG) != spec.run:
-        context.instance.add_run_tags(context.run_id, {failures.RUN_TAG: spec.run})
-    _link_recovery(context, choices.recovers)
-    planned = {} if plan is None else metadata_of_this_run(context, plan)
+        spec = run.job_spec()
+    _link_recovery(context, config.recovers)
     request = Request(
         spec=spec,
-        plan_ids=tuple(planned["plan_ids"]) if planned.get("is_new") else (),
-        repin=choices.replaces is None,
-        **{name: getattr(choices, name) for name in LaunchChoices.model_fields},
+        plan_ids=() if run.overrides else new_plan_ids(context, run.name),  # that plan is of the job file
+        repin=config.replaces is None,
+        **{name: getattr(config, name) for name in LaunchChoices.model_fields},
         launched_by=context.run_id,
     )
-    last, served = supervise_run(request, _Shown(context), on_asking=on_asking)
+    last, served = supervise_run(request, _Shown(context), on_asking=heartbeat.was_interrupted)
     if _stepped_aside(served, last):
         failures.tag_run(context, failures.STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
@@ -107,7 +71,7 @@ def _train(
     from dlac_pipeline.dagster.assets.pages import model_page
 
     with failures.as_failure(context):
-        yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
+        yield dg.MaterializeResult(metadata=model_page(run.lakehouse(), run.name))
 
 
 def _link_recovery(context: dg.AssetExecutionContext, recovered: str) -> None:

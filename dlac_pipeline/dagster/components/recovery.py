@@ -12,9 +12,10 @@ from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from dlac_pipeline.dagster.maintenance.verify import verify_job
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
-from dlac_pipeline.dagster.sensors.continual import build_continual_schedule
+from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, build_new_snapshot_sensor
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
 from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
+from dlac_pipeline.dagster.sensors.registration import build_registration_sensor, register_job
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _MAINTENANCE = {"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"}
@@ -33,8 +34,8 @@ class Recovery(dg.Component, dg.Model, dg.Resolvable):
         description=f"Cron schedules of maintenance jobs by name, in place of {_MAINTENANCE}. All are off at first.",
     )
 
-    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Return jobs, schedules and sensors."""
+    def build_defs(self, context: dg.ComponentLoadContext | None = None) -> dg.Definitions:
+        """Return jobs, schedules and sensors. They need no `context`, so a project without `defs.yaml` can call this."""
         jobs = {job.name: job for job in (upkeep_job, verify_job, rehearse_job)}
         if unknown := sorted(set(self.maintenance) - set(jobs)):
             raise SpecInvalid(f"expected maintenance jobs among {sorted(jobs)}, found {unknown}")
@@ -42,15 +43,17 @@ class Recovery(dg.Component, dg.Model, dg.Resolvable):
             dg.ScheduleDefinition(name=f"{name}_schedule", job=jobs[name], cron_schedule=cron)
             for name, cron in {**_MAINTENANCE, **self.maintenance}.items()
         ]
-        runs_job = build_runs_job()
+        runs_job, lakehouse = build_runs_job(), LakehouseResource(**self.lakehouse)
         return dg.Definitions(
-            jobs=[runs_job, *jobs.values()],
+            jobs=[runs_job, register_job, *jobs.values()],
             schedules=[*schedules, build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
             sensors=[
                 build_recovery_sensor(runs_job),
                 build_preemption_sensor(runs_job),
                 lost_run_sensor,
+                build_new_snapshot_sensor(runs_job),
+                build_registration_sensor(lakehouse),
                 *dlac_alerts(),
             ],
-            resources={"lakehouse": LakehouseResource(**self.lakehouse)},
+            resources={"lakehouse": lakehouse},
         )

@@ -11,14 +11,20 @@ import dagster as dg
 from dagster.components.resolved.model import Injected
 from pydantic import ConfigDict, Field, model_validator
 
-from dlac_pipeline.dagster.assets.checks import build_run_checks
-from dlac_pipeline.dagster.assets.planning import build_run_plan
-from dlac_pipeline.dagster.assets.rehearsal import build_run_rehearsal
-from dlac_pipeline.dagster.assets.training import POOL, build_run_model
+from dlac_pipeline.dagster.assets.checks import build_checks
+from dlac_pipeline.dagster.assets.planning import build_plan
+from dlac_pipeline.dagster.assets.rehearsal import build_rehearsal
+from dlac_pipeline.dagster.assets.training import POOL, build_model
 from dlac_pipeline.dagster.failures import RUN_TAG
-from dlac_pipeline.dagster.resources import HEARTBEAT, DefinedJob, heartbeat_resource
-from dlac_pipeline.dagster.sensors.continual import job_files
-from dlac_pipeline.dagster.training_runs import NOT_RETRIED, RUNS_JOB, define_training_run, model_key, plan_key
+from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
+from dlac_pipeline.dagster.training_runs import (
+    NOT_RETRIED,
+    RUNS_JOB,
+    TrainingRunDefinition,
+    define_training_run,
+    model_key,
+    plan_key,
+)
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.masking import mask_secrets
@@ -28,7 +34,9 @@ _log = logging.getLogger(__name__)
 _KIND = "dlac"
 """Kind of the assets of training runs, by which their job selects them."""
 _STAGE = "dlac/stage"
-
+FOLDER = "jobs"
+"""Folder in the home folder, with one job file for each training run of this repository's own project."""
+_SUFFIXES = (".toml", ".yaml", ".yml")
 
 _JOB_FILE = """\
 # Every setting: docs/reference/settings.md
@@ -114,37 +122,32 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
             return changed.resolved(home_folder())
 
         spec = self._read(folder, {})
-        run, job = spec.run, DefinedJob(read_spec=read)
-        define_training_run(model_key(run), read)
+        run = TrainingRunDefinition(name=spec.run, read_spec=read)
+        define_training_run(run)
         shared: dict[str, Any] = {
             "group_name": self.group_name,
             "owners": list(self.owners) or None,
             "automation_condition": self.automation_condition,
         }
-        tables = dict.fromkeys(source.table for source in spec.sources)
-        plan = build_run_plan(
-            job,
+        plan = build_plan(
             run,
-            deps=[self._asset_of(table) for table in tables],
+            deps=[self._asset_of(table) for table in dict.fromkeys(source.table for source in spec.sources)],
             kinds={"iceberg"},
             tags={**self.tags, _STAGE: "plan"},
             **shared,
         )
-        model = build_run_model(
-            job,
+        model = build_model(
             run,
-            file=self.spec_file or "defs.yaml",
             pool=self.pool,
             kinds={_KIND, *self.kinds},
             description=_describe(spec, self.spec_file),
             tags={**self.tags, _STAGE: "train"},
             **shared,
         )
-        checks = [*build_run_checks(job, run), *([build_run_rehearsal(job, run)] if self.rehearsal else [])]
         return dg.Definitions(
             assets=[plan, model],
-            asset_checks=checks,
-            sensors=list(self._automation(run)),
+            asset_checks=[*build_checks(run), *([build_rehearsal(run)] if self.rehearsal else [])],
+            sensors=list(self._automation(run.name)),
             resources={HEARTBEAT: heartbeat_resource},
         )
 
@@ -179,7 +182,8 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
     A file that is wrong is logged and left out, because it must not keep the other runs from being recovered.
     """
     found: dict[str, dg.Definitions] = {}
-    for path in job_files(folder):
+    files = folder.iterdir() if folder.is_dir() else ()
+    for path in sorted(path for path in files if path.suffix in _SUFFIXES):
         try:
             component = TrainingRun(spec_file=path.name, **attributes)
             run = read_spec(path).run
@@ -195,12 +199,12 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
 
 
 def build_runs_job() -> Any:
-    """Return the job on all training runs that are assets, for sensors and schedules that select one of them."""
+    """Return the job on all training runs, for sensors and schedules that select one of them."""
     models = dg.AssetSelection.kind(_KIND)
     return dg.define_asset_job(
         RUNS_JOB,
         selection=models | models.upstream(depth=1) & dg.AssetSelection.tag(_STAGE, "plan"),
-        description="Training runs that are assets. Sensors launch one of them. By hand, use Materialize of its asset.",
+        description="All training runs. Sensors launch one of them. By hand, use Materialize of its asset.",
         tags=NOT_RETRIED,
         executor_def=dg.in_process_executor,
     )

@@ -2,17 +2,15 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import Field
 
-from dlac_pipeline.dagster.assets.rehearsal import CHECK, RehearsedRun, judge_rehearsals, rehearsed
+from dlac_pipeline.dagster.assets.rehearsal import rehearse
 from dlac_pipeline.dagster.resources import LakehouseResource
-from dlac_pipeline.dagster.training_runs import MODEL
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
 
@@ -36,58 +34,36 @@ class RehearseConfig(Section, dg.Config):
     """Folder for the sandbox with a copy of the checkpoint. Empty: temporary."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestedRun:
-    """One requested rehearsal."""
-
-    run: str
-    steps: int | None
-    sandbox: str
-
-
-@dg.op(out=dg.DynamicOut(RequestedRun), description="Runs to rehearse: the named ones, or those that trained recently.")
+@dg.op(out=dg.DynamicOut(dict), description="Runs to rehearse: the named ones, or those that trained recently.")
 def runs_to_rehearse(
     context: dg.OpExecutionContext, config: RehearseConfig, lakehouse: LakehouseResource
-) -> Iterator[dg.DynamicOutput[RequestedRun]]:
-    """One output per run."""
+) -> Iterator[dg.DynamicOutput[dict[str, Any]]]:
+    """Arguments of `rehearse`, one output per run."""
     since = datetime.now(UTC) - timedelta(hours=config.committed_within_h)
     runs = config.runs or _trained_since(lakehouse.lakehouse(), since)
     if not runs:
         context.log.info(f"no run has committed a checkpoint within {config.committed_within_h:g} hours")
+    sandbox_folder = Path(config.sandbox) if config.sandbox else None
     for index, run in enumerate(runs):
-        request = RequestedRun(run=run, steps=config.steps, sandbox=config.sandbox)
-        yield dg.DynamicOutput(request, mapping_key=f"{re.sub(r'[^A-Za-z0-9_]', '_', run)}_{index}")
+        arguments = {"run": run, "steps": config.steps, "sandbox_folder": sandbox_folder}
+        yield dg.DynamicOutput(arguments, mapping_key=f"{re.sub(r'[^A-Za-z0-9_]', '_', run)}_{index}")
 
 
 @dg.op(
     pool=POOL,
-    description="Restores a run's checkpoint in a sandbox, repeats the steps after it, and compares the losses.",
+    out=dg.Out(dg.Nothing),
+    description="Restores a run's checkpoint in a sandbox, repeats the steps after it, compares the losses, and records the "
+    "result as the asset check rehearsal_identical of the run's model.",
 )
-def rehearsal(context: dg.OpExecutionContext, request: RequestedRun, lakehouse: LakehouseResource) -> RehearsedRun:
-    """Return the result. A rehearsal that differs does not stop those of other runs."""
-    folder = Path(request.sandbox) if request.sandbox else None
-    done = rehearsed(lakehouse.lakehouse(), request.run, steps=request.steps, sandbox_folder=folder)
-    (context.log.error if done.holds is False else context.log.info)(f"{done.run}: {done.summary}")
-    return done
-
-
-@dg.op(description="Records the result of all rehearsals as the asset check rehearsal_identical of the model.")
-def rehearsals_judged(
-    context: dg.OpExecutionContext, done: list[RehearsedRun]
+def rehearsal(
+    context: dg.OpExecutionContext, arguments: dict[str, Any], lakehouse: LakehouseResource
 ) -> Iterator[dg.AssetCheckEvaluation | dg.Output[None]]:
-    """One evaluation for all, as Dagster keeps one of a check in each of its runs."""
-    result = judge_rehearsals(done)
-    if all(each.holds is None for each in done):
-        context.log.warning(f"no run could be rehearsed: {result.description}")
-    else:
-        yield dg.AssetCheckEvaluation(
-            asset_key=MODEL,
-            check_name=CHECK,
-            passed=result.passed,
-            severity=result.severity,
-            description=result.description,
-            metadata=result.metadata,
-        )
+    """Evaluate the check, unless the run cannot be rehearsed. One that differs does not stop the rehearsals of others."""
+    result = rehearse(lakehouse.lakehouse(), **arguments)
+    (context.log.info if result.passed else context.log.error)(f"{arguments['run']}: {result.description}")
+    if result.passed or result.severity == dg.AssetCheckSeverity.ERROR:
+        names = ("asset_key", "check_name", "passed", "severity", "description", "metadata")
+        yield dg.AssetCheckEvaluation(**{name: getattr(result, name) for name in names})
     yield dg.Output(None)
 
 
@@ -104,5 +80,5 @@ def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
     description="Rehearses runs in a sandbox during training. Losses that are not bit-identical fail the asset check."
 )
 def rehearse_job() -> None:
-    """One op per training run, and one for the verdict."""
-    rehearsals_judged(runs_to_rehearse().map(rehearsal).collect())
+    """One op per training run."""
+    runs_to_rehearse().map(rehearsal)

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import dagster as dg
 
-from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
 from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from dlac_pipeline.dagster.maintenance.verify import verify_job
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, ended_s_ago, recovery_of
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, ended_s_ago, recoveries_of
 from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
-from dlac_pipeline.dagster.training_runs import MONITORED, RECOVER_JOB, names_of_training, trained_by
+from dlac_pipeline.dagster.training_runs import MONITORED, names_of_training
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
@@ -173,9 +173,7 @@ def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
     first = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
     message = first or failed.failure_event.message or "it failed"
     instance = context.instance
-    found = [
-        recovery_of(instance, dead, each, noticed_by="alerts", log=context.log) for each in trained_by(instance, dead)
-    ]
+    found = recoveries_of(instance, dead, noticed_by="alerts", log=context.log)
     if not found:
         return _alert(instance, dead, "failed", message, "error")
     requested = instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
@@ -192,8 +190,8 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
     ended = context.dagster_run
     if run_tag(ended, STEPPED_ASIDE_TAG):
         return None
-    if ended.job_name == RECOVER_JOB or RECOVERS_TAG in ended.tags:
-        before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
+    if RECOVERS_TAG in ended.tags:
+        before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id
         return _alert(context.instance, ended, "recovered", f"resumes Dagster run {before}", "info")
     return _alert(context.instance, ended, "succeeded", "ended well", "info")
 
@@ -228,7 +226,7 @@ def _alert(
 ) -> Alert:
     return Alert(
         kind=kind,
-        run=", ".join(filter(None, names_of_training(instance, run))) or run.tags.get(RUN_TAG, ""),
+        run=", ".join(names_of_training(instance, run)),
         job=run.job_name,
         dagster_run=run.run_id,
         message=message,

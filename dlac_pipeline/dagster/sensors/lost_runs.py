@@ -16,7 +16,7 @@ import psutil
 
 from dlac_pipeline.dagster.heartbeat import RunHeartbeat, beats_of
 from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
-from dlac_pipeline.dagster.training_runs import is_of, names_of_training
+from dlac_pipeline.dagster.training_runs import names_of_training
 
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _NO_MARK = ""
@@ -45,7 +45,7 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     mine = context.code_location_origin
     location = None if mine is None else mine.location_name
     waited_for = context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR))
-    runs = [run for run in waited_for if is_of(run, location) and names_of_training(context.instance, run)]
+    runs = [run for run in waited_for if _is_of(run, location) and names_of_training(context.instance, run)]
     if runs:
         _import_what_a_recovery_needs()
     beats = beats_of(context.instance, [run.run_id for run in runs])
@@ -67,6 +67,13 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     cursor = json.dumps({"looked_at": now, "seen": {run_id: [one.mark, one.silent_s] for run_id, one in seen.items()}})
     message = "; ".join(lost) or f"all {len(runs)} runs that train are alive"
     return dg.SensorResult(skip_reason=dg.SkipReason(message), cursor=cursor)
+
+
+def _is_of(run: dg.DagsterRun, location: str | None) -> bool:
+    """Return True if a run belongs to the code location of this name. Others may have assets and jobs of the same names."""
+    origin = run.remote_job_origin
+    name = None if origin is None else origin.repository_origin.code_location_origin.location_name
+    return name == location
 
 
 def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:

@@ -1,5 +1,4 @@
-"""Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests the recovery
-job.
+"""Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests another one.
 
 A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
 not. The sensor in lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
@@ -8,6 +7,7 @@ not. The sensor in lost_runs.py marks runs whose process is gone as failed, and 
 import logging
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -16,14 +16,12 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTE
 from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
 from dlac_pipeline.dagster.training_runs import (
     MONITORED,
-    RECOVER_JOB,
-    RUNS_JOB,
-    Trained,
     TrainingJob,
+    TrainingRunDefinition,
     has_made,
+    model_key,
     names_of_training,
-    planned_models,
-    trained_by,
+    training_runs,
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -52,15 +50,15 @@ class RecoveryDeferred(dg.DagsterError):
     """A recovery cannot be requested yet. Only Dagster's own errors fail the tick and leave the cursor of a sensor on runs."""
 
 
-def build_recovery_sensor(*recover_jobs: TrainingJob) -> dg.SensorDefinition:
-    """Return the sensor that requests one recovery per training run of a dead Dagster run, by one of these jobs.
+def build_recovery_sensor(runs_job: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests one recovery per training run of a dead Dagster run.
 
     The recovery replaces the current attempt, unless that one is alive.
     """
 
     @dg.run_failure_sensor(
         monitored_jobs=MONITORED,
-        request_jobs=recover_jobs,
+        request_job=runs_job,
         minimum_interval_seconds=2,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Requests a recovery when a Dagster run that trains has died, unless the next one would fail as well.",
@@ -71,13 +69,13 @@ def build_recovery_sensor(*recover_jobs: TrainingJob) -> dg.SensorDefinition:
     return recovery_sensor
 
 
-def build_preemption_sensor(*recover_jobs: TrainingJob) -> dg.SensorDefinition:
+def build_preemption_sensor(runs_job: TrainingJob) -> dg.SensorDefinition:
     """Return the sensor that requests a recovery of each cancelled run that has the tag of preemption."""
 
     @dg.run_status_sensor(
         run_status=dg.DagsterRunStatus.CANCELED,
         monitored_jobs=MONITORED,
-        request_jobs=recover_jobs,
+        request_job=runs_job,
         minimum_interval_seconds=2,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Requests a recovery when a run was cancelled because its node shuts down, not when a person cancelled it.",
@@ -102,21 +100,20 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
     _let_go_of_pools(instance, dead, context.log)
     try:
         _check_defined(context)
-        trained = trained_by(instance, dead)
-        found = [recovery_of(instance, dead, each, noticed_by=noticed_by, log=context.log) for each in trained]
+        found = recoveries_of(instance, dead, noticed_by=noticed_by, log=context.log)
     except RecoveryDeferred:
         raise
     except Exception as err:
         if ended_s_ago(instance, dead) < _DEFERRED_S:
             raise RecoveryDeferred(f"the recovery of run {dead.run_id} cannot be decided yet: {err}") from err
         context.log.exception(f"no recovery of run {dead.run_id} could be decided")
-        return dg.SkipReason(f"gave up the recovery of run {dead.run_id}: {err}")
-    requests = [each for each in found if isinstance(each, dg.RunRequest)]
+        found = [dg.SkipReason(f"gave up the recovery of run {dead.run_id}: {err}")]
     reasons = "; ".join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))
-    names = ", ".join(names_of_training(instance, dead)) or "no training run"
-    return requests or dg.SkipReason(
-        reasons or f"run {dead.run_id} trained {names}, which this code location does not define"
-    )
+    if reasons:
+        with suppress(Exception):  # a note on the page of the run must not keep another run from its recovery
+            instance.report_engine_event(f"Not recovered: {reasons}", dead)
+    requests = [each for each in found if isinstance(each, dg.RunRequest)]
+    return requests or dg.SkipReason(reasons or f"run {dead.run_id} trained nothing")
 
 
 def _check_defined(context: dg.RunStatusSensorContext) -> None:
@@ -124,10 +121,29 @@ def _check_defined(context: dg.RunStatusSensorContext) -> None:
     if context.repository_def is None or ended_s_ago(context.instance, context.dagster_run) > _LOADED_WITHIN_S:
         return
     known = context.repository_def.asset_graph.get_all_asset_keys()
-    missing = [key for key in planned_models(context.instance, context.dagster_run) if key not in known]
-    if missing:
-        names = ", ".join(key.to_user_string() for key in missing)
-        raise RecoveryDeferred(f"expected the assets {names} in this code location, found none: reload its definitions")
+    names = names_of_training(context.instance, context.dagster_run)
+    if missing := [name for name in names if model_key(name) not in known]:
+        raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")
+
+
+def recoveries_of(
+    instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
+) -> list[dg.RunRequest | dg.SkipReason]:
+    """Return the recovery of each training run of a Dagster run that has ended, or why it has none.
+
+    It only reads, so a second call returns the same.
+    """
+    defined, names = training_runs(), names_of_training(instance, dead)
+    return [
+        _recovery_of(
+            instance, dead, defined[name].as_launched(dead), alone=len(names) == 1, noticed_by=noticed_by, log=log
+        )
+        if name in defined
+        else dg.SkipReason(
+            f"{name} is not defined in this code location: reload its definitions, and materialize its model"
+        )
+        for name in names
+    ]
 
 
 def ended_s_ago(instance: dg.DagsterInstance, ended: dg.DagsterRun) -> float:
@@ -146,20 +162,23 @@ def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: lo
         )
 
 
-def recovery_of(
-    instance: dg.DagsterInstance, dead: dg.DagsterRun, trained: Trained, *, noticed_by: str, log: logging.Logger
+def _recovery_of(
+    instance: dg.DagsterInstance,
+    dead: dg.DagsterRun,
+    run: TrainingRunDefinition,
+    *,
+    alone: bool,
+    noticed_by: str,
+    log: logging.Logger,
 ) -> dg.RunRequest | dg.SkipReason:
-    """Return the recovery of a training run whose Dagster run has ended, or why it has none.
-
-    It only reads, so a second call returns the same.
-    """
-    if trained.job == RUNS_JOB and has_made(instance, dead, trained.key):
-        return dg.SkipReason(f"run {dead.run_id} ended after it had trained {trained.name}")
+    """Return the recovery of a training run. `alone` is True if the Dagster run trained no other one."""
+    if has_made(instance, dead, model_key(run.name)):
+        return dg.SkipReason(f"run {dead.run_id} ended after it had trained {run.name}")
     no_recovery = run_tag(dead, NO_RECOVERY_TAG)
-    if no_recovery and _is_to_blame(instance, dead, trained):
+    if no_recovery and (alone or _has_failed(instance, dead, run)):
         return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would meet the same error")
     try:
-        spec = trained.read_spec()
+        spec = run.job_spec()
     except SpecInvalid as err:  # a request that Dagster cannot launch would be repeated at every tick
         return dg.SkipReason(f"run {dead.run_id} cannot be launched again: {err}")
     settings = settings_or_defaults(log).recovery
@@ -183,8 +202,8 @@ def recovery_of(
     launch |= {"recovers": dead.run_id, "wait_s": settings.wait_for_old_launch_s}
     launch |= {"noticed_by": noticed_by, "noticed_at": past.now}
     return dg.RunRequest(
-        run_key=dead.run_id if trained.job == RECOVER_JOB else f"{dead.run_id}/{trained.name}",
-        **trained.request(launch),
+        run_key=f"{dead.run_id}/{run.name}",
+        **run.recovery_request(launch),
         tags={
             _PRIORITY_TAG: "1",  # before runs that have not begun
             **_passed_on(dead),
@@ -197,12 +216,10 @@ def recovery_of(
     )
 
 
-def _is_to_blame(instance: dg.DagsterInstance, dead: dg.DagsterRun, trained: Trained) -> bool:
-    """Return True unless the step of another training run failed. Tags are those of the Dagster run, which may train several."""
-    if len(trained_by(instance, dead)) == 1:
-        return True
+def _has_failed(instance: dg.DagsterInstance, dead: dg.DagsterRun, run: TrainingRunDefinition) -> bool:
+    """Return True if the step of a training run failed. Tags are those of the Dagster run, which may train several."""
     failures = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.STEP_FAILURE)
-    return trained.key.to_python_identifier() in {entry.step_key for entry in failures}
+    return model_key(run.name).to_python_identifier() in {entry.step_key for entry in failures}
 
 
 class _Past:
