@@ -13,15 +13,15 @@ import dagster as dg
 import pytest
 from dagster._core.events import DagsterEvent
 
-from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.dagster.sensors import alerts
 from dlac_pipeline.dagster.sensors.alerts import Alert, AlertUnsent, dlac_alerts
-from dlac_pipeline.dagster.sensors.continual import run_config_of
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.dagster.settings import FILE
-from dlac_pipeline.dagster.training_runs import MODEL
-from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from jobs.definitions import defs
 from tests.conftest import Arena
+from tests.dagster_runs import dagster_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 CONSOLIDATED = {"module": "dagster._core.storage.event_log", "class": "ConsolidatedSqliteEventLogStorage"}
@@ -92,26 +92,14 @@ def watched(instance: dg.DagsterInstance, name: str, send: alerts.Send) -> Watch
     return Watch(next(each for each in dlac_alerts(send) if each.name == f"dlac_{name}"), instance)
 
 
-def begun(
-    instance: dg.DagsterInstance,
-    spec: JobSpec | None,
-    job: str = "train_job",
-    tags: dict[str, str] | None = None,
-    **of: Any,
-) -> dg.DagsterRun:
-    """A run that is under way."""
-    return instance.create_run_for_job(
-        defs.get_repository_def().get_job(job),
-        run_config=None if spec is None else run_config_of(spec),
-        status=dg.DagsterRunStatus.STARTED,
-        tags=tags,
-        **of,
-    )
+def begun(instance: dg.DagsterInstance, job: str) -> dg.DagsterRun:
+    """A run of a maintenance job that is under way."""
+    return instance.create_run_for_job(defs.resolve_job_def(job), status=dg.DagsterRunStatus.STARTED)
 
 
 def evaluated(instance: dg.DagsterInstance, run: dg.DagsterRun, check: str, **answer: Any) -> None:
     """A check of the model answers in a run."""
-    evaluation = dg.AssetCheckEvaluation(asset_key=MODEL, check_name=check, metadata={}, **answer)
+    evaluation = dg.AssetCheckEvaluation(asset_key=model_key("checked"), check_name=check, metadata={}, **answer)
     kind = dg.DagsterEventType.ASSET_CHECK_EVALUATION.value
     instance.report_dagster_event(DagsterEvent(kind, run.job_name, event_specific_data=evaluation), run.run_id)
 
@@ -146,8 +134,8 @@ def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, inst
     spec = arena.spec("alerting", world_size=1)
     (home / FILE).write_text(f'[alerts]\ncommand = ["sh", "-c", "cat >> {home}/alerts; echo >> {home}/alerts"]\n')
     failures = dlac_alerts()[0]
-    died = begun(instance, spec)
-    hopeless = begun(instance, spec, tags={NO_RECOVERY_TAG: "Fenced"})
+    died = dagster_run(instance, spec)
+    hopeless = dagster_run(instance, spec, tags={NO_RECOVERY_TAG: "Fenced"})
     for run in (died, hopeless):
         event = instance.report_run_failed(run, message="it died")
         failures(dg.build_run_status_sensor_context(failures.name, event, instance, run))
@@ -166,7 +154,7 @@ def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instan
     another_teams(instance)
     another_teams(instance, dies=True)
     spec, warn = arena.spec("checked", world_size=1), dg.AssetCheckSeverity.WARN
-    trained, died, rehearsed = begun(instance, spec), begun(instance, spec), begun(instance, None, "rehearse_job")
+    trained, died, rehearsed = dagster_run(instance, spec), dagster_run(instance, spec), begun(instance, "rehearse_job")
     evaluated(instance, trained, "no_missing_rows", passed=True)
     evaluated(instance, trained, "checkpoint_restorable", passed=False, severity=warn, description="away")
     evaluated(instance, trained, "consumption_exact", passed=False, description="3 contradictions")
@@ -180,11 +168,11 @@ def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instan
     for _ in range(3):
         well.tick()
         badly.tick()
-    both = "checkpoint_restorable of model_checkpoint: away; consumption_exact of model_checkpoint: 3 contradictions"
+    both = "checkpoint_restorable of models/checked: away; consumption_exact of models/checked: 3 contradictions"
     assert [(alert.dagster_run, alert.severity, alert.message) for alert in pager.taken] == [
         (trained.run_id, "error", both),
-        (died.run_id, "warning", "checkpoint_restorable of model_checkpoint: it does not hold"),
-        (rehearsed.run_id, "error", "rehearsal_identical of model_checkpoint: differs"),
+        (died.run_id, "warning", "checkpoint_restorable of models/checked: it does not hold"),
+        (rehearsed.run_id, "error", "rehearsal_identical of models/checked: differs"),
     ]
     assert {alert.kind for alert in pager.taken} == {"check_failed"}
 
@@ -197,7 +185,7 @@ def test_refused_alert_is_retried_in_order(
     watch = watched(instance, "failure_alerts", pager)
 
     def fails(name: str) -> None:
-        hopeless = begun(instance, arena.spec(name, world_size=1), tags={NO_RECOVERY_TAG: "NoProgress"})
+        hopeless = dagster_run(instance, arena.spec(name, world_size=1), tags={NO_RECOVERY_TAG: "NoProgress"})
         instance.report_run_failed(hopeless, message="it died")
 
     fails("refused-once")
@@ -228,7 +216,8 @@ def test_no_try_begins_that_could_outlast_the_tick(arena: Arena, home: Path, ins
     refusing = 'cat > /dev/null; echo tried >> "$0"; exit 1'
     (home / FILE).write_text(f"[alerts]\ntimeout_s = 50\ncommand = ['sh', '-c', '{refusing}', '{home}/tries']\n")
     watch = watched(instance, "failure_alerts", alerts.send_by_settings)
-    instance.report_run_failed(begun(instance, arena.spec("slow", world_size=1), tags={NO_RECOVERY_TAG: "Fenced"}))
+    hopeless = dagster_run(instance, arena.spec("slow", world_size=1), tags={NO_RECOVERY_TAG: "Fenced"})
+    instance.report_run_failed(hopeless)
     for tries in (1, 2):
         with pytest.raises(AlertUnsent, match="to take an alert"):
             watch.tick()
@@ -241,10 +230,9 @@ def test_materialized_training_is_reported(arena: Arena, home: Path, instance: d
     watch = watched(instance, "failure_alerts", pager)
     spec = arena.spec("materialized", world_size=1)
     another_teams(instance, dies=True)
-    for asset in (MODEL, dg.AssetKey("pinned_snapshot")):
-        chosen = begun(instance, spec, "__ASSET_JOB", asset_selection=frozenset({asset}))
-        instance.report_run_failed(chosen, message="it died")
-    instance.report_run_failed(begun(instance, None, "verify_job"), message="damage")
+    for key in (model_key(spec.run), plan_key(spec.run)):
+        instance.report_run_failed(dagster_run(instance, spec, key=key), message="it died")
+    instance.report_run_failed(begun(instance, "verify_job"), message="damage")
     said = [str(watch.tick()) for _ in range(3)]
     assert ["does not train" in each for each in said] == [False, True, False]
     assert pager.told == [("recovering", "materialized"), ("failed", "")]
@@ -255,9 +243,9 @@ def test_inherited_tags_are_ignored(arena: Arena, home: Path, instance: dg.Dagst
     """A run that stepped aside is not told of; started again by a person, with its tags, it is, when it has recovered."""
     pager = Pager()
     watch = watched(instance, "success_alerts", pager)
-    spec, tags = arena.spec("again", world_size=1), {STEPPED_ASIDE_TAG: "live", RUN_TAG: "again"}
-    aside = begun(instance, spec, "recover_job", tags)
-    again = begun(instance, spec, "recover_job", tags, parent_run_id=aside.run_id, root_run_id=aside.run_id)
+    spec, tags = arena.spec("again", world_size=1), {STEPPED_ASIDE_TAG: "live", RECOVERS_TAG: "before"}
+    aside = dagster_run(instance, spec, tags=tags)
+    again = dagster_run(instance, spec, tags=tags, parent_run_id=aside.run_id, root_run_id=aside.run_id)
     for run in (aside, again):
         ended_well(instance, run)
         watch.tick()

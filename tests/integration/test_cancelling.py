@@ -19,10 +19,10 @@ from dagster._core.errors import DagsterUserCodeUnreachableError
 from dlac_pipeline.dagster.drain import drain
 from dlac_pipeline.dagster.failures import PREEMPTED_TAG, run_tag
 from dlac_pipeline.dagster.heartbeat import beats_of
-from dlac_pipeline.dagster.resources import JobResource
-from jobs.definitions import defs
+from dlac_pipeline.dagster.training_runs import model_key
+from dlac_pipeline.spec.launch_request import Request
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import job_config
+from tests.dagster_runs import dagster_run, project
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
@@ -68,16 +68,16 @@ def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
         yield made
 
 
-def dagster_run(instance: dg.DagsterInstance, arena: Arena, name: str, *, started: bool = True, **more: Any) -> str:
-    """A run of `train_job` whose code server was killed: its socket is left."""
+def unreachable_run(instance: dg.DagsterInstance, arena: Arena, name: str, *, started: bool = True, **more: Any) -> str:
+    """A run that trains and whose code server was killed: its socket is left."""
     server = arena.home / f"server-{name}"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(server))
         listening.listen()
-    return instance.create_run_for_job(
-        defs.resolve_job_def("train_job"),
-        run_config=job_config(arena.spec(name)),
-        status=dg.DagsterRunStatus.STARTED if started else dg.DagsterRunStatus.STARTING,
+    return dagster_run(
+        instance,
+        arena.spec(name),
+        dg.DagsterRunStatus.STARTED if started else dg.DagsterRunStatus.STARTING,
         tags={".dagster/grpc_info": json.dumps({"host": "localhost", "socket": str(server)}), **more.pop("tags", {})},
         **more,
     ).run_id
@@ -138,7 +138,7 @@ def test_ended_run_exits_without_code_server(
     how: str,
 ) -> None:
     """Its process is interrupted, once: the second time would kill its trainer."""
-    run_id = dagster_run(instance, arena, "r")
+    run_id = unreachable_run(instance, arena, "r")
     with process_of(instance, run_id, how) as process:
         end(instance, run_id)
         assert process.communicate(timeout=120)[0] == "interrupted\n"
@@ -149,36 +149,39 @@ def test_ended_run_exits_without_code_server(
 @pytest.mark.parametrize("how", ["interrupted before", "another process"])
 def test_foreign_process_is_not_interrupted(arena: Arena, instance: dg.DagsterInstance, how: str) -> None:
     """Dagster's own interruption came through: the trainer takes its last checkpoint and is not disturbed at it."""
-    run_id = dagster_run(instance, arena, "r")
+    run_id = unreachable_run(instance, arena, "r")
     with process_of(instance, run_id, how) as process:
         terminate(instance, run_id)
         assert process.communicate(timeout=120)[0] == ""
 
 
-def test_the_asset_reaches_the_heartbeat_of_its_run(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """What `supervised` calls when it is interrupted keeps this very heartbeat from interrupting again."""
+def test_interruption_reaches_heartbeat(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+    """The step of the model notifies the heartbeat of its own process, which does not interrupt again."""
+    arena.table()
+    reached: list[bool] = []
 
-    @dg.op
-    def reaches(job: JobResource) -> bool:
-        heart = job._heartbeat
-        assert heart is not None
+    def supervise(request: Request, on_event: object, *, on_asking: Callable[[], None]) -> Any:
+        (thread,) = (each for each in threading.enumerate() if each.name == "heartbeat")
+        heart = getattr(thread, "_target").__self__  # noqa: B009  # private to threads
         before = heart._interrupted
-        job.was_interrupted()
-        return heart._interrupted and not before
+        on_asking()
+        reached.extend([before, heart._interrupted])
+        return {"event": "error", "kind": "Fenced", "message": "enough"}, request
 
-    @dg.job(resource_defs={"job": JobResource.configure_at_launch()})
-    def reaching() -> None:
-        reaches()
-
-    done = reaching.execute_in_process(run_config=job_config(arena.spec("r")), instance=instance)
-    assert done.output_for_node("reaches")
+    arena.monkeypatch.setattr("dlac_pipeline.dagster.assets.training.supervise_run", supervise)
+    spec = arena.spec("r", world_size=1)
+    job = project(spec).resolve_implicit_global_asset_job_def().get_subset(asset_selection={model_key("r")})
+    assert not job.execute_in_process(instance=instance, raise_on_error=False).success
+    assert reached == [False, True]
 
 
 def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInstance) -> None:
     """All are asked, also one that was re-executed and carries old tags, and one that starts meanwhile when it beats."""
-    first = dagster_run(instance, arena, "first")
-    again = dagster_run(instance, arena, "again", tags={PREEMPTED_TAG: "old"}, parent_run_id=first, root_run_id=first)
-    late = dagster_run(instance, arena, "late", started=False)
+    first = unreachable_run(instance, arena, "first")
+    again = unreachable_run(
+        instance, arena, "again", tags={PREEMPTED_TAG: "old"}, parent_run_id=first, root_run_id=first
+    )
+    late = unreachable_run(instance, arena, "late", started=False)
     drained: list[tuple[list[str], dict[str, str]]] = []
     drains = threading.Thread(target=lambda: drained.append(drain(instance, reason="moved", within_s=240)))
     with process_of(instance, first), process_of(instance, again):
@@ -194,7 +197,10 @@ def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInsta
 @pytest.mark.soak
 def test_drain_names_remaining_runs(arena: Arena, instance: dg.DagsterInstance) -> None:
     """It does not say that the machine is empty while it cannot know; what a person has cancelled before stays theirs."""
-    starts, cancelled = dagster_run(instance, arena, "starts", started=False), dagster_run(instance, arena, "cancelled")
+    starts, cancelled = (
+        unreachable_run(instance, arena, "starts", started=False),
+        unreachable_run(instance, arena, "cancelled"),
+    )
     with process_of(instance, cancelled, "interrupted before"):
         terminate(instance, cancelled)
         left, stayed = drain(instance, reason="moved", within_s=0.0)

@@ -8,55 +8,62 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
-from jobs.train import continual_training_schedule, new_snapshot_sensor
 
+from dlac_pipeline.dagster import Recovery, TrainingRun, training_runs
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.dagster.sensors import continual
-from dlac_pipeline.dagster.sensors.continual import run_config_of
+from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from jobs.definitions import defs
 from tests.conftest import Arena, source_rows
 from tests.dagster_runs import dagster_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
 
+@pytest.fixture(autouse=True)
+def no_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code location of a test defines only the test's own training runs."""
+    monkeypatch.setattr(training_runs, "_defined", {})
+
+
 def following(arena: Arena, run: str, **changes: Any) -> JobSpec:
-    """The spec of a run that follows its table, written into the folder of those that are kept going."""
+    """The spec of a run that follows its table, from a job file that defines its assets."""
     spec = arena.spec(run, follow="appends", world_size=1, **changes)
-    folder = arena.home / "jobs"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{run}.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
+    path = arena.home / f"{run}.yml"
+    path.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
+    TrainingRun(spec_file=path.name).build_in(arena.home)
     return spec
 
 
 def scheduled(instance: dg.DagsterInstance) -> Any:
     """What the schedule answers now."""
-    context = dg.build_schedule_context(instance=instance, repository_def=defs.get_repository_def())
-    data = continual_training_schedule.evaluate_tick(context)
+    repository = Recovery().build_defs().get_repository_def()
+    context = dg.build_schedule_context(instance=instance, repository_def=repository)
+    data = repository.get_schedule_def("continual_training_schedule").evaluate_tick(context)
     return data.run_requests or data.skip_message
 
 
 def asked(instance: dg.DagsterInstance) -> Any:
     """What the sensor answers now."""
-    context = dg.build_sensor_context(instance=instance, repository_def=defs.get_repository_def())
-    data = new_snapshot_sensor.evaluate_tick(context)
+    repository = Recovery().build_defs().get_repository_def()
+    context = dg.build_sensor_context(instance=instance, repository_def=repository)
+    data = repository.get_sensor_def("new_snapshot_sensor").evaluate_tick(context)
     return [request.run_key for request in data.run_requests or []] or data.skip_message
 
 
 def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Not begun, trained to the end, appended to, under way, too little for a batch: one answer each, with its reason."""
-    assert "there is no job spec" in scheduled(instance)
+    assert scheduled(instance) == "this code location defines no training run"
     arena.table(appends=(600,))
     spec = following(arena, "kept-going")
     [first] = scheduled(instance)
     assert first.tags[RUN_TAG] == "kept-going"
-    assert first.run_config == run_config_of(spec)
+    assert first.asset_selection == [plan_key(spec.run), model_key(spec.run)]
     arena.train(spec)
     assert scheduled(instance) == "kept-going: nothing is new in src.t"
     arena.lakehouse.load("src.t").append(source_rows(2000, 3))
@@ -65,9 +72,10 @@ def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance
     under_way = dagster_run(instance, spec, dg.DagsterRunStatus.STARTED)
     assert scheduled(instance) == f"kept-going is trained by Dagster run {under_way.run_id}"
     instance.delete_run(under_way.run_id)
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **{"dlac__due": second.tags["dlac/due"]})
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags={"dlac/due": second.tags["dlac/due"]})
     assert "less than a batch" in scheduled(instance)
-    (home / "jobs" / "broken.toml").write_text("run = 1")
+    following(arena, "broken")
+    (home / "broken.yml").write_text("run: 1")
     assert "is not a valid job spec" in scheduled(instance)
 
 
@@ -80,8 +88,8 @@ def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg
     (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
         assert scheduled(instance) == "by-hand: it has no checkpoint yet, but launch by hand (attempt 1) trains it"
-        refused = {NO_RECOVERY_TAG: "RunBusy", "dlac__due": asked_for.tags["dlac/due"]}
-        dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, **refused)
+        refused = {NO_RECOVERY_TAG: "RunBusy", "dlac/due": asked_for.tags["dlac/due"]}
+        dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags=refused)
     [again] = scheduled(instance)
     assert again.tags["dlac/due"] == asked_for.tags["dlac/due"]
 
@@ -112,7 +120,7 @@ def test_rewound_run_trains_again(arena: Arena, home: Path, instance: dg.Dagster
     arena.lakehouse.load("src.t").append(source_rows(64, 64))
     [request] = scheduled(instance)
     [key] = asked(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **{"dlac__due": request.tags["dlac/due"]})
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags={"dlac/due": request.tags["dlac/due"]})
     assert "less than a batch" in scheduled(instance)
     rewind_run(arena.lakehouse, spec.run, nonce="op", checkpoint_id=arena.head(spec.run), exclude=["row_id = 7"])
     [again] = scheduled(instance)
@@ -156,7 +164,7 @@ def test_what_ended_for_good_waits_for_an_append(
     status, tags = ENDED_FOR_GOOD[why]
     if "dlac/head" in tags:
         tags = {**tags, "dlac/head": str(arena.head(spec.run))}
-    ended = dagster_run(instance, spec, status, **{**request.tags, **tags})
+    ended = dagster_run(instance, spec, status, tags={**request.tags, **tags})
     said = scheduled(instance)
     assert said.startswith(f"ends: it was left at step 10, but Dagster run {ended.run_id} ")
     assert why in said
@@ -174,23 +182,21 @@ def test_failed_recovery_counts_for_its_run(
     arena.table(appends=(600,))
     spec = following(arena, "recovers")
     [request] = scheduled(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, **request.tags)
+    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags=request.tags)
     [again] = scheduled(instance)
     assert again.tags == request.tags
     monkeypatch.setattr(continual, "_PAGE", 3)
     for _ in range(4):  # more than one page
-        dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job")
+        dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
     arena.train(spec, until=15)
-    gave_up = dagster_run(
-        instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job", **{NO_RECOVERY_TAG: "NoSuchColumn"}
-    )
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, "recover_job", **{STEPPED_ASIDE_TAG: "Fenced"})
+    gave_up = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags={NO_RECOVERY_TAG: "NoSuchColumn"})
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags={STEPPED_ASIDE_TAG: "Fenced"})
     assert f"Dagster run {gave_up.run_id} ended with NoSuchColumn" in scheduled(instance)
-    preempted = dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, **{PREEMPTED_TAG: "SIGTERM"})
+    preempted = dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, tags={PREEMPTED_TAG: "SIGTERM"})
     assert [one.tags[RUN_TAG] for one in scheduled(instance)] == ["recovers"]
     instance.delete_run(preempted.run_id)
     assert "NoSuchColumn" in scheduled(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS)  # somebody launched train_job
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS)  # a person materialized the model
     assert [one.tags[RUN_TAG] for one in scheduled(instance)] == ["recovers"]
 
 
@@ -202,16 +208,16 @@ def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instan
     spec = following(arena, "mended", script=str(script))
     [request] = scheduled(instance)
     before = asked(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, **{**request.tags, NO_RECOVERY_TAG: "SpecInvalid"})
+    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags={**request.tags, NO_RECOVERY_TAG: "SpecInvalid"})
     assert "ended with SpecInvalid" in scheduled(instance)
     script.write_text("pass")
     [request] = scheduled(instance)
     assert asked(instance) != before
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **request.tags)
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags=request.tags)
     assert "less than a batch" in scheduled(instance)
     following(arena, "mended", script=str(script), batch_size=16)
     [smaller] = scheduled(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, **smaller.tags)
+    dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, tags=smaller.tags)
     assert "was cancelled by a person" in scheduled(instance)
     following(arena, "mended", script=str(script))
     assert "it has no checkpoint yet" in scheduled(instance)  # as it was before: that was trained

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import dagster as dg
 import pytest
-from assets.training import model_checkpoint
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, run_tag
+from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
-from jobs.definitions import defs
-from tests.dagster_runs import job_config
+from tests.dagster_runs import project
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,10 +109,11 @@ def test_left_run_materializes_no_model(arena: Arena, tmp_path: Path) -> None:
     with dg.DagsterInstance.local_temp(
         str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}
     ) as instance:
-        job = defs.resolve_job_def("train_job")
-        done = job.execute_in_process(run_config=job_config(spec), instance=instance, raise_on_error=False)
+        job = project(spec).resolve_implicit_global_asset_job_def()
+        model = job.get_subset(asset_selection={model_key("r")})
+        done = model.execute_in_process(instance=instance, raise_on_error=False)
         assert not done.success
-        assert model_checkpoint.key not in {each.asset_key for each in done.get_asset_materialization_events()}
+        assert model_key("r") not in {each.asset_key for each in done.get_asset_materialization_events()}
         run = instance.get_run_by_id(done.run_id)
         assert run is not None
         assert run_tag(run, NO_RECOVERY_TAG) == "LeftUnfinished"
