@@ -9,7 +9,7 @@ Plain Dagster can fail to recover at all, for a reason that was not found: its r
 ends for that side, and `bare_stuck` counts it. Such a kill is in no median.
 
 A third side has no counterpart: the Dagster run's process is killed too. A real dagster-daemon then fails the run, and its
-sensor requests `recover_job`. The sides alternate, with a few kills each, timed from outside.
+sensor requests the recovery. The sides alternate, with a few kills each, timed from outside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -73,9 +75,9 @@ def main() -> None:
 def campaign(lakehouse: Lakehouse, home: Path, side: str, kills: int, chance: random.Random) -> list[float]:
     """Return the seconds from each kill to the first new step. Fewer than `kills` if the plain side makes no step any more."""
     stamps, found = home / "stamps", []
-    dagster, started, config = _bare(home, source_files(lakehouse)) if side == "bare" else _under_dlac(home)
+    dagster, start = _bare(home, source_files(lakehouse)) if side == "bare" else _under_dlac(home)
     with dagster.running():
-        run_id = dagster.launch(started, config)
+        run_id = start()
         steps_after(stamps, 0.0, 2 * EVERY_STEPS)
         for _ in range(kills):
             launch = _launch_of(stamps)
@@ -136,15 +138,16 @@ def _cancel(dagster: LocalDagster, first: str) -> None:
         dagster.wait(run_id)
 
 
-def _under_dlac(home: Path) -> tuple[LocalDagster, str, dict[str, object]]:
-    """Return a Dagster with DLAC, the job and its configuration."""
+def _under_dlac(home: Path) -> tuple[LocalDagster, Callable[[], str]]:
+    """Return a Dagster with DLAC, and the start of the training run."""
     spec = parse_spec(job(home / "stamps", start="fork"), origin="the benchmark").resolved(home)
-    raw = spec.model_dump(mode="json", exclude_none=True)
-    return LocalDagster(home), "train_job", {"resources": {"job": {"config": {"spec": raw}}}}
+    dagster = LocalDagster(home)
+    dagster.write_job_file(spec)
+    return dagster, partial(dagster.train, spec.run)
 
 
-def _bare(home: Path, files: list[str]) -> tuple[LocalDagster, str, dict[str, object]]:
-    """Return a Dagster that retries runs, the job and its configuration."""
+def _bare(home: Path, files: list[str]) -> tuple[LocalDagster, Callable[[], str]]:
+    """Return a Dagster that retries runs, and the start of the training run."""
     workspace = home / "workspace.yaml"
     workspace.write_text(yaml.safe_dump({"load_from": [{"python_file": str(PROGRAMS / "recovery_dagster.py")}]}))
     dagster = LocalDagster(
@@ -161,7 +164,7 @@ def _bare(home: Path, files: list[str]) -> tuple[LocalDagster, str, dict[str, ob
     )
     arguments = [str(home / "plain"), str(home / "stamps"), *files]
     script = {"ranks": RANKS, "script": str(PROGRAMS / _PLAIN_SCRIPT), "arguments": arguments}
-    return dagster, "bare_job", {"ops": {"train": {"config": script}}}
+    return dagster, partial(dagster.launch, "bare_job", {"ops": {"train": {"config": script}}})
 
 
 if __name__ == "__main__":

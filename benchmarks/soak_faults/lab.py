@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -99,8 +98,13 @@ class Lab:
                 run = f"soak-{len(self.trainees) + 1:03d}"
                 slot.trainee = Trainee(self.lakehouse, self._spec(run, slot.mode, pause_s=0.1), self.journal)
                 self.trainees.append(slot.trainee)
-                slot.launching = self._launcher.submit(self.dagster.launch, "train_job", _config(slot.trainee.spec))
+                slot.launching = self._launcher.submit(self._train, slot.trainee.spec)
         time.sleep(_TICK_S)
+
+    def _train(self, spec: JobSpec) -> str:
+        """Start a run. Dagster's daemon loads its code location again within a minute, and then recovers the new run as well."""
+        self.dagster.write_job_file(spec)
+        return self.dagster.train(spec.run)
 
     def training(self) -> list[Trainee]:
         """Return the runs that train and are far from both ends, by slot."""
@@ -158,10 +162,6 @@ def _is_finished(trainee: Trainee) -> bool:
         return trainee.seen().finished
     except CatalogUnreachable:
         return False
-
-
-def _config(spec: JobSpec) -> dict[str, Any]:
-    return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
 
 
 def _lakehouse(home: Path, *, rows: int) -> Lakehouse:

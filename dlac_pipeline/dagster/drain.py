@@ -14,7 +14,7 @@ from typing import Annotated
 import dagster as dg
 import typer
 
-from dlac_pipeline.dagster.failures import PREEMPTED_TAG, RUN_TAG, own_value
+from dlac_pipeline.dagster.failures import PREEMPTED_TAG, own_value
 from dlac_pipeline.dagster.heartbeat import beats_of
 from dlac_pipeline.dagster.training_runs import names_of_training
 
@@ -89,8 +89,8 @@ def drain_node(
         states = {each: f"has not exited; {note}" for each, note in remaining.items()}
         for run_id, state in {**dict.fromkeys(ended, "has exited"), **states}.items():
             run = instance.get_run_by_id(run_id)
-            name = run.tags.get(RUN_TAG, "") if run else ""
-            print(f"{name} ({run_id}): {state}")
+            names = ", ".join(names_of_training(instance, run)) if run else ""
+            print(f"{names} ({run_id}): {state}")
     sys.exit(1 if remaining else 0)
 
 

@@ -75,8 +75,14 @@ class Killer:
 
 
 @pytest.fixture
-def dagster(arena: Arena, tmp_path: Path) -> Iterator[LocalDagster]:
-    """A daemon that evaluates DLAC's schedules every few seconds."""
+def following(arena: Arena) -> tuple[Path, Day]:
+    """A job that follows a table, which is empty yet."""
+    return start_day(arena)
+
+
+@pytest.fixture
+def dagster(arena: Arena, following: tuple[Path, Day], tmp_path: Path) -> Iterator[LocalDagster]:
+    """A daemon that evaluates DLAC's schedules every few seconds, and knows that job."""
     workspace = tmp_path / "workspace.yaml"
     program = PROGRAMS / "day_in_fast_motion.py"
     workspace.write_text(
@@ -88,9 +94,9 @@ def dagster(arena: Arena, tmp_path: Path) -> Iterator[LocalDagster]:
 
 
 @pytest.mark.soak
-def test_day_of_continual_training_ends_exact(arena: Arena, dagster: LocalDagster) -> None:
+def test_day_of_continual_training_ends_exact(arena: Arena, following: tuple[Path, Day], dagster: LocalDagster) -> None:
     """24 hours of appends, deletes, merges, expiries, a new column and a rename. Each row is read once if it was live."""
-    job, day = start_day(arena)
+    job, day = following
     spec = read_spec(job).resolved(arena.home)
     killer = Killer(LiveRun(spec.checkpoint.store, RUN), day.seed)
     command = [sys.executable, "-m", "tests.programs.source_day", str(arena.home), day_json(day)]

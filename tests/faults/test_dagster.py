@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -13,36 +13,25 @@ from dlac_pipeline.dagster.assets.training import POOL
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import (
     events_of,
     have_ended,
-    job_config,
-    materialize_run,
     runs_that_recover,
     sensor_ticks,
     wait_for_step,
-    write_job_file,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 STEPS = 50
-
-
-def defined_run(campaign: Arena) -> JobSpec:
-    """Return the spec of the training run that the code location defines as an asset."""
-    return campaign.spec("dagster-dagster", steps=STEPS, pause_s=0.05)
-
-
-@pytest.fixture(scope="module")
-def dagster(campaign: Arena) -> Iterator[LocalDagster]:
-    """A daemon whose code location has an asset for a job file, on the campaign's lakehouse."""
-    write_job_file(defined_run(campaign), campaign.home)
-    local_dagster = LocalDagster(campaign.home)
-    with local_dagster.running():
-        yield local_dagster
+RUNS: dict[str, dict[str, Any]] = {
+    "dagster-dagster": {"steps": STEPS, "pause_s": 0.05},
+    "dagster-supervisor": {"pause_s": 0.05},
+    "observed": {"passes": 1},
+    "hopeless-dagster": {"columns": ["no_such_column"]},
+}
+"""Training runs of the code location, with their settings."""
 
 
 def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
@@ -52,9 +41,9 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
     """
     with dagster.instance() as instance:
         instance.event_log_storage.set_concurrency_slots(POOL, 1)
-    spec = defined_run(campaign)
+    spec = campaign.spec("dagster-dagster", **RUNS["dagster-dagster"])
     live = LiveRun(spec.checkpoint.store, spec.run)
-    run_id = materialize_run(dagster, spec.run)
+    run_id = dagster.train(spec.run)
     wait_for_step(live, dagster, run_id, 15)
     supervisor = live.supervisor()
     assert supervisor is not None
@@ -76,9 +65,9 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
 @pytest.mark.soak
 def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another supervisor, which finishes exactly."""
-    spec = campaign.spec("dagster-supervisor", pause_s=0.05)
+    spec = campaign.spec("dagster-supervisor", **RUNS["dagster-supervisor"])
     live = LiveRun(spec.checkpoint.store, spec.run)
-    run_id = dagster.launch("train_job", job_config(spec))
+    run_id = dagster.train(spec.run)
     wait_for_step(live, dagster, run_id, 25)
     supervisor = live.supervisor()
     assert supervisor is not None
@@ -95,8 +84,8 @@ def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDa
 @pytest.mark.soak
 def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: LocalDagster) -> None:
     """The asset's page shows step, loss and rows of each checkpoint, and the loss curve at the end."""
-    spec = campaign.spec("observed", passes=1)
-    ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
+    spec = campaign.spec("observed", **RUNS["observed"])
+    ended = dagster.wait(dagster.train(spec.run))
     assert ended.status == dg.DagsterRunStatus.SUCCESS
     observed = events_of(dagster, ended.run_id, dg.DagsterEventType.ASSET_OBSERVATION)
     shown = [event.event_specific_data.asset_observation.metadata for event in observed]
@@ -114,8 +103,8 @@ def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: Lo
 @pytest.mark.soak
 def test_permanent_failure_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """A wrong column fails the Dagster run with its reason. The sensor evaluates the run, and does not recover it."""
-    spec = campaign.spec("hopeless-dagster", columns=["no_such_column"])
-    ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
+    spec = campaign.spec("hopeless-dagster", **RUNS["hopeless-dagster"])
+    ended = dagster.wait(dagster.train(spec.run))
     moment = time.time()
     assert ended.status == dg.DagsterRunStatus.FAILURE
     assert ended.tags[NO_RECOVERY_TAG] == "NoSuchColumn"

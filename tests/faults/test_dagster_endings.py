@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -22,19 +23,30 @@ from tests.dagster_runs import (
     check_healed,
     events_of,
     have_ended,
-    job_config,
     runs_that_recover,
     sensor_ticks,
     train_to,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
+SLOW: dict[str, Any] = {"pause_s": 0.05}
+ONE_CHECKPOINT: dict[str, Any] = {"pause_s": 0.05, "every_steps": 1000, "grace_s": 15.0}
+RUNS: dict[str, dict[str, Any]] = {
+    "cancelled": ONE_CHECKPOINT,
+    **dict.fromkeys(("preempted", "drained", "terminated", "code-server"), SLOW),
+    "unreachable": ONE_CHECKPOINT,
+    "twice": {"pause_s": 0.3},  # so that the first recovery still trains when the second starts, even on a busy node
+    "doubled": {"pause_s": 0.3},
+    "one": {"pause_s": 0.5},
+    "other": {},
+}
+"""Training runs of the code location, with their settings."""
 
 
 @pytest.mark.soak
 def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDagster) -> None:
     """A run cancelled in the UI leaves no process or lock after the grace period, loses no step, and is not recovered."""
-    spec = campaign.spec("cancelled", pause_s=0.05, every_steps=1000, grace_s=15.0)
+    spec = campaign.spec("cancelled", **RUNS["cancelled"])
     run_id, processes = train_to(dagster, spec)
     began = time.time()
     assert dagster.cancel(run_id)
@@ -56,7 +68,7 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
 @pytest.mark.soak
 def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGUSR1 of a cluster to one rank causes an emergency checkpoint, a failure with the reason, and one recovery."""
-    spec = campaign.spec("preempted", pause_s=0.05)
+    spec = campaign.spec("preempted", **RUNS["preempted"])
     run_id, _ = train_to(dagster, spec)
     rank = LiveRun(spec.checkpoint.store, spec.run).rank(1)
     assert rank is not None
@@ -71,7 +83,7 @@ def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDag
 @pytest.mark.soak
 def test_drained_run_is_cancelled_and_resumed(campaign: Arena, dagster: LocalDagster) -> None:
     """The drain command empties the node. The run is cancelled, reports that no person did this, and is resumed."""
-    spec = campaign.spec("drained", pause_s=0.05)
+    spec = campaign.spec("drained", **RUNS["drained"])
     run_id, processes = train_to(dagster, spec)
     command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
     done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
@@ -86,7 +98,7 @@ def test_drained_run_is_cancelled_and_resumed(campaign: Arena, dagster: LocalDag
 @pytest.mark.soak
 def test_sigterm_to_worker_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """The worker gets SIGTERM without a cancelled run. Dagster counts it as a failure, and the run is resumed."""
-    spec = campaign.spec("terminated", pause_s=0.05)
+    spec = campaign.spec("terminated", **RUNS["terminated"])
     run_id, processes = train_to(dagster, spec)
     processes[0].send_signal(signal.SIGTERM)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
@@ -97,7 +109,7 @@ def test_sigterm_to_worker_is_recovered(campaign: Arena, dagster: LocalDagster) 
 @pytest.mark.soak
 def test_killed_code_server_ends_no_training(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the code server alone: whether or not Dagster loses the run, one trainer finishes it."""
-    spec = campaign.spec("code-server", pause_s=0.05)
+    spec = campaign.spec("code-server", **RUNS["code-server"])
     run_id, processes = train_to(dagster, spec)
     server = processes[0].parent()
     assert server is not None
@@ -112,7 +124,7 @@ def test_killed_code_server_ends_no_training(campaign: Arena, dagster: LocalDags
 @pytest.mark.soak
 def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster) -> None:
     """Dagster cannot reach its process. The process finds the cancellation once, and exits without the loss of a step."""
-    spec = campaign.spec("unreachable", pause_s=0.05, every_steps=1000, grace_s=15.0)
+    spec = campaign.spec("unreachable", **RUNS["unreachable"])
     run_id, processes = train_to(dagster, spec)
     server = processes[0].parent()
     assert server is not None
@@ -129,17 +141,14 @@ def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster
 @pytest.mark.soak
 def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagster) -> None:
     """The same recovery is requested twice. One trains, and the other steps aside without a failure that alerts anyone."""
-    spec = campaign.spec(
-        "twice", pause_s=0.3
-    )  # so that the first still trains when the second starts, even on a busy node
+    spec = campaign.spec("twice", **RUNS["twice"])
     run_id, _ = train_to(dagster, spec)
     assert dagster.cancel(run_id)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     attempt = campaign.rows(spec.run, ClaimRow)[-1].attempt
     recovery = {"replaces": attempt, "takeover": True, "wait_s": 0.0, "noticed_by": "recovery_sensor"}
-    config = {**job_config(spec), "ops": {"model_checkpoint": {"config": recovery}}}
-    # Another tag, so that the queue does not hold the second one back.
-    ids = [dagster.launch("recover_job", config, tags={"dlac/run": f"twice-{index}"}) for index in range(2)]
+    # Without the tag of the training run, the queue does not hold the second one back.
+    ids = [dagster.train(spec.run, config=recovery) for _ in range(2)]
     ended = [dagster.wait(each) for each in ids]
     assert [run.status for run in ended] == [dg.DagsterRunStatus.SUCCESS] * 2
     assert len([run for run in ended if STEPPED_ASIDE_TAG in run.tags]) == 1
@@ -149,15 +158,25 @@ def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagste
 
 @pytest.mark.soak
 def test_queue_allows_one_trainer_per_run(campaign: Arena, dagster: LocalDagster) -> None:
-    """Three Dagster runs of two training runs: those of one name train one after the other, beside the other run."""
-    one, other = campaign.spec("one", pause_s=0.5), campaign.spec("other")
-    ids = [dagster.launch("train_job", job_config(spec)) for spec in (one, one, other)]
+    """Three tagged Dagster runs of two training runs: those of one name train in turn, beside the other run."""
+    ids = [dagster.train(run, tags={"dlac/run": run}) for run in ("one", "one", "other")]
     ended = [dagster.wait(each) for each in ids]
     assert [run.status for run in ended] == [dg.DagsterRunStatus.SUCCESS] * 3
-    assert ended[1].tags["dlac/run"] == "one"
     with dagster.instance() as instance:
         records = [instance.get_run_record_by_id(each) for each in ids]
     times = [(record.start_time or 0.0, record.end_time or 0.0) for record in records if record is not None]
     (_, first_ended), (second_began, _), (beside_began, _) = times
     assert 0.0 < beside_began < first_ended <= second_began
     assert len(campaign.rows("one", ClaimRow)) == 1  # the second Dagster run found it finished
+
+
+@pytest.mark.soak
+def test_second_materialization_is_refused(campaign: Arena, dagster: LocalDagster) -> None:
+    """*Materialize* of a run that trains fails and names its trainer, which continues. No sensor launches it again."""
+    spec = campaign.spec("doubled", **RUNS["doubled"])
+    run_id, _ = train_to(dagster, spec)
+    refused = dagster.wait(dagster.train(spec.run))
+    assert (refused.status, refused.tags[NO_RECOVERY_TAG]) == (dg.DagsterRunStatus.FAILURE, "RunBusy")
+    assert dagster.wait(run_id).status == dg.DagsterRunStatus.SUCCESS
+    assert not runs_that_recover(dagster, refused.run_id)
+    assert len(campaign.rows(spec.run, ClaimRow)) == 1

@@ -22,6 +22,7 @@ def test_stopped_worker_never_commits_again(campaign: Arena) -> None:
     (home / "orchestration.toml").write_text("[recovery]\nlost_after_s = 20\nwait_for_old_launch_s = 2\n")
     dagster = LocalDagster(home)
     spec = campaign.spec("stopped-worker", pause_s=0.3, grace_s=5.0)
+    dagster.write_job_file(spec)
     try:
         with dagster.running():
             run_id, processes = train_to(dagster, spec)
@@ -49,6 +50,7 @@ def test_dead_node_is_found_by_daemon(campaign: Arena) -> None:
     """SIGKILL of daemon, code server, worker, supervisor and ranks at once. The run stays STARTED until it counts as lost."""
     dagster = LocalDagster(campaign.home)
     spec = campaign.spec("machine", pause_s=0.05)
+    dagster.write_job_file(spec)
     with dagster.running() as daemon:
         run_id, processes = train_to(dagster, spec)
         everything = [daemon, *daemon.children(recursive=True), *processes]

@@ -28,6 +28,7 @@ def test_killed_run_heals_on_postgres_instance(campaign: Arena) -> None:
     with postgres() as address:
         dagster = LocalDagster(campaign.home, settings={"storage": {"postgres": {"postgres_url": address}}})
         spec = campaign.spec("postgres", pause_s=0.05)
+        dagster.write_job_file(spec)
         with dagster.running() as daemon:
             run_id, processes = train_to(dagster, spec)
             worker = processes[0]

@@ -14,13 +14,16 @@ from dagster._core.execution.plan.objects import StepFailureData
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import IcebergTable, Recovery, TrainingRun
-from dlac_pipeline.dagster.components.training_run import build_runs_of
+from dlac_pipeline.dagster import training_runs as training_runs_module
+from dlac_pipeline.dagster.components.training_run import build_runs_job, build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred
+from dlac_pipeline.dagster.sensors import recovery
+from dlac_pipeline.dagster.sensors.alerts import Alert, dlac_alerts
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred, build_recovery_sensor
 from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key, training_runs
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.conftest import Arena
-from tests.dagster_runs import recovery_requested, write_job_file
+from tests.dagster_runs import dagster_run, recovery_requested
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 CHECKS = {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
@@ -45,8 +48,7 @@ def job_file(arena: Arena, run: str, **changes: Any) -> str:
 def project(arena: Arena, *runs: str, **attributes: Any) -> dg.Definitions:
     """Return the definitions of a project with these runs, which can be recovered."""
     parts = [TrainingRun(spec_file=job_file(arena, run), **attributes).build_in(arena.home) for run in runs]
-    component = Recovery().build_defs(dg.ComponentTree.for_test().load_context)
-    return dg.Definitions.merge(*parts, component, dg.Definitions(executor=dg.in_process_executor))
+    return dg.Definitions.merge(*parts, Recovery().build_defs(), dg.Definitions(executor=dg.in_process_executor))
 
 
 def begun(
@@ -140,20 +142,52 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
 def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A sensor whose code location was loaded before the job file was written waits until it is loaded again."""
     arena.table()
-    before, after = project(arena, "old"), project(arena, "old", "new")
-    dead = begun(instance, after, model_key("new"))
+    defs = project(arena, "new")
+    dead = begun(instance, defs, model_key("new"))
     event = instance.report_run_failed(dead, message="it died")
 
-    def tick(defs: dg.Definitions) -> Any:
-        repository = defs.get_repository_def()
-        sensor = repository.get_sensor_def("recovery_sensor")
-        context = dg.build_run_status_sensor_context(sensor.name, event, instance, dead, repository_def=repository)
-        return sensor(context)
+    def tick() -> Any:
+        sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
+        return sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
 
-    with pytest.raises(RecoveryDeferred, match="models/new in this code location"):
-        tick(before)
-    [request] = tick(after)
+    with arena.monkeypatch.context() as before, pytest.raises(RecoveryDeferred, match=r".'new'. in this code location"):
+        before.setattr(training_runs_module, "_defined", {})
+        tick()
+    [request] = tick()
     assert request.asset_selection == [model_key("new")]
+
+
+def test_missing_definition_is_reported(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """After two minutes the sensor skips a run that no definition names. The run's page and an alert report it."""
+    arena.table()
+    dead = dagster_run(instance, arena.spec("removed"))
+    arena.monkeypatch.setattr(training_runs_module, "_defined", {})
+    arena.monkeypatch.setattr(recovery, "_LOADED_WITHIN_S", 0.0)
+    event = instance.report_run_failed(dead, message="it died")
+    alerts: list[Alert] = []
+    alert_sensor, *_ = dlac_alerts(lambda alert, _: alerts.append(alert))
+    answers = []
+    for sensor in (build_recovery_sensor(build_runs_job()), alert_sensor):
+        answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
+        assert isinstance(answer, dg.SkipReason)
+        answers.append(answer)
+    logged = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
+    [note] = [each.dagster_event.message for each in logged if each.dagster_event]
+    assert note == f"Not recovered: {answers[0].skip_message}"
+    assert [(alert.kind, alert.severity, alert.run) for alert in alerts] == [("gave_up", "error", "removed")]
+    assert "removed is not defined" in alerts[0].message
+
+
+def test_broken_job_file_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """A request that cannot be launched would be repeated at every tick."""
+    arena.table()
+    defs = project(arena, "broken")
+    dead = begun(instance, defs, model_key("broken"))
+    (arena.home / "broken.yaml").write_text("run: broken")
+    instance.report_run_failed(dead, message="it died")
+    skipped = recovery_requested(instance, dead)
+    assert isinstance(skipped, dg.SkipReason)
+    assert "cannot be launched again" in str(skipped.skip_message)
 
 
 def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
@@ -187,17 +221,17 @@ def test_overrides_do_not_stay(arena: Arena) -> None:
     raw = arena.spec("inline", world_size=1).model_dump(mode="json", exclude_none=True)
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     TrainingRun(spec=raw).build_in(arena.home)
-    read = training_runs()[model_key("inline")]
-    assert read({"order.seed": 9}).order.seed == 9
-    assert read({}).order.seed == 3
+    read_spec = training_runs()["inline"].read_spec
+    assert read_spec({"order.seed": 9}).order.seed == 9
+    assert read_spec({}).order.seed == 3
 
 
 def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
     """A copied job file, or a run whose name Dagster cannot tell from another's, does not keep the others from loading."""
     folder = arena.home / "jobs"
+    folder.mkdir()
     for file, run in (("a", "a-b"), ("b", "a-b"), ("c", "a_b"), ("d", "other")):
-        write_job_file(arena.spec(run), arena.home)
-        (folder / f"{run}.yaml").rename(folder / f"{file}.yml")
+        (arena.home / job_file(arena, run)).rename(folder / f"{file}.yml")
     delta = (folder / "d.yml").read_text().replace("run: other", "run: delta")
     (folder / "e.yml").write_text(delta.replace("table: src.t", "table: /data/x.y\n  format: delta"))
     defs = dg.Definitions.merge(build_runs_of(folder), dg.Definitions())
@@ -226,7 +260,7 @@ def test_innocent_run_is_recovered(arena: Arena, instance: dg.DagsterInstance) -
 def test_wrong_maintenance_job_is_named() -> None:
     """The error lists the jobs that exist."""
     with pytest.raises(SpecInvalid, match=r"among .*'verify_job'.*found .'verify'"):
-        Recovery(maintenance={"verify": "@daily"}).build_defs(dg.ComponentTree.for_test().load_context)
+        Recovery(maintenance={"verify": "@daily"}).build_defs()
 
 
 @pytest.mark.parametrize(

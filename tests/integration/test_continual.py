@@ -215,7 +215,7 @@ def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instan
     assert asked(instance) != before
     dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags=request.tags)
     assert "less than a batch" in scheduled(instance)
-    following(arena, "mended", script=str(script), batch_size=16)
+    spec = following(arena, "mended", script=str(script), batch_size=16)
     [smaller] = scheduled(instance)
     dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, tags=smaller.tags)
     assert "was cancelled by a person" in scheduled(instance)

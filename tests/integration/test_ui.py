@@ -13,7 +13,7 @@ import pytest
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.browser import Page, browsing
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import materialize_run, sensor_ticks, wait_for_step, write_job_file
+from tests.dagster_runs import sensor_ticks, wait_for_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Dagster's own libraries warn of each other
@@ -28,12 +28,12 @@ MODEL = "/assets/models/healed"
 def dagster(campaign: Arena) -> Iterator[LocalDagster]:
     """A daemon with two training runs as assets: one was killed twice and has finished, the other has not begun."""
     spec = campaign.spec("healed", pause_s=0.05)
-    for each in (spec, campaign.spec("live", pause_s=1.0)):
-        write_job_file(each, campaign.home)
     made = LocalDagster(campaign.home)
+    for each in (spec, campaign.spec("live", pause_s=1.0)):
+        made.write_job_file(each)
     with made.running():
         live = LiveRun(spec.checkpoint.store, spec.run)
-        run_id = materialize_run(made, spec.run)
+        run_id = made.train(spec.run)
         wait_for_step(live, made, run_id, 40)
         assert live.kill_rank(1)
         wait_for_step(live, made, run_id, 70)
@@ -51,7 +51,7 @@ def test_person_finds_every_page(campaign: Arena, dagster: LocalDagster, tmp_pat
     with dagster.webserver() as address, browsing(address, tmp_path / "profile") as page:
         walk_finished(page, pictures)
         spec = campaign.spec("live", pause_s=1.0)
-        run_id = materialize_run(dagster, spec.run)
+        run_id = dagster.train(spec.run)
         wait_for_step(LiveRun(spec.checkpoint.store, spec.run), dagster, run_id, 12)
         page.open(f"/runs/{run_id}")
         page.wait_for("Started", "Terminate", "ASSET_OBSERVATI")

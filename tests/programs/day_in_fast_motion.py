@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dagster as dg
-from jobs.train import continual_training_schedule, train_job
 
+from dlac_pipeline.dagster.components.training_run import build_runs_job
 from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from jobs import definitions
 
+RUNS_JOB = build_runs_job()
 
-@dg.sensor(job=train_job, minimum_interval_seconds=1, default_status=dg.DefaultSensorStatus.RUNNING)
+
+@dg.sensor(job=RUNS_JOB, minimum_interval_seconds=1, default_status=dg.DefaultSensorStatus.RUNNING)
 def continual_training(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
     """Return the schedule's requests of the current time."""
-    now = dg.build_schedule_context(instance=context.instance, repository_def=context.repository_def)
-    tick = continual_training_schedule.evaluate_tick(now)
+    repository = context.repository_def
+    assert repository is not None
+    now = dg.build_schedule_context(instance=context.instance, repository_def=repository)
+    tick = repository.get_schedule_def("continual_training_schedule").evaluate_tick(now)
     requests = list(tick.run_requests or ())
     return requests or dg.SkipReason(tick.skip_message)
 

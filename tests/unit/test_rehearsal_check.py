@@ -1,37 +1,37 @@
-"""One asset check for many rehearsals: which outcomes fail it, and its description."""
+"""The asset check of a rehearsal: which outcomes fail it, and its description."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import dagster as dg
 import pytest
 
-from dlac_pipeline.dagster.assets.rehearsal import RehearsedRun, judge_rehearsals
+from dlac_pipeline.dagster.assets.rehearsal import rehearse
+from dlac_pipeline.dagster.training_runs import model_key
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import DlacError, NoRestorableCheckpoint, NothingToRehearse
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-SAME = RehearsedRun(
-    run="same", holds=True, summary="20 losses bit-identical", facts={"checkpoint_id": "c-1", "compared": 20}
-)
-OTHER = RehearsedRun(
-    run="other", holds=False, summary="2 of 20 losses differ", facts={"checkpoint_id": "c-2", "compared": 20}
-)
-NONE = RehearsedRun(run="none", holds=None, summary="expected a checkpoint that has a successor")
 ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "passed", "severity", "description"),
+    ("error", "severity", "description"),
     [
-        ([SAME], True, WARN, "same: 20 losses bit-identical"),
-        ([SAME, NONE], True, WARN, "same: 20 losses bit-identical"),
-        ([SAME, OTHER, NONE], False, ERROR, "other: 2 of 20 losses differ"),
-        ([NONE], False, WARN, "none: expected a checkpoint that has a successor"),
-        ([], False, WARN, "there was no run to rehearse"),
+        (NothingToRehearse("expected a checkpoint that has a successor"), WARN, "expected a checkpoint"),
+        (NoRestorableCheckpoint("all are damaged"), ERROR, "NoRestorableCheckpoint: all are damaged"),
     ],
 )
-def test_differing_rehearsal_fails_check(
-    outcomes: list[RehearsedRun], passed: bool, severity: dg.AssetCheckSeverity, description: str
+def test_impossible_rehearsal_is_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: DlacError, severity: dg.AssetCheckSeverity, description: str
 ) -> None:
-    """The description names the decisive rehearsals. The table has all of them, with the same columns."""
-    result = judge_rehearsals(outcomes)
-    assert (result.passed, result.severity, result.description) == (passed, severity, description)
-    records = result.metadata["rehearsals"].value.records if outcomes else []  # type: ignore[union-attr]  # a table
-    assert [record.data["run"] for record in records] == [each.run for each in outcomes]
+    """A run that cannot be rehearsed proves nothing about its checkpoints. Every other error is one of the run."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dlac_pipeline.operations.rehearse.rehearse_run", fail)
+    result = rehearse(connect(LakehouseConfig().at_home(tmp_path)), "r")
+    assert (result.passed, result.severity, result.asset_key) == (False, severity, model_key("r"))
+    assert (result.description or "").startswith(description)

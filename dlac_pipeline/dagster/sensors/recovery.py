@@ -99,7 +99,6 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
     instance, dead = context.instance, context.dagster_run
     _let_go_of_pools(instance, dead, context.log)
     try:
-        _check_defined(context)
         found = recoveries_of(instance, dead, noticed_by=noticed_by, log=context.log)
     except RecoveryDeferred:
         raise
@@ -116,31 +115,25 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
     return requests or dg.SkipReason(reasons or f"run {dead.run_id} trained nothing")
 
 
-def _check_defined(context: dg.RunStatusSensorContext) -> None:
-    """Check that this code location knows the assets that an ended run was to make. A new job file may not be loaded yet."""
-    if context.repository_def is None or ended_s_ago(context.instance, context.dagster_run) > _LOADED_WITHIN_S:
-        return
-    known = context.repository_def.asset_graph.get_all_asset_keys()
-    names = names_of_training(context.instance, context.dagster_run)
-    if missing := [name for name in names if model_key(name) not in known]:
-        raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")
-
-
 def recoveries_of(
     instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
 ) -> list[dg.RunRequest | dg.SkipReason]:
     """Return the recovery of each training run of a Dagster run that has ended, or why it has none.
 
     It only reads, so a second call returns the same.
+
+    Raises:
+        RecoveryDeferred: this code location does not define a training run. A new job file may not be loaded yet.
     """
     defined, names = training_runs(), names_of_training(instance, dead)
+    missing = [name for name in names if name not in defined]
+    if missing and ended_s_ago(instance, dead) < _LOADED_WITHIN_S:
+        raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")
     return [
-        _recovery_of(
+        dg.SkipReason(f"{name} is not defined in this code location: reload its definitions, and materialize its model")
+        if name in missing
+        else _recovery_of(
             instance, dead, defined[name].as_launched(dead), alone=len(names) == 1, noticed_by=noticed_by, log=log
-        )
-        if name in defined
-        else dg.SkipReason(
-            f"{name} is not defined in this code location: reload its definitions, and materialize its model"
         )
         for name in names
     ]
