@@ -12,7 +12,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import Recovery, TrainingRun
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.heartbeat import beats_of
-from dlac_pipeline.dagster.sensors.recovery import recoveries_of
+from dlac_pipeline.dagster.sensors.recovery import decide_recoveries
 from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
@@ -61,7 +61,7 @@ def evaluate_checks(spec: JobSpec) -> dict[str, dg.AssetCheckEvaluation]:
 
 def recovery_requested(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> dg.RunRequest | dg.SkipReason:
     """Return what the recovery sensor decides about the one training run of a Dagster run."""
-    (found,) = recoveries_of(instance, dead, noticed_by="test", log=dg.get_dagster_logger())
+    (found,) = decide_recoveries(instance, dead, noticed_by="test", log=dg.get_dagster_logger())
     return found
 
 

@@ -150,9 +150,10 @@ def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance
         sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
         return sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
 
-    with arena.monkeypatch.context() as before, pytest.raises(RecoveryDeferred, match=r".'new'. in this code location"):
+    with arena.monkeypatch.context() as before:
         before.setattr(training_runs_module, "_defined", {})
-        tick()
+        with pytest.raises(RecoveryDeferred, match=r".'new'. in this code location"):
+            tick()
     [request] = tick()
     assert request.asset_selection == [model_key("new")]
 

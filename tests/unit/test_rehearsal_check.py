@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dlac_pipeline.dagster.assets.rehearsal import rehearse
+from dlac_pipeline.dagster.assets.rehearsal import rehearse_model
 from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, NoRestorableCheckpoint, NothingToRehearse
@@ -32,6 +32,6 @@ def test_impossible_rehearsal_is_warning(
         raise error
 
     monkeypatch.setattr("dlac_pipeline.operations.rehearse.rehearse_run", fail)
-    result = rehearse(connect(LakehouseConfig().at_home(tmp_path)), "r")
+    result = rehearse_model(connect(LakehouseConfig().at_home(tmp_path)), "r")
     assert (result.passed, result.severity, result.asset_key) == (False, severity, model_key("r"))
     assert (result.description or "").startswith(description)

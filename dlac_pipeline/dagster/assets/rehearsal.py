@@ -27,7 +27,7 @@ def build_rehearsal(run: TrainingRunDefinition) -> dg.AssetChecksDefinition:
     """Return the check `rehearsal_identical` of the asset `models/<run>`."""
 
     def rehearse_run() -> dg.AssetCheckResult:
-        return rehearse(run.lakehouse(), run.name)
+        return rehearse_model(run.lakehouse(), run.name)
 
     return dg.asset_check(
         asset=model_key(run.name),
@@ -36,7 +36,7 @@ def build_rehearsal(run: TrainingRunDefinition) -> dg.AssetChecksDefinition:
     )(rehearse_run)
 
 
-def rehearse(
+def rehearse_model(
     lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
 ) -> dg.AssetCheckResult:
     """Rehearse a run as it was trained. It passes if each loss is bit-identical. If it is impossible, that is a warning."""

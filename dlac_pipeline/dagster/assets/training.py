@@ -1,5 +1,6 @@
 """The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,8 @@ from dlac_pipeline.spec.launch_request import OPERATOR, LaunchChoices, Request
 
 POOL = "trainers"
 """Pool whose limit is the number of training runs that this Dagster instance trains at once. Without one, no limit."""
+
+_UNDER_WAY = [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 
 
 class LaunchConfig(LaunchChoices, dg.Config):
@@ -52,6 +55,8 @@ def _train(
     heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
     if context.run.tags.get(failures.RUN_TAG) != run.name:  # by *Materialize* in the UI, whose job has no tags
         context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
+    if config.replaces is None and not config.takeover:
+        _refuse_if_trained(context, run.name)
     with failures.as_failure(context):
         spec = run.job_spec()
     _link_recovery(context, config.recovers)
@@ -72,6 +77,16 @@ def _train(
 
     with failures.as_failure(context):
         yield dg.MaterializeResult(metadata=model_page(run.lakehouse(), run.name))
+
+
+def _refuse_if_trained(context: dg.AssetExecutionContext, run: str) -> None:
+    """Refuse to train a run that another Dagster run trains. The queue cannot: it does not know what *Materialize* trains."""
+    under_way = dg.RunsFilter(tags={failures.RUN_TAG: run}, statuses=_UNDER_WAY)
+    began = {each.dagster_run.run_id: each.start_time or 0.0 for each in context.instance.get_run_records(under_way)}
+    mine = (began.get(context.run_id, math.inf), context.run_id)
+    if trainers := [run_id for run_id, at in began.items() if (at, run_id) < mine]:
+        message = f"Dagster run {trainers[0]} trains {run!r}: wait for its end, or launch with `takeover: true`"
+        raise failures.failure(context, RunBusy.__name__, message)
 
 
 def _link_recovery(context: dg.AssetExecutionContext, recovered: str) -> None:

@@ -124,32 +124,28 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         spec = self._read(folder, {})
         run = TrainingRunDefinition(name=spec.run, read_spec=read)
         define_training_run(run)
-        shared: dict[str, Any] = {
-            "group_name": self.group_name,
-            "owners": list(self.owners) or None,
-            "automation_condition": self.automation_condition,
-        }
-        plan = build_plan(
-            run,
-            deps=[self._asset_of(table) for table in dict.fromkeys(source.table for source in spec.sources)],
-            kinds={"iceberg"},
-            tags={**self.tags, _STAGE: "plan"},
-            **shared,
-        )
+        sources = [self._asset_of(table) for table in dict.fromkeys(source.table for source in spec.sources)]
         model = build_model(
             run,
             pool=self.pool,
             kinds={_KIND, *self.kinds},
             description=_describe(spec, self.spec_file),
-            tags={**self.tags, _STAGE: "train"},
-            **shared,
+            **self._attributes("train"),
         )
         return dg.Definitions(
-            assets=[plan, model],
+            assets=[build_plan(run, deps=sources, kinds={"iceberg"}, **self._attributes("plan")), model],
             asset_checks=[*build_checks(run), *([build_rehearsal(run)] if self.rehearsal else [])],
             sensors=list(self._automation(run.name)),
             resources={HEARTBEAT: heartbeat_resource},
         )
+
+    def _attributes(self, stage: str) -> dict[str, Any]:
+        return {
+            "group_name": self.group_name,
+            "owners": list(self.owners) or None,
+            "automation_condition": self.automation_condition,
+            "tags": {**self.tags, _STAGE: stage},
+        }
 
     def _read(self, folder: Path, overrides: Mapping[str, Any]) -> JobSpec:
         if self.spec_file is not None:

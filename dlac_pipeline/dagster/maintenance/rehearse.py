@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
-from dlac_pipeline.dagster.assets.rehearsal import rehearse
+from dlac_pipeline.dagster.assets.rehearsal import rehearse_model
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
@@ -38,7 +38,7 @@ class RehearseConfig(Section, dg.Config):
 def runs_to_rehearse(
     context: dg.OpExecutionContext, config: RehearseConfig, lakehouse: LakehouseResource
 ) -> Iterator[dg.DynamicOutput[dict[str, Any]]]:
-    """Arguments of `rehearse`, one output per run."""
+    """Arguments of `rehearse_model`, one output per run."""
     since = datetime.now(UTC) - timedelta(hours=config.committed_within_h)
     runs = config.runs or _trained_since(lakehouse.lakehouse(), since)
     if not runs:
@@ -59,7 +59,7 @@ def rehearsal(
     context: dg.OpExecutionContext, arguments: dict[str, Any], lakehouse: LakehouseResource
 ) -> Iterator[dg.AssetCheckEvaluation | dg.Output[None]]:
     """Evaluate the check, unless the run cannot be rehearsed. One that differs does not stop the rehearsals of others."""
-    result = rehearse(lakehouse.lakehouse(), **arguments)
+    result = rehearse_model(lakehouse.lakehouse(), **arguments)
     (context.log.info if result.passed else context.log.error)(f"{arguments['run']}: {result.description}")
     if result.passed or result.severity == dg.AssetCheckSeverity.ERROR:
         names = ("asset_key", "check_name", "passed", "severity", "description", "metadata")

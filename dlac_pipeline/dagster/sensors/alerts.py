@@ -20,7 +20,7 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG, r
 from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
 from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from dlac_pipeline.dagster.maintenance.verify import verify_job
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, ended_s_ago, recoveries_of
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, decide_recoveries, ended_s_ago
 from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
 from dlac_pipeline.dagster.training_runs import MONITORED, names_of_training
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -173,7 +173,7 @@ def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
     first = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
     message = first or failed.failure_event.message or "it failed"
     instance = context.instance
-    found = recoveries_of(instance, dead, noticed_by="alerts", log=context.log)
+    found = decide_recoveries(instance, dead, noticed_by="alerts", log=context.log)
     if not found:
         return _alert(instance, dead, "failed", message, "error")
     requested = instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)

@@ -12,7 +12,7 @@ import dagster as dg
 from blake3 import blake3
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
-from dlac_pipeline.dagster.sensors.recovery import living_trainer, recoveries_of
+from dlac_pipeline.dagster.sensors.recovery import decide_recoveries, living_trainer
 from dlac_pipeline.dagster.settings import settings_or_defaults
 from dlac_pipeline.dagster.training_runs import TrainingJob, model_key, names_of_training, plan_key, training_runs
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
@@ -154,7 +154,7 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
         return ""  # that launch is gone, or it would have been found
     if no_recovery:
         return f"ended with {no_recovery}"
-    for recovery in recoveries_of(instance, ended, noticed_by="continual training", log=log):
+    for recovery in decide_recoveries(instance, ended, noticed_by="continual training", log=log):
         if isinstance(recovery, dg.SkipReason) and "NoProgress" in str(recovery.skip_message):
             return f"was given up ({recovery.skip_message})"
     return ""

@@ -99,7 +99,7 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
     instance, dead = context.instance, context.dagster_run
     _let_go_of_pools(instance, dead, context.log)
     try:
-        found = recoveries_of(instance, dead, noticed_by=noticed_by, log=context.log)
+        found = decide_recoveries(instance, dead, noticed_by=noticed_by, log=context.log)
     except RecoveryDeferred:
         raise
     except Exception as err:
@@ -115,7 +115,7 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
     return requests or dg.SkipReason(reasons or f"run {dead.run_id} trained nothing")
 
 
-def recoveries_of(
+def decide_recoveries(
     instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
 ) -> list[dg.RunRequest | dg.SkipReason]:
     """Return the recovery of each training run of a Dagster run that has ended, or why it has none.
