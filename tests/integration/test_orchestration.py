@@ -20,7 +20,7 @@ from dagster._core.events import EngineEventData
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.failures import OUTAGE_TAG, PREEMPTED_TAG
 from dlac_pipeline.dagster.heartbeat import Heartbeat
-from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.maintenance import verify_job
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
 from dlac_pipeline.dagster.settings import FILE, read_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlac_pipeline.dagster.assets.head_verification import verify_head
+from dlac_pipeline.dagster.assets.checks import verify_head
 from dlac_pipeline.dagster.assets.pages import model_page
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine

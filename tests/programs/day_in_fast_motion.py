@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 
 from dlac_pipeline.dagster.components.training_run import build_runs_job
-from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance import upkeep_job
 from jobs import definitions
 
 RUNS_JOB = build_runs_job()

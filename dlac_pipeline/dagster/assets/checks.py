@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from datetime import datetime
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
@@ -9,6 +12,11 @@ from dlac_pipeline.dagster.failures import as_failure
 from dlac_pipeline.dagster.metadata import sql_metadata
 from dlac_pipeline.dagster.training_runs import TrainingRunDefinition, model_key
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint, StoreUnavailable
+
+if TYPE_CHECKING:
+    from dlac_pipeline.checkpoint.listing import Verification
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 _AUDITED = {
     "no_duplicate_rows": (
@@ -76,7 +84,6 @@ def _verify(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) 
     checkpoint, such as one that waits for a batch, passes.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.dagster.assets.head_verification import shown_verdict, verify_head
 
     began = time.monotonic()
     with as_failure(context):
@@ -88,9 +95,53 @@ def _verify(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) 
             return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.ERROR, description=str(err))
     if verdict is None:
         return dg.AssetCheckResult(passed=True, description=f"run {run.name!r} has no checkpoint yet: nothing to read")
+    sql = f"FROM verifications WHERE run = '{run.name}' ORDER BY verified_at"
     return dg.AssetCheckResult(
         passed=verdict.problem is None,
         severity=dg.AssetCheckSeverity.ERROR,
         description=verdict.problem or f"every digest of {verdict.checkpoint.checkpoint_id} holds",
-        metadata=shown_verdict(verdict, took_s=time.monotonic() - began),
+        metadata={**facts_of(verdict, began), "sql": sql_metadata(sql)},
     )
+
+
+def verify_head(
+    lakehouse: "Lakehouse", run: str, files: "StoreFiles | None", *, not_since: datetime | None = None
+) -> "Verification | None":
+    """Read the files of the run's head again, and record the result.
+
+    None: the run has no checkpoint yet, or the digests of its head have held since `not_since`.
+
+    Raises:
+        NoSuchRun: the run does not exist.
+        NoSuchCheckpoint: its head was retired while it was read.
+        NoRestorableCheckpoint: every checkpoint is damaged.
+        StoreUnavailable: the store does not answer. That is no damage, and nothing is recorded.
+    """
+    from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+    from dlac_pipeline.lakehouse.ledger.commits import record_verified
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+
+    listed = list_checkpoints(lakehouse, run)
+    head = next((each for each in listed if each.state == "head"), None)
+    if head is None and listed:
+        raise NoRestorableCheckpoint(
+            f"expected a checkpoint of run {run!r} that can be restored, found {len(listed)}, all damaged or abandoned: "
+            "start a run under another name, or rewind it to one that is left"
+        )
+    if head is None or (not_since and head.verified_at and head.verified_at >= not_since):
+        return None
+    found = verify_checkpoints(lakehouse, run, head.step, files=files)
+    verdict = next((each for each in found if each.checkpoint.state == "head"), None)
+    if verdict is None:
+        raise NoSuchCheckpoint(f"expected the head of run {run!r} to read it again, found it retired since")
+    record_verified(
+        Ledger(lakehouse), run, {verdict.checkpoint.checkpoint_id: verdict.problem}, verification=token_hex(8)
+    )
+    return verdict
+
+
+def facts_of(verdict: "Verification", began: float) -> dict[str, Any]:
+    """Return a verdict as metadata. `began` is the monotonic time of the beginning."""
+    names = ("run", "step", "checkpoint_id", "bytes")
+    facts = {name: getattr(verdict.checkpoint, name) or 0 for name in names}
+    return {**facts, "took_s": round(time.monotonic() - began, 3)}

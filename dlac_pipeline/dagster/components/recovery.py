@@ -7,9 +7,7 @@ import dagster as dg
 from pydantic import Field
 
 from dlac_pipeline.dagster.components.training_run import build_runs_job
-from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
-from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
-from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.maintenance import rehearse_job, upkeep_job, verify_job
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
 from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, build_new_snapshot_sensor

@@ -17,9 +17,7 @@ from typing import Any, Literal
 import dagster as dg
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG, run_tag
-from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
-from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
-from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.maintenance import rehearse_job, upkeep_job, verify_job
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, decide_recoveries, ended_s_ago
 from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
 from dlac_pipeline.dagster.training_runs import MONITORED, names_of_training

@@ -1,1 +1,0 @@
-"""Jobs on a whole lakehouse: upkeep, verification, rehearsals."""
