@@ -31,7 +31,7 @@ LOOKED_UP = {"step", "to_step", "snapshot_id"}
 
 
 def models() -> set[type[BaseModel]]:
-    """Return every pydantic model of the package. Dagster's configuration is checked as a job spec."""
+    """Return every pydantic model of the package."""
     for module in pkgutil.walk_packages(dlac_pipeline.__path__, "dlac_pipeline."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -39,7 +39,7 @@ def models() -> set[type[BaseModel]]:
     while pending:
         pending += (below := pending.pop().__subclasses__())
         found |= {each for each in below if each.__module__.startswith("dlac_")}
-    return {each for each in found if each.__module__ != "dlac_pipeline.dagster.resources"}
+    return found
 
 
 def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:

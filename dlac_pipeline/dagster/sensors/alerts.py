@@ -9,7 +9,6 @@ tick either sent its alert, or failed and is repeated as a whole. No alert is lo
 import json
 import logging
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -19,15 +18,12 @@ import dagster as dg
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.dagster.maintenance import rehearse_job, upkeep_job, verify_job
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, decide_recoveries, ended_s_ago
-from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
+from dlac_pipeline.dagster.settings import read_settings
 from dlac_pipeline.dagster.training_runs import MONITORED, names_of_training
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 _BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
-_TRIES = 3
-_TICK_S = 50.0
-"""Dagster gives up a tick after 60 seconds and repeats it, with the alerts that it had sent."""
 _HELD_S = 3600.0
 """Seconds after the end of its run during which a refused alert is tried in each tick. Later alerts wait."""
 
@@ -67,9 +63,9 @@ def send_by_settings(alert: Alert, log: logging.Logger) -> None:
     settings = read_settings().alerts
     if not settings.command:
         return
-    text, timeout_s = json.dumps(asdict(alert)), min(settings.timeout_s, _TICK_S)
+    text, most_s = json.dumps(asdict(alert)), settings.timeout_s
     try:
-        subprocess.run(settings.command, input=text, text=True, capture_output=True, timeout=timeout_s, check=True)
+        subprocess.run(settings.command, input=text, text=True, capture_output=True, timeout=most_s, check=True)
     except (OSError, subprocess.SubprocessError) as err:
         output = getattr(err, "stderr", None)
         raise TrainingFailed(f"expected {settings.command!r} to take an alert, found {err} {output or ''}") from err
@@ -127,16 +123,16 @@ def _send_alert(
     """Send the alert about an ended run, if it needs one. Any result ends the tick, because the next run has its own.
 
     Raises:
-        AlertUnsent: it was refused. The next tick tries again.
+        AlertUnsent: it was refused. The next tick, some seconds later, tries again.
     """
-    began, run = time.monotonic(), context.dagster_run
+    run = context.dagster_run
     if not (run.job_name in _BESIDE_TRAINING or names_of_training(context.instance, run)):
         return dg.SkipReason(f"run {run.run_id} of {run.job_name} does not train")
     try:
         alert = alert_of(context)
         if alert is None or alert.kind not in kinds:
             return dg.SkipReason(f"there is no alert about run {run.run_id}")
-        _send_until(began, send, alert, context.log)
+        send(alert, context.log)
     except Exception as err:
         if ended_s_ago(context.instance, run) < _HELD_S:
             raise AlertUnsent(
@@ -145,24 +141,6 @@ def _send_alert(
         context.log.exception(f"no alert about run {run.run_id} could be sent")
         return dg.SkipReason(f"gave up the alert about run {run.run_id}: {err}")
     return dg.SkipReason(f"sent an alert about run {run.run_id}: {alert.kind}")
-
-
-def _send_until(began: float, send: Send, alert: Alert, log: logging.Logger) -> None:
-    """Send an alert, with a few tries. None begins that could outlast the tick, which began at that monotonic time."""
-    import tenacity  # not by the process of each run
-
-    longest_s = settings_or_defaults(log).alerts.timeout_s
-
-    def enough(state: tenacity.RetryCallState) -> bool:
-        no_time_left = time.monotonic() + state.upcoming_sleep + longest_s > began + _TICK_S
-        return state.attempt_number >= _TRIES or no_time_left
-
-    tenacity.Retrying(
-        wait=tenacity.wait_exponential(multiplier=0.5, max=5.0),
-        stop=enough,
-        before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
-        reraise=True,
-    )(send, alert, log)
 
 
 def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
