@@ -4,11 +4,11 @@ import logging
 import tomllib
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import home_folder
-from dlac_pipeline.spec.spec_problems import LONGEST_S, Section, Timeout, Wait, describe_place, describe_problem
+from dlac_pipeline.spec.spec_problems import LONGEST_S, Section, Timeout, Wait, validate
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 FILE = "orchestration.toml"
@@ -65,13 +65,8 @@ def read_settings(home: Path | None = None) -> Settings:
     """
     path = (home or home_folder()) / FILE
     try:
-        return Settings.model_validate(tomllib.loads(path.read_text()))
+        return validate(Settings, tomllib.loads(path.read_text()), invalid=f"{str(path)!r} is not valid")
     except FileNotFoundError:
         return Settings()
-    except ValidationError as err:
-        lines = [
-            f"  {describe_place(each['loc'], Settings)}: {describe_problem(each, Settings)}" for each in err.errors()
-        ]
-        raise SpecInvalid(f"{str(path)!r} is not valid:\n" + "\n".join(lines)) from err
     except (OSError, ValueError) as err:  # of a number of thousands of digits as well
         raise SpecInvalid(f"cannot read the settings {str(path)!r}: {err}") from err

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -370,14 +370,7 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
     Raises:
         SpecInvalid: every wrong field by name, with what was expected and found.
     """
-    try:
-        return JobSpec.model_validate(raw)
-    except ValidationError as err:
-        lines = [
-            f"  {spec_problems.describe_place(each['loc'], JobSpec)}: {spec_problems.describe_problem(each, JobSpec)}"
-            for each in err.errors()
-        ]
-        raise SpecInvalid(f"{origin} is not a valid job spec:\n" + "\n".join(lines)) from err
+    return spec_problems.validate(JobSpec, raw, invalid=f"{origin} is not a valid job spec")
 
 
 def parse_recorded(raw: dict[str, Any], *, origin: str) -> JobSpec:

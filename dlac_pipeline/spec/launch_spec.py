@@ -28,8 +28,7 @@ class LaunchSpec(Section):
     """Start and supervision of the ranks."""
 
     script: str
-    """The training script that each rank runs, relative to the file of the spec. In Dagster it is relative to the folder in which
-    Dagster was started, so use an absolute path."""
+    """The training script that each rank runs, relative to the file of the spec."""
     args: list[str] = Field(default_factory=list)
     """Arguments of the script."""
     world_size: int = Field(default=1, ge=1, le=MOST_NODES)

@@ -11,10 +11,11 @@ from types import UnionType
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 
 _WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "cluster", "listeners", "params")
@@ -95,6 +96,22 @@ def _describe_bounds(field: FieldInfo) -> str:
     words = {Ge: "of at least", Gt: "above", Le: "of at most", Lt: "below"}
     bounds = [f"{words[kind]} {bound}" for kind, bound in bounds_of(field).items()]
     return f" {' and '.join(bounds)}" if bounds else ""
+
+
+_SectionT = typing.TypeVar("_SectionT", bound=Section)
+
+
+def validate(section: type[_SectionT], raw: object, *, invalid: str) -> _SectionT:
+    """Return a section from plain data. `invalid` begins the error, such as "'job.toml' is not a valid job spec".
+
+    Raises:
+        SpecInvalid: every wrong field by name, with what was expected and found.
+    """
+    try:
+        return section.model_validate(raw)
+    except ValidationError as err:
+        lines = [f"  {describe_place(each['loc'], section)}: {describe_problem(each, section)}" for each in err.errors()]
+        raise SpecInvalid(f"{invalid}:\n" + "\n".join(lines)) from err
 
 
 def describe_place(path: Sequence[str | int], root: type[BaseModel]) -> str:

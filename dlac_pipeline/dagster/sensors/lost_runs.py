@@ -8,7 +8,6 @@ import json
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import dagster as dg
@@ -19,19 +18,10 @@ from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_default
 from dlac_pipeline.dagster.training_runs import names_of_training
 
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
-_NO_MARK = ""
 _LOOK_EVERY_S, _COUNTED_S = 5, 30.0
 """Most of the time between two looks that counts as silence. In a longer pause the sensor or Dagster's storage was down."""
 _LAUNCHED_BY_TAG = ".dagster/grpc_info"
 """Set by Dagster's default launcher: the address of the code server that starts the run's process."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The newest heartbeat of a run, and the time for which it has been the newest while a sensor looked."""
-
-    mark: str
-    silent_s: float
 
 
 @dg.sensor(
@@ -40,33 +30,36 @@ class _Seen:
     description="Fails Dagster runs that train and whose process has ended, for example with its code server or its node.",
 )
 def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-    """Compare each run's heartbeat with what was seen at the ticks before."""
+    """Compare each run's heartbeat with what was seen at the ticks before.
+
+    The cursor has the newest heartbeat of each run, and the time for which it has been the newest while the sensor looked.
+    """
     settings, now = settings_or_defaults(context.log).recovery, time.time()
     mine = context.code_location_origin
     location = None if mine is None else mine.location_name
     waited_for = context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR))
     runs = [run for run in waited_for if _is_of(run, location) and names_of_training(context.instance, run)]
-    if runs:
-        _import_what_a_recovery_needs()
+    if runs:  # during training, because each code server is new and `recovery_sensor` must decide at once
+        importlib.import_module("dlac_pipeline.supervise.claim")
     beats = beats_of(context.instance, [run.run_id for run in runs])
-    looked_at, before = _seen_before(context.cursor)
-    passed_s = min(max(now - looked_at, 0.0), _COUNTED_S)
+    state = json.loads(context.cursor or "{}")
+    before = state.get("seen", {})
+    passed_s = min(max(now - state.get("looked_at", 0.0), 0.0), _COUNTED_S)
     seen, lost = {}, []
     for run in runs:
         beat = beats.get(run.run_id)
-        mark = beat.mark if beat else _NO_MARK
-        known = before.get(run.run_id)
-        silent_s = known.silent_s + passed_s if known is not None and known.mark == mark else 0.0
-        seen[run.run_id] = _Seen(mark, silent_s)
+        mark = beat.mark if beat else ""
+        known, silent_before_s = before.get(run.run_id, (None, 0.0))
+        silent_s = silent_before_s + passed_s if known == mark else 0.0
+        seen[run.run_id] = (mark, silent_s)
         if beat is None:
             reason = _lost_before_it_beat(context.instance, run, silent_s, settings)
         else:
             reason = _reason_lost(beat, silent_s, settings)
         if reason and _end(context.instance, run, reason):
             lost.append(f"run {run.run_id}: {reason}")
-    cursor = json.dumps({"looked_at": now, "seen": {run_id: [one.mark, one.silent_s] for run_id, one in seen.items()}})
     message = "; ".join(lost) or f"all {len(runs)} runs that train are alive"
-    return dg.SensorResult(skip_reason=dg.SkipReason(message), cursor=cursor)
+    return dg.SensorResult(skip_reason=dg.SkipReason(message), cursor=json.dumps({"looked_at": now, "seen": seen}))
 
 
 def _is_of(run: dg.DagsterRun, location: str | None) -> bool:
@@ -76,12 +69,6 @@ def _is_of(run: dg.DagsterRun, location: str | None) -> bool:
     return name == location
 
 
-def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:
-    """Moment and result of this sensor's last look."""
-    state = json.loads(cursor or "{}")
-    return state.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in state.get("seen", {}).items()}
-
-
 def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings) -> str:
     """Return why a run that has been silent for so long is lost. Empty: it is not."""
     if beat.is_here and beat.is_gone and silent_s >= settings.gone_after_s:
@@ -89,11 +76,6 @@ def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings
     if silent_s < settings.lost_after_s:
         return ""
     return f"its process {beat.pid} on {beat.machine.split()[0]} sent no heartbeat for {silent_s:.0f} s"
-
-
-def _import_what_a_recovery_needs() -> None:
-    """Import during training, because each code server is new and `recovery_sensor` must decide at once."""
-    importlib.import_module("dlac_pipeline.supervise.claim")
 
 
 def _lost_before_it_beat(

@@ -129,14 +129,32 @@ def decide_recoveries(
     missing = [name for name in names if name not in defined]
     if missing and ended_s_ago(instance, dead) < _LOADED_WITHIN_S:
         raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")
-    return [
-        dg.SkipReason(f"{name} is not defined in this code location: reload its definitions, and materialize its model")
-        if name in missing
-        else _recovery_of(
-            instance, dead, defined[name].as_launched(dead), alone=len(names) == 1, noticed_by=noticed_by, log=log
-        )
-        for name in names
-    ]
+    found: list[dg.RunRequest | dg.SkipReason] = []
+    for name in names:
+        if name in missing:
+            reason = f"{name} is not defined in this code location: reload its definitions, and materialize its model"
+        else:
+            reason = _reason_against(instance, dead, name, alone=len(names) == 1)
+        run = defined.get(name)
+        if reason or run is None:
+            found.append(dg.SkipReason(reason))
+        else:
+            found.append(_recovery_of(instance, dead, run.as_launched(dead), noticed_by=noticed_by, log=log))
+    return found
+
+
+def _reason_against(instance: dg.DagsterInstance, dead: dg.DagsterRun, name: str, *, alone: bool) -> str:
+    """Return why a training run needs no recovery, by the events of its Dagster run. Empty: it may need one.
+
+    `alone` is True if the Dagster run trained no other one. Tags are those of the Dagster run.
+    """
+    key, no_recovery = model_key(name), run_tag(dead, NO_RECOVERY_TAG)
+    if has_made(instance, dead, key):
+        return f"run {dead.run_id} ended after it had trained {name}"
+    failures = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.STEP_FAILURE) if no_recovery else ()
+    if no_recovery and (alone or key.to_python_identifier() in {entry.step_key for entry in failures}):
+        return f"run {dead.run_id} ended with {no_recovery}: another attempt would meet the same error"
+    return ""
 
 
 def ended_s_ago(instance: dg.DagsterInstance, ended: dg.DagsterRun) -> float:
@@ -160,16 +178,10 @@ def _recovery_of(
     dead: dg.DagsterRun,
     run: TrainingRunDefinition,
     *,
-    alone: bool,
     noticed_by: str,
     log: logging.Logger,
 ) -> dg.RunRequest | dg.SkipReason:
-    """Return the recovery of a training run. `alone` is True if the Dagster run trained no other one."""
-    if has_made(instance, dead, model_key(run.name)):
-        return dg.SkipReason(f"run {dead.run_id} ended after it had trained {run.name}")
-    no_recovery = run_tag(dead, NO_RECOVERY_TAG)
-    if no_recovery and (alone or _has_failed(instance, dead, run)):
-        return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would meet the same error")
+    """Return the recovery of a training run, unless it is given up or another launch trains it."""
     try:
         spec = run.job_spec()
     except SpecInvalid as err:  # a request that Dagster cannot launch would be repeated at every tick
@@ -209,12 +221,6 @@ def _recovery_of(
     )
 
 
-def _has_failed(instance: dg.DagsterInstance, dead: dg.DagsterRun, run: TrainingRunDefinition) -> bool:
-    """Return True if the step of a training run failed. Tags are those of the Dagster run, which may train several."""
-    failures = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.STEP_FAILURE)
-    return model_key(run.name).to_python_identifier() in {entry.step_key for entry in failures}
-
-
 class _Past:
     """Results of recoveries before this one, by the dead run's tags, and of the dead run itself."""
 
@@ -226,7 +232,9 @@ class _Past:
         self._in_a_row = int(run_tag(dead, _IN_A_ROW_TAG) or "0")
         self._away = bool(run_tag(dead, OUTAGE_TAG))
         self._since = float(run_tag(dead, _OUTAGE_SINCE_TAG) or self.now)
-        self._lasted_s = _lasted_s(instance, dead)
+        record = instance.get_run_record_by_id(dead.run_id)
+        began, ended = (record.start_time, record.end_time) if record else (None, None)
+        self._lasted_s = ended - began if began and ended else 0.0
         self._progressed: bool | None = None
 
     def seen(self, head: str) -> None:
@@ -255,13 +263,6 @@ class _Past:
         since = self.outage_since
         waits = since is not None and self.now - since < settings.outage_s
         return self._in_a_row - (1 if waits and self._in_a_row else 0)
-
-
-def _lasted_s(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> float:
-    record = instance.get_run_record_by_id(dead.run_id)
-    if record is None or record.start_time is None or record.end_time is None:
-        return 0.0
-    return record.end_time - record.start_time
 
 
 def _passed_on(dead: dg.DagsterRun) -> dict[str, str]:
