@@ -110,7 +110,9 @@ def validate(section: type[_SectionT], raw: object, *, invalid: str) -> _Section
     try:
         return section.model_validate(raw)
     except ValidationError as err:
-        lines = [f"  {describe_place(each['loc'], section)}: {describe_problem(each, section)}" for each in err.errors()]
+        lines = [
+            f"  {describe_place(each['loc'], section)}: {describe_problem(each, section)}" for each in err.errors()
+        ]
         raise SpecInvalid(f"{invalid}:\n" + "\n".join(lines)) from err
 
 
