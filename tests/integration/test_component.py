@@ -19,7 +19,7 @@ from dlac_pipeline.dagster.components.training_run import build_runs_job, build_
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG
 from dlac_pipeline.dagster.sensors import recovery
 from dlac_pipeline.dagster.sensors.alerts import Alert, dlac_alerts
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred, build_recovery_sensor
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred, build_recovery_sensors
 from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key, training_runs
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.conftest import Arena
@@ -168,7 +168,7 @@ def test_missing_definition_is_reported(arena: Arena, instance: dg.DagsterInstan
     alerts: list[Alert] = []
     alert_sensor, *_ = dlac_alerts(lambda alert, _: alerts.append(alert))
     answers = []
-    for sensor in (build_recovery_sensor(build_runs_job()), alert_sensor):
+    for sensor in (build_recovery_sensors(build_runs_job())[0], alert_sensor):
         answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
         assert isinstance(answer, dg.SkipReason)
         answers.append(answer)

@@ -12,7 +12,7 @@ from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
 from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, build_new_snapshot_sensor
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
+from dlac_pipeline.dagster.sensors.recovery import build_recovery_sensors
 from dlac_pipeline.dagster.sensors.registration import build_registration_sensor, register_job
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
@@ -46,8 +46,7 @@ class Recovery(dg.Component, dg.Model, dg.Resolvable):
             jobs=[runs_job, register_job, *jobs.values()],
             schedules=[*schedules, build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
             sensors=[
-                build_recovery_sensor(runs_job),
-                build_preemption_sensor(runs_job),
+                *build_recovery_sensors(runs_job),
                 lost_run_sensor,
                 build_new_snapshot_sensor(runs_job),
                 build_registration_sensor(lakehouse),

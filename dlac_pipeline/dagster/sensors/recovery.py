@@ -50,47 +50,42 @@ class RecoveryDeferred(dg.DagsterError):
     """A recovery cannot be requested yet. Only Dagster's own errors fail the tick and leave the cursor of a sensor on runs."""
 
 
-def build_recovery_sensor(runs_job: TrainingJob) -> dg.SensorDefinition:
-    """Return the sensor that requests one recovery per training run of a dead Dagster run.
+def build_recovery_sensors(runs_job: TrainingJob) -> list[dg.SensorDefinition]:
+    """Return the sensors that request a recovery per training run of an ended Dagster run: a dead one, or a preempted one.
 
     The recovery replaces the current attempt, unless that one is alive.
     """
+    shared: dict[str, Any] = {
+        "monitored_jobs": MONITORED,
+        "request_job": runs_job,
+        "minimum_interval_seconds": 2,
+        "default_status": dg.DefaultSensorStatus.RUNNING,
+    }
 
-    @dg.run_failure_sensor(
-        monitored_jobs=MONITORED,
-        request_job=runs_job,
-        minimum_interval_seconds=2,
-        default_status=dg.DefaultSensorStatus.RUNNING,
+    @dg.run_status_sensor(
+        run_status=dg.DagsterRunStatus.FAILURE,
         description="Requests a recovery when a Dagster run that trains has died, unless the next one would fail as well.",
+        **shared,
     )
-    def recovery_sensor(context: dg.RunFailureSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _recover(context, noticed_by="recovery_sensor")
-
-    return recovery_sensor
-
-
-def build_preemption_sensor(runs_job: TrainingJob) -> dg.SensorDefinition:
-    """Return the sensor that requests a recovery of each cancelled run that has the tag of preemption."""
+    def recovery_sensor(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
+        return _recover(context)
 
     @dg.run_status_sensor(
         run_status=dg.DagsterRunStatus.CANCELED,
-        monitored_jobs=MONITORED,
-        request_job=runs_job,
-        minimum_interval_seconds=2,
-        default_status=dg.DefaultSensorStatus.RUNNING,
         description="Requests a recovery when a run was cancelled because its node shuts down, not when a person cancelled it.",
+        **shared,
     )
     def preemption_sensor(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
         cancelled = context.dagster_run
         if not run_tag(cancelled, PREEMPTED_TAG):
             _let_go_of_pools(context.instance, cancelled, context.log)
             return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
-        return _recover(context, noticed_by="preemption_sensor")
+        return _recover(context)
 
-    return preemption_sensor
+    return [recovery_sensor, preemption_sensor]
 
 
-def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.RunRequest] | dg.SkipReason:
+def _recover(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
     """Return the recoveries of an ended Dagster run, or why it has none.
 
     Raises:
@@ -99,7 +94,7 @@ def _recover(context: dg.RunStatusSensorContext, *, noticed_by: str) -> list[dg.
     instance, dead = context.instance, context.dagster_run
     _let_go_of_pools(instance, dead, context.log)
     try:
-        found = decide_recoveries(instance, dead, noticed_by=noticed_by, log=context.log)
+        found = decide_recoveries(instance, dead, noticed_by=context.sensor_name, log=context.log)
     except RecoveryDeferred:
         raise
     except Exception as err:
