@@ -16,10 +16,12 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import (
+    check_healed,
     events_of,
     have_ended,
     runs_that_recover,
     sensor_ticks,
+    train_to,
     wait_for_step,
 )
 
@@ -60,6 +62,16 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
     checks = events_of(dagster, recovery.run_id, dg.DagsterEventType.ASSET_CHECK_EVALUATION)
     assert [check.event_specific_data.passed for check in checks] == [True] * 4
     assert {check.event_specific_data.asset_key for check in checks} == {model_key(spec.run)}
+
+
+@pytest.mark.soak
+def test_run_of_new_file_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
+    """The job file was written after the daemon started. The sensor waits until the code location is loaded again."""
+    spec = campaign.spec("dagster-new", pause_s=0.05)
+    dagster.write_job_file(spec)
+    run_id, processes = train_to(dagster, spec)
+    processes[0].kill()
+    check_healed(campaign, dagster, spec, run_id)
 
 
 @pytest.mark.soak
