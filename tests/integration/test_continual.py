@@ -11,7 +11,6 @@ import yaml
 
 from dlac_pipeline.dagster import Recovery, TrainingRun, training_runs
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
-from dlac_pipeline.dagster.sensors import continual
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
@@ -175,9 +174,7 @@ def test_what_ended_for_good_waits_for_an_append(
     assert again.tags["dlac/due"] != request.tags["dlac/due"]
 
 
-def test_failed_recovery_counts_for_its_run(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_recovery_counts_for_its_run(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Recoveries do not carry what was due, and one that stepped aside says nothing; a run that heals is asked for as before."""
     arena.table(appends=(600,))
     spec = following(arena, "recovers")
@@ -185,8 +182,7 @@ def test_failed_recovery_counts_for_its_run(
     dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags=request.tags)
     [again] = scheduled(instance)
     assert again.tags == request.tags
-    monkeypatch.setattr(continual, "_PAGE", 3)
-    for _ in range(4):  # more than one page
+    for _ in range(4):
         dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
     arena.train(spec, until=15)
     gave_up = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags={NO_RECOVERY_TAG: "NoSuchColumn"})

@@ -66,7 +66,7 @@ def walk_finished(page: Page, pictures: Path) -> None:
     """The pages of what has ended."""
     page.open("/locations/__repository__@dlac/asset-groups/training")
     page.wait_for("healed", "live", "4 / 4 Passed")
-    page.picture(pictures / "graph.png", height=620)
+    page.picture(pictures / "graph.png", height=780)
     page.open(MODEL)
     page.wait_for("One model of training run", "ml-platform", "healed", "incidents", "last_checkpoints")
     page.picture(pictures / "asset.png", height=1300)

@@ -30,36 +30,26 @@ def build_plan(run: TrainingRunDefinition, **attributes: Any) -> dg.AssetsDefini
 
 
 def _plan(context: dg.AssetExecutionContext, run: TrainingRunDefinition) -> dict[str, Any]:
-    """Pin and plan the snapshots of a new run: those that the spec names, or the current ones. Return them as metadata.
-
-    A run that has begun keeps the snapshots and the plans of its leg.
-    """
-    from dlac_pipeline.lakehouse.external.mirror import load_version
-    from dlac_pipeline.lakehouse.iceberg.pins import hold
-    from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+    """Pin and plan the snapshots of a new run. One that has begun keeps the plans of its leg. Return them as metadata."""
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
     from dlac_pipeline.plan.legs.choice import plan_sources
 
     spec, lakehouse = run.job_spec(), run.lakehouse()
     committed = _last_leg(lakehouse, spec)
-    sources, tags = [], []
-    for index, source in enumerate(spec.sources):
-        wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
-        snapshot = snapshot_of(load_version(lakehouse, source.table, wanted), wanted, ref=source.ref)
-        sources.append(source.model_copy(update={"snapshot_id": snapshot.snapshot_id}))
-        tags.append(hold(lakehouse, source.table, snapshot.snapshot_id, source.pin) or "(no tag)")
-        context.log.info(f"snapshot {snapshot.snapshot_id} of {source.table} is pinned by tag {tags[-1]}")
     if committed is None:
-        plans = [plan.row for plan in plan_sources(lakehouse, spec.with_sources(sources))]
+        plans = [plan.row for plan in plan_sources(lakehouse, spec)]
     else:
         plans = [get_plan(lakehouse, source.plan_id) for source in committed.sources]
     for plan in plans:
-        context.log.info(f"plan {plan.plan_id}: {plan.units} work units, {plan.live_rows} live rows")
+        context.log.info(
+            f"plan {plan.plan_id}: {plan.units} work units, {plan.live_rows} live rows of snapshot {plan.snapshot_id} of "
+            f"{plan.source_table}, pinned by tag {plan.tag or '(no tag)'}"
+        )
     return {
         "run": spec.run,
-        "table": ", ".join(source.table for source in sources),
-        "snapshot_id": ", ".join(str(source.snapshot_id) for source in sources),
-        "tag": ", ".join(tags),
+        "table": ", ".join(source.table for source in spec.sources),
+        "snapshot_id": ", ".join(str(plan.snapshot_id) for plan in plans),
+        "tag": ", ".join(plan.tag or "(no tag)" for plan in plans),
         "plan_ids": dg.MetadataValue.json([plan.plan_id for plan in plans]),
         "is_new": committed is None,
         "work_units": sum(plan.units for plan in plans),

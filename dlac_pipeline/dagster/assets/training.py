@@ -22,6 +22,7 @@ from dlac_pipeline.spec.launch_request import OPERATOR, LaunchChoices, Request
 POOL = "trainers"
 """Pool whose limit is the number of training runs that this Dagster instance trains at once. Without one, no limit."""
 
+_CHECKPOINT = ("run", "step", "loss", "rows", "checkpoint_id", "bytes", "reason", "duration_s")
 _UNDER_WAY = [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 
 
@@ -126,35 +127,31 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
 
 
 class _Shown:
-    """Shows the supervisor's events. What keeps a preemption from being taken for a person's cancel is set first, and again."""
+    """Shows the supervisor's events: an observation per committed checkpoint, interval and preemption, else a line of the log.
+
+    What keeps a preemption from being taken for a person's cancel is set first, and again.
+    """
 
     def __init__(self, context: dg.AssetExecutionContext) -> None:
         self._context = context
         self._notice = ""
 
     def __call__(self, event: Event) -> None:
-        if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
+        context, kind = self._context, event["event"]
+        facts = {name: value for name, value in event.items() if name not in ("event", "at", "asked")}
+        if kind == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
             self._notice = event["notice"]
         if self._notice:
-            failures.tag_run(self._context, failures.PREEMPTED_TAG, self._notice)
+            failures.tag_run(context, failures.PREEMPTED_TAG, self._notice)
             self._notice = ""
-        _show(self._context, event)
-
-
-def _show(context: dg.AssetExecutionContext, event: Event) -> None:
-    """An observation per committed checkpoint, chosen interval and preemption, a log line per other event."""
-    if event["event"] == "checkpoint":
-        metadata: dict[str, Any] = {
-            name: event[name]
-            for name in ("run", "step", "loss", "rows", "checkpoint_id", "bytes", "reason", "duration_s")
-        } | {f"{phase}_s": seconds for phase, seconds in event["phases"].items()}
-        context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-    elif event["event"] in ("interval", "preempted"):
-        metadata = {name: value for name, value in event.items() if name not in ("event", "at", "asked")}
-        context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-    elif event["event"] == "step":
-        loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
-        context.log.debug(f"step {event['step']}: loss {loss}")
-    else:
-        facts = [f"{name} {value}" for name, value in event.items() if name not in ("event", "run", "at", "asked")]
-        context.log.info(f"{event['event']}: {', '.join(facts)}")
+        if kind == "checkpoint":
+            facts = {name: event[name] for name in _CHECKPOINT}
+            facts |= {f"{phase}_s": seconds for phase, seconds in event["phases"].items()}
+        if kind in ("checkpoint", "interval", "preempted"):
+            context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=facts))
+        elif kind == "step":
+            loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
+            context.log.debug(f"step {event['step']}: loss {loss}")
+        else:
+            shown = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "run")
+            context.log.info(f"{kind}: {shown}")

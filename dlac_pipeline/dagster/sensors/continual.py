@@ -27,8 +27,8 @@ DUE_TAG = "dlac/due"
 _GOES_ON = (
     "it continues when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
 )
-_PAGE = 20
-"""Dagster runs that are read at once."""
+_LOOKED_AT = 200
+"""Newest Dagster runs of a training run among which the one is looked for that was requested here."""
 _UNDER_WAY = [
     status
     for status in dg.DagsterRunStatus
@@ -130,7 +130,7 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
     its purpose. The head does not count, because runs that end like that may have committed something before.
     """
     newest = None
-    for run in _newest_first(instance, spec.run):
+    for run in instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}), limit=_LOOKED_AT):
         if newest is None:
             if not names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
@@ -158,14 +158,6 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
         if isinstance(recovery, dg.SkipReason) and "NoProgress" in str(recovery.skip_message):
             return f"was given up ({recovery.skip_message})"
     return ""
-
-
-def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.DagsterRun]:
-    """The Dagster runs of a training run."""
-    cursor = None
-    while page := instance.get_runs(dg.RunsFilter(tags={RUN_TAG: run}), cursor=cursor, limit=_PAGE):
-        yield from page
-        cursor = page[-1].run_id
 
 
 def _request(spec: JobSpec, found: "Due", once_per_snapshot: bool) -> dg.RunRequest:
