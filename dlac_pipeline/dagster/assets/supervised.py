@@ -46,9 +46,14 @@ def supervise_run(
     Dagster's sensors decide, which count recoveries without progress.
     """
     while True:
-        progress = _Progress(on_event)
-        last = supervise_launch(request, progress, on_asking=on_asking)
-        if last.get("kind") != _DIED or not progress.committed or request.spec.launch.on != "here":
+        seen: dict[str, Event] = {}  # the last event of each kind
+
+        def pass_on(event: Event, seen: dict[str, Event] = seen) -> None:
+            seen[event["event"]] = event
+            on_event(event)
+
+        last = supervise_launch(request, pass_on, on_asking=on_asking)
+        if last.get("kind") != _DIED or "checkpoint" not in seen or request.spec.launch.on != "here":
             return last, request
         _pass_on(
             on_event, {"event": "warning", "message": f"the supervisor died ({last['message']}): another one starts"}
@@ -57,7 +62,7 @@ def supervise_run(
             update={
                 "plan_ids": (),
                 "repin": False,
-                "replaces": progress.attempt,
+                "replaces": seen.get("attempt", {}).get("attempt", 0),
                 "recovers": request.launched_by,
                 "takeover": True,
                 "wait_s": _OLD_LAUNCH_S,
@@ -65,20 +70,6 @@ def supervise_run(
                 "noticed_at": time.time(),
             }
         )
-
-
-class _Progress:
-    """Listener that notes a supervisor's last attempt, and if it has committed a checkpoint."""
-
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
-        self._on_event = on_event
-        self.attempt = 0
-        self.committed = False
-
-    def __call__(self, event: Event) -> None:
-        self.attempt = event.get("attempt", self.attempt) if event["event"] == "attempt" else self.attempt
-        self.committed = self.committed or event["event"] == "checkpoint"
-        self._on_event(event)
 
 
 def supervise_launch(

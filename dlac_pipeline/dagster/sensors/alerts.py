@@ -23,6 +23,7 @@ from dlac_pipeline.dagster.training_runs import MONITORED, names_of_training
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
+Severity = Literal["info", "warning", "error"]
 _BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
 _HELD_S = 3600.0
 """Seconds after the end of its run during which a refused alert is tried in each tick. Later alerts wait."""
@@ -45,7 +46,7 @@ class Alert:
     job: str
     dagster_run: str
     message: str
-    severity: Literal["info", "warning", "error"]
+    severity: Severity
 
 
 Send = Callable[[Alert, logging.Logger], None]
@@ -151,15 +152,14 @@ def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
     instance = context.instance
     found = decide_recoveries(instance, dead, noticed_by="alerts", log=context.log)
     if not found:
-        return _alert(instance, dead, "failed", message, "error")
+        return _alert(context, "failed", message, "error")
     requested = instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
     if requested or any(isinstance(each, dg.RunRequest) for each in found):
-        return _alert(instance, dead, "recovering", message, "warning")
+        return _alert(context, "recovering", message, "warning")
     if not run_tag(dead, NO_RECOVERY_TAG):
-        message = (
-            f"{message} ({'; '.join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))})"
-        )
-    return _alert(instance, dead, "gave_up", message, "error")
+        reasons = "; ".join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))
+        message = f"{message} ({reasons})"
+    return _alert(context, "gave_up", message, "error")
 
 
 def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
@@ -168,8 +168,8 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
         return None
     if RECOVERS_TAG in ended.tags:
         before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id
-        return _alert(context.instance, ended, "recovered", f"resumes Dagster run {before}", "info")
-    return _alert(context.instance, ended, "succeeded", "ended well", "info")
+        return _alert(context, "recovered", f"resumes Dagster run {before}", "info")
+    return _alert(context, "succeeded", "ended well", "info")
 
 
 def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
@@ -188,23 +188,10 @@ def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
         for each in failed
     ]
     error = any(each.severity == dg.AssetCheckSeverity.ERROR for each in failed)
-    return _alert(
-        context.instance, context.dagster_run, "check_failed", "; ".join(problems), "error" if error else "warning"
-    )
+    return _alert(context, "check_failed", "; ".join(problems), "error" if error else "warning")
 
 
-def _alert(
-    instance: dg.DagsterInstance,
-    run: dg.DagsterRun,
-    kind: Kind,
-    message: str,
-    severity: Literal["info", "warning", "error"],
-) -> Alert:
-    return Alert(
-        kind=kind,
-        run=", ".join(names_of_training(instance, run)),
-        job=run.job_name,
-        dagster_run=run.run_id,
-        message=message,
-        severity=severity,
-    )
+def _alert(context: dg.RunStatusSensorContext, kind: Kind, message: str, severity: Severity) -> Alert:
+    run = context.dagster_run
+    names = ", ".join(names_of_training(context.instance, run))
+    return Alert(kind=kind, run=names, job=run.job_name, dagster_run=run.run_id, message=message, severity=severity)

@@ -98,8 +98,7 @@ def _lost_before_it_beat(
 
 def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int, float]:
     """Return the process that a code server of this node started for a run, and the moment. 0: none is known."""
-    server = _server_of(run)
-    if not server or not Path(server).exists():
+    if not _server_here(run):
         return 0, 0.0  # launched by another node, or by other means
     for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
         metadata = {} if entry.dagster_event is None else entry.dagster_event.engine_event_data.metadata
@@ -108,22 +107,17 @@ def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int
     return 0, 0.0
 
 
-def _server_of(run: dg.DagsterRun) -> str:
-    """Return the socket of the code server for a run, or an empty string."""
-    return str(json.loads(run.tags.get(_LAUNCHED_BY_TAG, "{}")).get("socket") or "")
+def _server_here(run: dg.DagsterRun) -> str:
+    """Return the socket of the code server for a run. Empty: it is not on this node."""
+    server = str(json.loads(run.tags.get(_LAUNCHED_BY_TAG, "{}")).get("socket") or "")
+    return server if server and Path(server).exists() else ""
 
 
 def _server_is_gone(run: dg.DagsterRun) -> bool:
-    """Return True if the socket of the code server is on this node and does not answer."""
-    server = _server_of(run)
-    if not server or not Path(server).exists():
-        return False
+    """Return True if the code server for a run is on this node and does not answer."""
+    server = _server_here(run)
     with socket.socket(socket.AF_UNIX) as client:
-        try:
-            client.connect(server)
-        except OSError:
-            return True
-    return False
+        return bool(server) and client.connect_ex(server) != 0
 
 
 def _is_there(pid: int, since: float) -> bool:
