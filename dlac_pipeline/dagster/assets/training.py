@@ -56,7 +56,7 @@ def _train(
     heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
     if context.run.tags.get(failures.RUN_TAG) != run.name:  # by *Materialize* in the UI, whose job has no tags
         context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
-    if config.replaces is None and not config.takeover:
+    if config.noticed_by == OPERATOR and not config.takeover:
         _refuse_if_trained(context, run.name)
     with failures.as_failure(context):
         spec = run.job_spec()
