@@ -108,6 +108,27 @@ def test_launch_overrides_settings_of_file(arena: Arena, instance: dg.DagsterIns
     assert [row.step for row in arena.lineage("changed")][-1] == 2000 / 80
 
 
+def test_second_launch_is_refused(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """*Materialize* of a run that another Dagster run trains fails, and names that one. `takeover` and a recovery train."""
+    arena.table()
+    first = dagster_run(instance, arena.spec("busy"))
+    job = project(arena, "busy").resolve_implicit_global_asset_job_def()
+
+    def launched(**config: Any) -> dg.ExecuteInProcessResult:
+        return job.get_subset(asset_selection={model_key("busy")}).execute_in_process(
+            instance=instance, run_config={"ops": {"models__busy": {"config": config}}}, raise_on_error=False
+        )
+
+    refused = launched()
+    assert not refused.success
+    assert f"Dagster run {first.run_id} trains 'busy'" in str(refused.get_step_failure_events()[0].event_specific_data)
+    run = instance.get_run_by_id(refused.run_id)
+    assert run is not None
+    assert (run.tags[NO_RECOVERY_TAG], RUN_TAG in run.tags) == ("RunBusy", False)
+    assert launched(takeover=True).success
+    assert launched(noticed_by="recovery_sensor").success
+
+
 def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A Dagster run that dies is resumed by the job on training runs, as it was launched. Plans alone train nothing."""
     arena.table()

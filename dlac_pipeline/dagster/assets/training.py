@@ -54,10 +54,11 @@ def _train(
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
     heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
-    if context.run.tags.get(failures.RUN_TAG) != run.name:  # by *Materialize* in the UI, whose job has no tags
-        context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
+    is_tagged = context.run.tags.get(failures.RUN_TAG) == run.name
     if config.noticed_by == OPERATOR and not config.takeover:
-        _refuse_if_trained(context, run.name)
+        _refuse_if_trained(context, run.name, is_tagged=is_tagged)
+    if not is_tagged:  # launched by *Materialize* in the UI, whose job has no tags
+        context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
     with failures.as_failure(context):
         spec = run.job_spec()
     _link_recovery(context, config.recovers)
@@ -80,13 +81,17 @@ def _train(
         yield dg.MaterializeResult(metadata=model_page(run.lakehouse(), run.name))
 
 
-def _refuse_if_trained(context: dg.AssetExecutionContext, run: str) -> None:
-    """Refuse to train a run that another Dagster run trains. The queue cannot: it does not know what *Materialize* trains."""
+def _refuse_if_trained(context: dg.AssetExecutionContext, run: str, *, is_tagged: bool) -> None:
+    """Refuse to train a run that another Dagster run trains. The queue cannot: it does not know what *Materialize* trains.
+
+    Of two that are tagged, which only a queue without the limit starts, the first one trains.
+    """
     under_way = dg.RunsFilter(tags={failures.RUN_TAG: run}, statuses=_UNDER_WAY)
     began = {each.dagster_run.run_id: each.start_time or 0.0 for each in context.instance.get_run_records(under_way)}
     mine = (began.get(context.run_id, math.inf), context.run_id)
-    if trainers := [run_id for run_id, at in began.items() if (at, run_id) < mine]:
-        message = f"Dagster run {trainers[0]} trains {run!r}: wait for its end, or launch with `takeover: true`"
+    others = ((at, run_id) for run_id, at in began.items() if run_id != context.run_id)
+    if trainers := [other for other in others if other < mine or not is_tagged]:
+        message = f"Dagster run {trainers[0][1]} trains {run!r}: wait for its end, or launch with `takeover: true`"
         raise failures.failure(context, RunBusy.__name__, message)
 
 
