@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dagster as dg
 
-from dlac_pipeline.dagster.components.training_run import build_runs_job
 from dlac_pipeline.dagster.maintenance import upkeep_job
+from dlac_pipeline.dagster.training_runs import RUNS_JOB
 from jobs import definitions
 
-RUNS_JOB = build_runs_job()
 
-
-@dg.sensor(job=RUNS_JOB, minimum_interval_seconds=1, default_status=dg.DefaultSensorStatus.RUNNING)
+@dg.sensor(job_name=RUNS_JOB, minimum_interval_seconds=1, default_status=dg.DefaultSensorStatus.RUNNING)
 def continual_training(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
     """Return the schedule's requests of the current time."""
     repository = context.repository_def
