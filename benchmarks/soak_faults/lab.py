@@ -37,6 +37,9 @@ class _Slot:
     """A slot in which one run after the other trains."""
 
     mode: str
+    upcoming: JobSpec
+    """Next run. Its job file is written before it trains, because the daemon loads its code location again each minute only."""
+    number: int = 1
     trainee: Trainee | None = None
     launching: Future[str] | None = None
 
@@ -57,7 +60,7 @@ class Lab:
         self.trainees: list[Trainee] = []
         """Every run so far, including finished ones."""
         self._services = services
-        self._slots = [_Slot(mode) for mode in _MODES]
+        self._slots = [_Slot(mode, self._prepare(mode, 1)) for mode in _MODES]
         self._launcher = ThreadPoolExecutor(1)
         self._goes_on = True
 
@@ -95,16 +98,18 @@ class Lab:
                 slot.launching.result()
                 slot.launching = None
             if self._goes_on and (slot.trainee is None or _is_finished(slot.trainee)):
-                run = f"soak-{len(self.trainees) + 1:03d}"
-                slot.trainee = Trainee(self.lakehouse, self._spec(run, slot.mode, pause_s=0.1), self.journal)
+                slot.trainee = Trainee(self.lakehouse, slot.upcoming, self.journal)
                 self.trainees.append(slot.trainee)
-                slot.launching = self._launcher.submit(self._train, slot.trainee.spec)
+                slot.launching = self._launcher.submit(self.dagster.train, slot.trainee.run)
+                slot.number += 1
+                slot.upcoming = self._prepare(slot.mode, slot.number)
         time.sleep(_TICK_S)
 
-    def _train(self, spec: JobSpec) -> str:
-        """Start a run. Dagster's daemon loads its code location again within a minute, and then recovers the new run as well."""
+    def _prepare(self, mode: str, number: int) -> JobSpec:
+        """Write the job file of a run."""
+        spec = self._spec(f"soak-{mode}-{number}", mode, pause_s=0.1)
         self.dagster.write_job_file(spec)
-        return self.dagster.train(spec.run)
+        return spec
 
     def training(self) -> list[Trainee]:
         """Return the runs that train and are far from both ends, by slot."""
