@@ -1,17 +1,20 @@
 """Reading and writing of a checkpoint's folder by torch.distributed.checkpoint (DCP).
 
-DCP plans which rank saves which part of which tensor, and which parts any other number of ranks loads. It is used for that
-only. Its own files name their parts in a pickle, which can run code. Here every rank's parts are a list in one file, and an
-index in plain values records their places.
+DCP plans which rank saves which part of which tensor, and which parts any other number of ranks loads. Each rank's tensors
+are a safetensors file in the layout of DCP's `HuggingFaceStorageWriter`, which DCP and safetensors open without DLAC. That
+layout has no place for plain values and some types of elements. These are a list in a second file of the rank, and an index
+in plain values records all places.
 """
 
+import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
+from safetensors import safe_open
+from torch.distributed.checkpoint import _hf_utils as layout
 from torch.distributed.checkpoint import metadata as metadatas
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -31,9 +34,11 @@ from torch.futures import Future
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, SAFETENSORS
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+"""1: all parts of a rank are a list in its `shards-<rank>.pt`."""
 _INDEX = "shards-index.pt"
 
 
@@ -69,18 +74,26 @@ class ShardWriter(_AsPlanned, StorageWriter):
         self._write = write
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's parts: one file."""
-        if plan.items:
-            self._hand_over(
-                self._rank_file,
-                lambda: [plain_state(planner.resolve_data(item), at=item.index.fqn) for item in plan.items],
-            )
-        return _done(
-            [
-                WriteResult(index=item.index, size_in_bytes=0, storage_data=[self._rank_file, position])
-                for position, item in enumerate(plan.items)
-            ]
-        )
+        """This rank's parts: tensors in one file, other parts in another one."""
+        tensors: dict[str, Any] = {}
+        offsets: dict[str, dict[str, list[int]]] = {}
+        others: list[tuple[str, Any]] = []
+        results = []
+        for item in plan.items:
+            name, part = item.index.fqn, planner.resolve_data(item)
+            place: list[Any] = [self._tensor_file, None]
+            if item.tensor_data is not None and _fits(part) and name not in tensors:
+                tensors[name] = part
+                offsets[name] = {layout.SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
+            else:
+                place = [self._other_file, len(others)]
+                others.append((name, part))
+            results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=place))
+        if tensors:
+            self._hand_over(self._tensor_file, lambda: {**tensors, ABOUT: _about(offsets)})
+        if others:
+            self._hand_over(self._other_file, lambda: [plain_state(part, at=name) for name, part in others])
+        return _done(results)
 
     def finish(self, metadata: metadatas.Metadata, results: list[list[WriteResult]]) -> None:
         """The index."""
@@ -100,8 +113,9 @@ class ShardWriter(_AsPlanned, StorageWriter):
         self._hand_over(_INDEX, lambda: plain_state(index, at="index"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note the rank."""
-        self._rank_file = f"shards-{kwargs['rank']:05d}.pt"
+        """Note the names of the rank's files."""
+        self._tensor_file = layout._gen_file_name(1, 1, kwargs["rank"] + 1)
+        self._other_file = f"shards-{kwargs['rank']:05d}.pt"
 
     def _hand_over(self, name: str, state: Callable[[], Any]) -> None:
         try:
@@ -146,13 +160,14 @@ class ShardReader(_AsPlanned, StorageReader):
             file, position = self._places[item.storage_index]
             by_file[file].append((position, item))
         for file, wanted in by_file.items():
-            parts = load_tensors(self._folder / file, mmap=True)
+            part_at = _opened(self._folder / file)
             for position, item in wanted:
+                part = part_at(item.storage_index.fqn, position)
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, parts[position])
+                    planner.load_bytes(item, part)
                     continue
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(narrow_tensor_by_index(parts[position], item.storage_offsets, item.lengths))
+                target.copy_(part[_box(item.storage_offsets, item.lengths)])
                 planner.commit_tensor(item, target)
         return _done(None)
 
@@ -188,11 +203,38 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
         if name in whole:
             by_file[file].append((name, offset or [0] * whole[name].dim(), position))
     for file, wanted in by_file.items():
-        parts = load_tensors(folder / file, mmap=True)
+        part_at = _opened(folder / file)
         for name, offset, position in wanted:
-            shard = parts[position]
-            narrow_tensor_by_index(whole[name], offset, list(shard.shape)).copy_(shard)
+            shard = part_at(name, position)[()]
+            whole[name][_box(offset, shard.shape)] = shard
     return {".".join(map(str, paths[name][1:])): tensor for name, tensor in whole.items()}
+
+
+def _fits(part: Any) -> bool:
+    """Return True if a safetensors file can contain the part of a state."""
+    return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and part.dtype in DTYPES
+
+
+def _about(offsets: dict[str, dict[str, list[int]]]) -> dict[str, str]:
+    """Return the texts by which DCP places the tensors of a safetensors file in those of the whole state."""
+    return {
+        layout.CUSTOM_METADATA_KEY: json.dumps(offsets, separators=(",", ":")),
+        layout.DCP_VERSION_KEY: str(layout.HF_DCP_VERSION),
+        layout.FORMAT_KEY: layout.FORMAT_VALUE,
+    }
+
+
+def _opened(path: Path) -> Callable[[str, int], Any]:
+    """Return a function from the name and position of a part of the file to the part. Tensors are read when indexed."""
+    if path.suffix == SAFETENSORS:
+        file: Any = safe_open(path, "pt")
+        return lambda name, position: file.get_slice(name)
+    parts = load_tensors(path, mmap=True)
+    return lambda name, position: parts[position]
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def _done(value: Any) -> Future[Any]:

@@ -6,6 +6,7 @@ takes half of the CPU time, and does not evict what training reads.
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import time
@@ -16,11 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
+from safetensors.torch import _TYPES
 from torch.utils.serialization import config as torch_config
 
 _BUFFER_BYTES = 8 << 20
 """A multiple of every device's block size. The rest at the end, and so a small file, passes through the page cache."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+SAFETENSORS = ".safetensors"
+"""Suffix of files whose state is a dict of strided tensors. Its entry `ABOUT`, if any, is a dict of texts about them."""
+ABOUT = "__metadata__"
+DTYPES: dict[Any, str] = {dtype: name for name, dtype in _TYPES.items()}
+"""Types of elements that a safetensors file can have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +49,9 @@ class WrittenFile:
 
 
 def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
-    """Write `torch.save` into a new file, which is not durable yet. A `WrittenFile` is copied, or digested in its place.
+    """Write a state into a new file, which is not durable yet: as safetensors if its name ends so, else by `torch.save`.
 
-    `direct`: past the page cache, for files not read again soon.
+    A `WrittenFile` is copied, or digested in its place. `direct`: past the page cache, for files not read again soon.
 
     The zip's own checksums are left out: torch never checks them, and the digest is stronger.
 
@@ -56,11 +63,38 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
         return _take_file(state.path, path, direct=direct)
     file = _StreamedFile(path, direct=direct)
     try:
-        with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
-            torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
+        if path.suffix == SAFETENSORS:
+            _write_tensors(state, file)
+        else:
+            with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
+                torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
         return file.finish()
     finally:
         file.close()
+
+
+def _write_tensors(state: dict[str, Any], file: "_StreamedFile") -> None:
+    """Write the safetensors format. The library's own functions need the whole file in memory, or a path.
+
+    Elements of the largest size come first, so that all are aligned. The same state makes the same bytes.
+    """
+    tensors = sorted(((name, each) for name, each in state.items() if name != ABOUT), key=_by_size_and_name)
+    header: dict[str, Any] = {ABOUT: state.get(ABOUT, {})}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    content = content.ljust(-len(content) // 8 * -8)
+    file.write(memoryview(len(content).to_bytes(8, "little") + content))
+    for _, tensor in tensors:
+        if tensor.numel():
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            file.write(memoryview(plain.view(-1).view(torch.uint8).numpy()))
+
+
+def _by_size_and_name(entry: tuple[str, torch.Tensor]) -> tuple[int, str]:
+    return -entry[1].element_size(), entry[0]
 
 
 def _take_file(source: Path, path: Path, *, direct: bool) -> Written:
