@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dlac_pipeline import DistributedState
@@ -135,3 +136,21 @@ def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
     assert first.bytes == (tmp_path / "a.safetensors").stat().st_size
     found = load_file(tmp_path / "b.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_file_equals_that_of_the_library(tmp_path: Path) -> None:
+    """Header and content are those that the library's own function writes for a usual model."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    write_state({**model.state_dict(), "__metadata__": {"format": "pt"}}, ours)
+    save_file(model.state_dict(), theirs, {"format": "pt"})
+    contents = [split_file(path) for path in (ours, theirs)]
+    assert contents[0] == contents[1]
+
+
+def split_file(path: Path) -> tuple[Any, bytes]:
+    """Return the header and the content of a safetensors file."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]

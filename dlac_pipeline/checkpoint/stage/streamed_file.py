@@ -61,40 +61,50 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
     """
     if isinstance(state, WrittenFile):
         return _take_file(state.path, path, direct=direct)
+    if path.suffix == SAFETENSORS:
+        return write_tensors(state, path, direct=direct)
     file = _StreamedFile(path, direct=direct)
     try:
-        if path.suffix == SAFETENSORS:
-            _write_tensors(state, file)
-        else:
-            with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
-                torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
+        with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
+            torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
         return file.finish()
     finally:
         file.close()
 
 
-def _write_tensors(state: dict[str, Any], file: "_StreamedFile") -> None:
-    """Write the safetensors format. The library's own functions need the whole file in memory, or a path.
+def write_tensors(state: dict[str, Any], path: Path, *, direct: bool = True) -> Written:
+    """Write a dict of tensors as `write_state` does for a name that ends in `SAFETENSORS`. The same state makes the same bytes.
 
-    Elements of the largest size come first, so that all are aligned. The same state makes the same bytes.
+    The library's own functions need the whole file in memory, or write it past the digest.
     """
+    # Elements of the largest size come first, so that all are aligned.
     tensors = sorted(((name, each) for name, each in state.items() if name != ABOUT), key=_by_size_and_name)
-    header: dict[str, Any] = {ABOUT: state.get(ABOUT, {})}
-    end = 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    content = content.ljust(-len(content) // 8 * -8)
-    file.write(memoryview(len(content).to_bytes(8, "little") + content))
-    for _, tensor in tensors:
-        if tensor.numel():
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            file.write(memoryview(plain.view(-1).view(torch.uint8).numpy()))
+    file = _StreamedFile(path, direct=direct)
+    try:
+        file.write(memoryview(_header(tensors, state.get(ABOUT, {}))))
+        for _, tensor in tensors:
+            if tensor.numel():
+                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                file.write(memoryview(plain.view(-1).view(torch.uint8).numpy()))
+        return file.finish()
+    finally:
+        file.close()
 
 
 def _by_size_and_name(entry: tuple[str, torch.Tensor]) -> tuple[int, str]:
     return -entry[1].element_size(), entry[0]
+
+
+def _header(tensors: list[tuple[str, torch.Tensor]], about: dict[str, str]) -> bytes:
+    """Return the beginning of a safetensors file: the length of a JSON object, padded to 8 bytes, and the object."""
+    header: dict[str, Any] = {ABOUT: about}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    content = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    content = content.ljust(-len(content) // 8 * -8)
+    return len(content).to_bytes(8, "little") + content
 
 
 def _take_file(source: Path, path: Path, *, direct: bool) -> Written:
