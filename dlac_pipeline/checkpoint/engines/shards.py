@@ -9,6 +9,7 @@ in plain values records all places.
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
 _FORMAT_VERSION = 2
 """1: all parts of a rank are a list in its `shards-<rank>.pt`."""
-_INDEX = "shards-index.pt"
+INDEX = "shards-index.pt"
 
 
 class _AsPlanned:
@@ -68,10 +69,12 @@ class ShardWriter(_AsPlanned, StorageWriter):
     A failure is kept, not raised. DCP would continue without this rank's answer, and the vote reports it later.
     """
 
-    def __init__(self, folder: Path, write: Write) -> None:
+    def __init__(self, folder: Path, write: Write, *, adopted: bool = False) -> None:
+        """`adopted`: another program saved the state, which may lack parts that a script has."""
         self.failure: OSError | SpecInvalid | None = None
         self._folder = folder
         self._write = write
+        self._adopted = adopted
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's parts: tensors in one file, other parts in another one."""
@@ -105,12 +108,13 @@ class ShardWriter(_AsPlanned, StorageWriter):
         }
         index = {
             "format_version": _FORMAT_VERSION,
+            "adopted": self._adopted,
             "tensors": tensors,
             "values": [name for name in metadata.state_dict_metadata if name not in tensors],
             "places": [[one.index.fqn, _plain(one.index.offset), *one.storage_data] for one in places],
             "paths": {name: list(path) for name, path in metadata.planner_data.items()},
         }
-        self._hand_over(_INDEX, lambda: plain_state(index, at="index"))
+        self._hand_over(INDEX, lambda: plain_state(index, at="index"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note the names of the rank's files."""
@@ -135,7 +139,7 @@ class ShardReader(_AsPlanned, StorageReader):
             CheckpointUnsafe: there is more in it than plain values.
         """
         self._folder = folder
-        self.index = load_tensors(folder / _INDEX)
+        self.index = load_tensors(folder / INDEX)
         if self.index["format_version"] > _FORMAT_VERSION:
             raise FormatTooNew(
                 f"the shards in {str(folder)!r} have format version {self.index['format_version']}, this DLAC reads up to "
@@ -145,6 +149,17 @@ class ShardReader(_AsPlanned, StorageReader):
             metadatas.MetadataIndex(name, offset): (file, position)
             for name, offset, file, position in self.index["places"]
         }
+        words = (name.split(".") for name in (*self.index["tensors"], *self.index["values"]))
+        self._prefixes = {prefix for each in words for prefix in accumulate(each, "{}.{}".format)}
+
+    @property
+    def adopted(self) -> bool:
+        """True if another program saved the state."""
+        return bool(self.index.get("adopted"))
+
+    def lacks(self, name: str) -> bool:
+        """Return True if an adopted checkpoint has nothing of this name or below it. Loading then leaves it unchanged."""
+        return self.adopted and name not in self._prefixes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadatas.Metadata:
         """Return the metadata with which DCP plans."""
