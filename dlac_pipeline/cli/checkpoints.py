@@ -180,6 +180,27 @@ def export(
     ui.show_facts(asdict(exported), as_json=as_json)
 
 
+@ui.command(app, ui.CHECKPOINTS, "dlac export-state my-run my-state", "dlac export-state my-run my-state --step 400")
+def export_state(
+    run: ui.RunName,
+    out: Annotated[Path, typer.Argument(help="New folder to write.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Write model and optimizer of a sharded checkpoint as safetensors, as torch.distributed.checkpoint loads them.
+
+    DeepSpeed's ZeRO 1 to 3 is converted. `dlac adopt` begins a run with `DistributedState` from the folder.
+    """
+    from dlac_pipeline.checkpoint.restore import export
+    from dlac_pipeline.checkpoint.store import tiers_of
+
+    lakehouse = ui.lakehouse_of(spec, home)
+    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
+    ui.show_facts(asdict(export.export_state(lakehouse, tiers_of(job), out, step=step)), as_json=as_json)
+
+
 @app.command("whose", hidden=True)  # the name of version 0.1
 @ui.command(app, ui.CHECKPOINTS, "dlac identify weights.safetensors")
 def identify(

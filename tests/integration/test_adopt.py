@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
@@ -100,6 +101,7 @@ def dcp_folder(folder: Path) -> dict[str, torch.Tensor]:
 def layout_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     """Save a trained model as safetensors; gives its weights."""
     model, optimizer = trained()
+    weights: Any
     weights, state = get_state_dict(model, optimizer)
     folder.mkdir()
     if kind == "pretrained":
@@ -133,7 +135,7 @@ def test_safetensors_begin_a_run(arena: Arena, kind: str) -> None:
 
 def begin_tied(arena: Arena, spec: JobSpec, *, nested: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Train the run to its end, with a second name for a layer; gives weights and optimizer that it started with."""
-    path = arena.home / "r.yaml"
+    path = arena.home / f"{spec.run}.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump()))
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     with dlac.training_run(path) as run:
@@ -149,6 +151,27 @@ def begin_tied(arena: Arena, spec: JobSpec, *, nested: bool) -> tuple[dict[str, 
             optimizer.step()
             run.step_done(0.0)
     return start, loaded
+
+
+def test_exported_state_begins_a_run(arena: Arena) -> None:
+    """`dlac export-state` writes what `dlac adopt` takes. The digest of the file leads to the checkpoint."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    dcp_folder(arena.home / "foreign")
+    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    weights = begin(arena, spec)
+    out = arena.home / "state"
+    done = dlac_command("export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    assert done.returncode == 0, done.stderr
+    (file,) = out.iterdir()
+    assert checkpoint_of_file(arena.lakehouse, file)["checkpoint_id"] == arena.head("r")
+    again = dlac_command("export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    assert "expected a new or empty folder" in again.stderr
+    other = arena.spec("r2", world_size=1, passes=1)
+    adopt_checkpoint(arena.lakehouse, other, foreign_checkpoint(out))
+    start, optimizer = begin_tied(arena, other, nested=False)
+    assert all(torch.equal(start[name], weights[name]) for name in weights)
+    assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
 
 
 @pytest.mark.parametrize("length", [0, 20, 200])

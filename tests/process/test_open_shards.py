@@ -7,13 +7,21 @@ import os
 import subprocess
 import sys
 import tarfile
+import warnings
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from dlac_pipeline import TorchState
+from dlac_pipeline.checkpoint.engines.weights import state_of
+from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
+from dlac_pipeline.checkpoint.restore.weight_files import write_state
+from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.lakehouse.errors import CheckpointError
 from tests.engine_ranks import Saved, assert_same, run_ranks, save
 from tests.ports import own_port
 
@@ -66,6 +74,43 @@ def test_torch_reads_shards_without_dlac(tmp_path: Path, engine: str) -> None:
     for world_size in (1, 2):
         assert_equal_tensors(read_without_dlac(saved.folder, world_size, tmp_path / f"read-{world_size}"), expected)
     assert_equal_tensors(whole_of_files(saved.folder), expected)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"engine": "zero3"},
+        {"engine": "zero1", "frozen": True},
+        pytest.param({"engine": "zero2", "frozen": True}, marks=pytest.mark.soak),
+    ],
+)
+def test_zero_state_moves_to_fsdp2(tmp_path: Path, request_: dict[str, Any]) -> None:
+    """What 2 ranks saved with ZeRO is exported, read without DLAC, adopted, and loaded by 2 ranks under FSDP2."""
+    saved = save(tmp_path, 2, **request_)
+    (scratch := tmp_path / "scratch").mkdir()
+    (adopted := tmp_path / "adopted").mkdir()
+    write_state(state_of("deepspeed", saved.folder, scratch=scratch), tmp_path / "state", {})
+    steps = {
+        f"{name.rpartition('.')[0]}.step": torch.tensor(3.0) for name in saved.state["tensors"] if "exp_avg" in name
+    }
+    saved.state["tensors"] |= steps | saved.state["buffers"]
+    expected = expected_tensors(saved)
+    assert_equal_tensors(read_without_dlac(tmp_path / "state", 2, tmp_path / "read"), expected)
+    with warnings.catch_warnings(action="ignore"):  # of torch, in a process without ranks
+        foreign_checkpoint(tmp_path / "state").copy(adopted, Direct().write)
+    frozen = {"frozen": request_.get("frozen", False)}
+    common = {"do": "load", "engine": "fsdp2", "folder": adopted, "saved_world_size": 1, "after": 3}
+    frozen = request_.get("frozen", False)
+    trained, loaded = (run_ranks(2, tmp_path / "loaded.pt", **common, frozen=frozen, steps=steps) for steps in (2, 0))
+    assert not any(trained.codes + loaded.codes), (trained.stderr, loaded.stderr)
+    assert_equal_tensors(loaded.state["tensors"], saved.state["tensors"])
+
+
+def test_state_without_names_is_refused(tmp_path: Path) -> None:
+    """The optimizer of `TorchState` and that of ZeRO 0 number the parameters."""
+    TorchState(model=torch.nn.Linear(2, 1)).save(tmp_path, Direct().write)
+    with pytest.raises(CheckpointError, match="found one of 'torch', whose optimizer does not know the names"):
+        state_of("torch", tmp_path, scratch=tmp_path)
 
 
 def whole_of_files(folder: Path) -> dict[str, torch.Tensor]:

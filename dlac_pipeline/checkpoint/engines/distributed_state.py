@@ -64,7 +64,7 @@ class DistributedState(Engine):
         optimizer.update(state["optimizer"])
         set_state_dict(self._model, optimizers, model_state_dict=model, optim_state_dict=optimizer)
         rest = self._rest
-        if reader.adopted:
+        if reader.is_adopted:
             found = TorchState.parts_in(folder)
             rest = TorchState(**{name: part for name, part in rest.modules().items() if name in found})
         rest.load(folder, saved_world_size=saved_world_size)

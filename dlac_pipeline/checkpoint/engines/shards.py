@@ -93,7 +93,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
                 others.append((name, part))
             results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=place))
         if tensors:
-            self._hand_over(self._tensor_file, lambda: {**tensors, ABOUT: _about(offsets)})
+            self._hand_over(self._tensor_file, lambda: {**tensors, ABOUT: sharding_info(offsets)})
         if others:
             self._hand_over(self._other_file, lambda: [plain_state(part, at=name) for name, part in others])
         return _done(results)
@@ -118,7 +118,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note the names of the rank's files."""
-        self._tensor_file = layout._gen_file_name(1, 1, kwargs["rank"] + 1)
+        self._tensor_file = tensor_file(kwargs["rank"])
         self._other_file = f"shards-{kwargs['rank']:05d}.pt"
 
     def _hand_over(self, name: str, state: Callable[[], Any]) -> None:
@@ -153,13 +153,13 @@ class ShardReader(_AsPlanned, StorageReader):
         self._prefixes = {prefix for each in words for prefix in accumulate(each, "{}.{}".format)}
 
     @property
-    def adopted(self) -> bool:
+    def is_adopted(self) -> bool:
         """True if another program saved the state."""
         return bool(self.index.get("adopted"))
 
     def lacks(self, name: str) -> bool:
         """Return True if an adopted checkpoint has nothing of this name or below it. Loading then leaves it unchanged."""
-        return self.adopted and name not in self._prefixes
+        return self.is_adopted and name not in self._prefixes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadatas.Metadata:
         """Return the metadata with which DCP plans."""
@@ -175,7 +175,7 @@ class ShardReader(_AsPlanned, StorageReader):
             file, position = self._places[item.storage_index]
             by_file[file].append((position, item))
         for file, wanted in by_file.items():
-            part_at = _opened(self._folder / file)
+            part_at = _part_reader(self._folder / file)
             for position, item in wanted:
                 part = part_at(item.storage_index.fqn, position)
                 if item.type == LoadItemType.BYTE_IO:
@@ -218,11 +218,16 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
         if name in whole:
             by_file[file].append((name, offset or [0] * whole[name].dim(), position))
     for file, wanted in by_file.items():
-        part_at = _opened(folder / file)
+        part_at = _part_reader(folder / file)
         for name, offset, position in wanted:
             shard = part_at(name, position)[()]
             whole[name][_box(offset, shard.shape)] = shard
     return {".".join(map(str, paths[name][1:])): tensor for name, tensor in whole.items()}
+
+
+def tensor_file(rank: int) -> str:
+    """Return the name of a rank's file of tensors."""
+    return layout._gen_file_name(1, 1, rank + 1)
 
 
 def _fits(part: Any) -> bool:
@@ -230,7 +235,7 @@ def _fits(part: Any) -> bool:
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and part.dtype in DTYPES
 
 
-def _about(offsets: dict[str, dict[str, list[int]]]) -> dict[str, str]:
+def sharding_info(offsets: dict[str, dict[str, list[int]]]) -> dict[str, str]:
     """Return the texts by which DCP places the tensors of a safetensors file in those of the whole state."""
     return {
         layout.CUSTOM_METADATA_KEY: json.dumps(offsets, separators=(",", ":")),
@@ -239,7 +244,7 @@ def _about(offsets: dict[str, dict[str, list[int]]]) -> dict[str, str]:
     }
 
 
-def _opened(path: Path) -> Callable[[str, int], Any]:
+def _part_reader(path: Path) -> Callable[[str, int], Any]:
     """Return a function from the name and position of a part of the file to the part. Tensors are read when indexed."""
     if path.suffix == SAFETENSORS:
         file: Any = safe_open(path, "pt")

@@ -1,13 +1,15 @@
 """Export of a checkpoint's weights, and identification of a file: its digest names the checkpoint."""
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dlac_pipeline.checkpoint.manifest import Manifest
-from dlac_pipeline.checkpoint.restore.verified_copy import restore
+from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
@@ -18,9 +20,14 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.lakehouse.store_files import file_digest
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an identification does not need torch
     from dlac_pipeline.checkpoint.engines.weights import Weights
+    from dlac_pipeline.checkpoint.restore.weight_files import WrittenFiles
 
+Read = Callable[[Restored, Path], "Weights"]
+"""Reads the tensors of a checkpoint, with a folder for temporary files."""
+Write = Callable[["Weights", Path, dict[str, str]], "WrittenFiles"]
+"""Writes tensors to a path, with texts about them."""
 _SHARD_BYTES = 5_000_000_000
 """Of one file of a folder, as Hugging Face's libraries divide a model."""
 
@@ -61,39 +68,57 @@ def export_weights(
         CheckpointDamaged: its files differ from those committed. Nothing was written.
         StoreUnavailable: the file cannot be written.
     """
-    from dlac_pipeline.checkpoint.engines.weights import weights_of  # with torch, which an identification does not need
+    from dlac_pipeline.checkpoint.engines.weights import weights_of
+    from dlac_pipeline.checkpoint.restore.weight_files import write_file, write_folder
 
-    _check_target(path, part, config)
-    ledger = Ledger(lakehouse)
-    with (
-        keep_checkpoint(ledger, tiers.run, _hold_of(path), step=step) as row,
-        TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
-    ):
-        found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)
-        manifest = found.manifest
-        weights = weights_of(manifest.engine, found.folder, part=part)
-        return _write_weights(ledger, manifest, weights, path, part, config)
+    _check_target(path, part, is_folder=config is not None)
+    write: Write = write_file
+    if config is not None:
+        _check_config(config)
+        write = partial(write_folder, config=config, shard_bytes=_SHARD_BYTES)
+
+    def read(found: Restored, scratch: Path) -> "Weights":
+        return weights_of(found.manifest.engine, found.folder, part=part)
+
+    return _export(lakehouse, tiers, path, ExportOf(step=step, part=part, read=read, write=write))
 
 
-def _check_target(path: Path, part: str, config: Path | None) -> None:
+def export_state(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int | None = None) -> Exported:
+    """Write the tensors of model and optimizer into a new folder that torch.distributed.checkpoint loads.
+
+    Raises as `export_weights`.
+    """
+    from dlac_pipeline.checkpoint.engines.weights import state_of
+    from dlac_pipeline.checkpoint.restore.weight_files import write_state
+
+    def read(found: Restored, scratch: Path) -> "Weights":
+        with storing(scratch, "the folder of the conversion"):
+            return state_of(found.manifest.engine, found.folder, scratch=scratch)
+
+    _check_target(path, "state", is_folder=True)
+    return _export(lakehouse, tiers, path, ExportOf(step=step, part="state", read=read, write=write_state))
+
+
+def _check_target(path: Path, part: str, *, is_folder: bool) -> None:
     try:
         target = path.expanduser()
         unusable = not path.name or path.name == ".." or "\0" in str(path) or not part.strip()
-        unusable |= target.is_dir() and (config is None or any(target.iterdir()))
-        unusable |= config is not None and target.exists() and not target.is_dir()
+        if is_folder:
+            unusable |= target.exists() and not (target.is_dir() and not any(target.iterdir()))
+        else:
+            unusable |= target.is_dir()
     except (OSError, RuntimeError) as err:  # a name that is too long, or a user's folder that there is not
-        raise SpecInvalid(f"expected a file to write, found {str(path)!r} ({err}): name one") from err
-    if unusable and config is None:
-        raise SpecInvalid(
-            f"expected a file to write and the name of a part, found {str(path)!r} and {part!r}: name them, such as "
-            "weights.safetensors and --part model, or name the folder of the model's config.json with --config"
-        )
+        raise SpecInvalid(f"expected a file or folder to write, found {str(path)!r} ({err}): name one") from err
     if unusable:
+        wanted, example = ("a new or empty folder", "my-model") if is_folder else ("a file", "weights.safetensors")
         raise SpecInvalid(
-            f"expected a new or empty folder to write and the name of a part, found {str(path)!r} and {part!r}: name them, such "
-            "as weights and --part model"
+            f"expected {wanted} to write and the name of a part, found {str(path)!r} and {part!r}: name them, such as "
+            f"{example} and --part model"
         )
-    if config is not None and not (config / "config.json").is_file():
+
+
+def _check_config(config: Path) -> None:
+    if not (config / "config.json").is_file():
         raise SpecInvalid(
             f"expected a folder with the config.json of a model, found none in {str(config)!r}: write it with "
             "model.config.save_pretrained(folder)"
@@ -105,46 +130,67 @@ def _hold_of(path: Path) -> str:
     return f"export:{socket.gethostname()}:{path.resolve()}"
 
 
-def _write_weights(
-    ledger: Ledger, manifest: Manifest, weights: "Weights", path: Path, part: str, config: Path | None
-) -> Exported:
-    from dlac_pipeline.checkpoint.restore.weight_files import write_file, write_folder
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOf:
+    """The checkpoint to export, and how."""
 
-    about = {
+    step: int | None
+    """Of the checkpoint. None: the head."""
+    part: str
+    """Exported part, as the ledger names it."""
+    read: Read
+    write: Write
+
+
+def _export(lakehouse: Lakehouse, tiers: Tiers, path: Path, export: ExportOf) -> Exported:
+    """Verify the checkpoint, make `path` of it, and record the written files."""
+    ledger = Ledger(lakehouse)
+    with (
+        keep_checkpoint(ledger, tiers.run, _hold_of(path), step=export.step) as row,
+        TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
+    ):
+        found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)
+        with storing(path, "the file of weights"):
+            make_folder_durably(path.parent)
+            beside = TemporaryDirectory(prefix=f"{path.name[:100]}.tmp-", dir=path.parent)
+        with beside as folder:
+            made, manifest = Path(folder) / path.name, found.manifest
+            tensors = export.read(found, Path(folder))
+            with storing(path, "the file of weights"):
+                written = export.write(tensors, made, _about(manifest))
+            rows = [
+                ExportRow(
+                    checkpoint_id=manifest.checkpoint_id,
+                    digest=each.digest,
+                    bytes=each.bytes,
+                    file=name,
+                    part=export.part,
+                )
+                for name, each in written.items()
+            ]
+            record_exports(ledger, tiers.run, rows)  # the ledger first: a file that is there is known
+            with storing(path, "the file of weights"):
+                made.rename(path)
+                fsync_path(path.parent)
+    return Exported(
+        path=path,
+        digest=rows[-1].digest,
+        bytes=sum(row.bytes for row in rows),
+        tensors=len(tensors),
+        checkpoint_id=manifest.checkpoint_id,
+        step=manifest.step,
+        files=list(written),
+    )
+
+
+def _about(manifest: Manifest) -> dict[str, str]:
+    return {
         "dlac.run": manifest.run,
         "dlac.checkpoint_id": manifest.checkpoint_id,
         "dlac.step": str(manifest.step),
         "dlac.model_digest": manifest.model_digest,
         "dlac.ledger_uuid": manifest.ledger_uuid,
     }
-    with storing(path, "the file of weights"):
-        make_folder_durably(path.parent)
-        beside = TemporaryDirectory(prefix=f"{path.name[:100]}.tmp-", dir=path.parent)
-    with beside as folder:
-        made = Path(folder) / path.name
-        with storing(path, "the file of weights"):
-            if config is None:
-                written = write_file(weights, made, about)
-            else:
-                written = write_folder(weights, made, about, config=config, shard_bytes=_SHARD_BYTES)
-        # The ledger first: a file that is there is known.
-        rows = [
-            ExportRow(checkpoint_id=manifest.checkpoint_id, digest=digest, bytes=size, file=name, part=part)
-            for name, (digest, size) in written.items()
-        ]
-        record_exports(ledger, manifest.run, rows)
-        with storing(path, "the file of weights"):
-            made.rename(path)
-            fsync_path(path.parent)
-    return Exported(
-        path=path,
-        digest=rows[-1].digest,
-        bytes=sum(row.bytes for row in rows),
-        tensors=len(weights),
-        checkpoint_id=manifest.checkpoint_id,
-        step=manifest.step,
-        files=list(written),
-    )
 
 
 def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint._hf_utils import SAVED_OFFSETS_KEY
 
-from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, write_tensors
+from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
+from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, Written, write_tensors
 from dlac_pipeline.lakehouse.durable_io import fsync_path
 from dlac_pipeline.lakehouse.errors import CheckpointError
 from dlac_pipeline.lakehouse.store_files import file_digest
 
 Weights = Mapping[str, torch.Tensor]
-WrittenFiles = dict[str, tuple[str, int]]
-"""Digest and number of bytes by name."""
+WrittenFiles = dict[str, Written]
+"""By name."""
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _CONFIG_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".txt"})
@@ -36,7 +38,7 @@ def write_file(weights: Weights, path: Path, about: Mapping[str, str]) -> Writte
             )
     written = write_tensors({**weights, ABOUT: {"format": "pt", **about}}, path)
     fsync_path(path)
-    return {path.name: (written.digest, written.bytes)}
+    return {path.name: written}
 
 
 def write_folder(
@@ -60,7 +62,16 @@ def write_folder(
         index = folder / INDEX
         index.write_text(json.dumps({"metadata": {"total_size": total, **about}, "weight_map": places}, indent=2))
         fsync_path(index)
-        written[INDEX] = file_digest(index), index.stat().st_size
+        written[INDEX] = Written(digest=file_digest(index), bytes=index.stat().st_size, digest_s=0.0)
+    fsync_path(folder)
+    return written
+
+
+def write_state(state: Weights, folder: Path, about: Mapping[str, str]) -> WrittenFiles:
+    """Write a new folder that torch.distributed.checkpoint loads. Raises as `write_file`."""
+    folder.mkdir()
+    places = sharding_info({name: {SAVED_OFFSETS_KEY: [0] * each.dim()} for name, each in state.items()})
+    written = write_file(state, folder / tensor_file(0), {**places, **about})
     fsync_path(folder)
     return written
 
