@@ -46,7 +46,7 @@ def main() -> None:
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()
         parts = {"model": network, "optimizer": optimizer}
-        engine: Any = dlac.TorchState(**parts)
+        engine: Any = dlac.DistributedState(**parts) if params["engine"] == "dcp" else dlac.TorchState(**parts)
         deepspeed_engine = None
         if params["engine"] == "deepspeed":
             engine = deepspeed_engine = _deepspeed(network, optimizer)

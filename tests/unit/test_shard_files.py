@@ -10,6 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from dlac_pipeline import DistributedState
 from dlac_pipeline.checkpoint.engines.weights import weights_of
@@ -109,6 +113,35 @@ def test_nested_optimizer_state_is_restored(tmp_path: Path) -> None:
     DistributedState(model=again, optimizer=optimizers[1]).load(tmp_path, saved_world_size=1)
     assert str(optimizers[1].state_dict()) == str(optimizers[0].state_dict())
     assert "optimizer.state.weight.history.1" in load_file(tmp_path / TENSORS)
+
+
+class Tied(nn.Module):
+    """A layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = self.head = nn.Linear(3, 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_tied_model_and_optimizer(tmp_path: Path) -> None:
+    """As docs/checkpoints.md tells its readers: the model strictly, the optimizer without its settings."""
+    models = [Tied(), Tied()]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each, lr in zip(models, (0.1, 0.2), strict=True)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.head(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+    DistributedState(model=models[0], optimizer=optimizers[0]).save(tmp_path, Direct().write)
+    reader = HuggingFaceStorageReader(str(tmp_path))
+    load({"model": models[1].state_dict()}, storage_reader=reader, no_dist=True)
+    assert state_bytes(models[1]) == state_bytes(models[0])
+    states: list[Any] = [
+        dict(zip(("model", "optimizer"), get_state_dict(*each), strict=True))
+        for each in zip(models, optimizers, strict=True)
+    ]
+    load(states[1], storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+    assert str(states[1]["optimizer"]["state"]) == str(states[0]["optimizer"]["state"])
+    assert states[1]["optimizer"]["param_groups"][0]["lr"] == 0.2
 
 
 @pytest.mark.parametrize("length", [0, 4, 100])
