@@ -123,7 +123,9 @@ def adopt(
     spec: ui.SpecFile,
     folder: Annotated[
         Path,
-        typer.Argument(help="Folder of a checkpoint of DeepSpeed or torch.distributed.checkpoint.", exists=True),
+        typer.Argument(
+            help="Folder of a checkpoint of DeepSpeed, torch.distributed.checkpoint or Hugging Face.", exists=True
+        ),
     ],
     tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag. Unset: the tag in its file `latest`.")] = None,
     home: ui.Home = None,
@@ -193,12 +195,12 @@ def export_state(
 
     DeepSpeed's ZeRO 1 to 3 is converted. `dlac adopt` begins a run with `DistributedState` from the folder.
     """
-    from dlac_pipeline.checkpoint.restore import export
+    from dlac_pipeline.checkpoint.restore.export import export_tensors
     from dlac_pipeline.checkpoint.store import tiers_of
 
     lakehouse = ui.lakehouse_of(spec, home)
     job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    ui.show_facts(asdict(export.export_state(lakehouse, tiers_of(job), out, step=step)), as_json=as_json)
+    ui.show_facts(asdict(export_tensors(lakehouse, tiers_of(job), out, step=step)), as_json=as_json)
 
 
 @app.command("whose", hidden=True)  # the name of version 0.1

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from dlac_pipeline import TorchState
 from dlac_pipeline.checkpoint.engines.weights import state_of
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
-from dlac_pipeline.checkpoint.restore.weight_files import write_state
+from dlac_pipeline.checkpoint.restore.weight_files import write_state_folder
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.lakehouse.errors import CheckpointError
 from tests.engine_ranks import Saved, assert_same, run_ranks, save
@@ -89,7 +89,7 @@ def test_zero_state_moves_to_fsdp2(tmp_path: Path, request_: dict[str, Any]) -> 
     saved = save(tmp_path, 2, **request_)
     (scratch := tmp_path / "scratch").mkdir()
     (adopted := tmp_path / "adopted").mkdir()
-    write_state(state_of("deepspeed", saved.folder, scratch=scratch), tmp_path / "state", {})
+    write_state_folder(state_of("deepspeed", saved.folder, scratch=scratch), tmp_path / "state", {})
     steps = {
         f"{name.rpartition('.')[0]}.step": torch.tensor(3.0) for name in saved.state["tensors"] if "exp_avg" in name
     }

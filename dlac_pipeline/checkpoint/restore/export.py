@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably
@@ -24,9 +23,9 @@ if TYPE_CHECKING:  # an identification does not need torch
     from dlac_pipeline.checkpoint.engines.weights import Weights
     from dlac_pipeline.checkpoint.restore.weight_files import WrittenFiles
 
-Read = Callable[[Restored, Path], "Weights"]
+_Read = Callable[[Restored, Path], "Weights"]
 """Reads the tensors of a checkpoint, with a folder for temporary files."""
-Write = Callable[["Weights", Path, dict[str, str]], "WrittenFiles"]
+_Write = Callable[["Weights", Path, dict[str, str]], "WrittenFiles"]
 """Writes tensors to a path, with texts about them."""
 _SHARD_BYTES = 5_000_000_000
 """Of one file of a folder, as Hugging Face's libraries divide a model."""
@@ -72,7 +71,7 @@ def export_weights(
     from dlac_pipeline.checkpoint.restore.weight_files import write_file, write_folder
 
     _check_target(path, part, is_folder=config is not None)
-    write: Write = write_file
+    write: _Write = write_file
     if config is not None:
         _check_config(config)
         write = partial(write_folder, config=config, shard_bytes=_SHARD_BYTES)
@@ -80,23 +79,23 @@ def export_weights(
     def read(found: Restored, scratch: Path) -> "Weights":
         return weights_of(found.manifest.engine, found.folder, part=part)
 
-    return _export(lakehouse, tiers, path, ExportOf(step=step, part=part, read=read, write=write))
+    return _export(lakehouse, tiers, path, step, part, read, write)
 
 
-def export_state(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int | None = None) -> Exported:
+def export_tensors(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int | None = None) -> Exported:
     """Write the tensors of model and optimizer into a new folder that torch.distributed.checkpoint loads.
 
     Raises as `export_weights`.
     """
     from dlac_pipeline.checkpoint.engines.weights import state_of
-    from dlac_pipeline.checkpoint.restore.weight_files import write_state
+    from dlac_pipeline.checkpoint.restore.weight_files import write_state_folder
 
     def read(found: Restored, scratch: Path) -> "Weights":
         with storing(scratch, "the folder of the conversion"):
             return state_of(found.manifest.engine, found.folder, scratch=scratch)
 
     _check_target(path, "state", is_folder=True)
-    return _export(lakehouse, tiers, path, ExportOf(step=step, part="state", read=read, write=write_state))
+    return _export(lakehouse, tiers, path, step, "state", read, write_state_folder)
 
 
 def _check_target(path: Path, part: str, *, is_folder: bool) -> None:
@@ -104,7 +103,7 @@ def _check_target(path: Path, part: str, *, is_folder: bool) -> None:
         target = path.expanduser()
         unusable = not path.name or path.name == ".." or "\0" in str(path) or not part.strip()
         if is_folder:
-            unusable |= target.exists() and not (target.is_dir() and not any(target.iterdir()))
+            unusable |= target.exists() and (not target.is_dir() or any(target.iterdir()))
         else:
             unusable |= target.is_dir()
     except (OSError, RuntimeError) as err:  # a name that is too long, or a user's folder that there is not
@@ -130,23 +129,13 @@ def _hold_of(path: Path) -> str:
     return f"export:{socket.gethostname()}:{path.resolve()}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportOf:
-    """The checkpoint to export, and how."""
-
-    step: int | None
-    """Of the checkpoint. None: the head."""
-    part: str
-    """Exported part, as the ledger names it."""
-    read: Read
-    write: Write
-
-
-def _export(lakehouse: Lakehouse, tiers: Tiers, path: Path, export: ExportOf) -> Exported:
-    """Verify the checkpoint, make `path` of it, and record the written files."""
+def _export(
+    lakehouse: Lakehouse, tiers: Tiers, path: Path, step: int | None, part: str, read: _Read, write: _Write
+) -> Exported:
+    """Verify the checkpoint, make `path` of it, and record the written files as those of `part`."""
     ledger = Ledger(lakehouse)
     with (
-        keep_checkpoint(ledger, tiers.run, _hold_of(path), step=export.step) as row,
+        keep_checkpoint(ledger, tiers.run, _hold_of(path), step=step) as row,
         TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
     ):
         found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)
@@ -154,36 +143,31 @@ def _export(lakehouse: Lakehouse, tiers: Tiers, path: Path, export: ExportOf) ->
             make_folder_durably(path.parent)
             beside = TemporaryDirectory(prefix=f"{path.name[:100]}.tmp-", dir=path.parent)
         with beside as folder:
-            made, manifest = Path(folder) / path.name, found.manifest
-            tensors = export.read(found, Path(folder))
+            made = Path(folder) / path.name
+            tensors = read(found, Path(folder))
             with storing(path, "the file of weights"):
-                written = export.write(tensors, made, _about(manifest))
-            rows = [
-                ExportRow(
-                    checkpoint_id=manifest.checkpoint_id,
-                    digest=each.digest,
-                    bytes=each.bytes,
-                    file=name,
-                    part=export.part,
-                )
+                written = write(tensors, made, _about(found))
+            files = [
+                ExportRow(checkpoint_id=row.checkpoint_id, digest=each.digest, bytes=each.bytes, file=name, part=part)
                 for name, each in written.items()
             ]
-            record_exports(ledger, tiers.run, rows)  # the ledger first: a file that is there is known
+            record_exports(ledger, tiers.run, files)  # the ledger first: a file that is there is known
             with storing(path, "the file of weights"):
                 made.rename(path)
                 fsync_path(path.parent)
     return Exported(
         path=path,
-        digest=rows[-1].digest,
-        bytes=sum(row.bytes for row in rows),
+        digest=files[-1].digest,
+        bytes=sum(each.bytes for each in files),
         tensors=len(tensors),
-        checkpoint_id=manifest.checkpoint_id,
-        step=manifest.step,
-        files=list(written),
+        checkpoint_id=row.checkpoint_id,
+        step=row.step,
+        files=[each.file for each in files],
     )
 
 
-def _about(manifest: Manifest) -> dict[str, str]:
+def _about(found: Restored) -> dict[str, str]:
+    manifest = found.manifest
     return {
         "dlac.run": manifest.run,
         "dlac.checkpoint_id": manifest.checkpoint_id,

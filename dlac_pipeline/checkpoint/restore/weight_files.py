@@ -5,20 +5,19 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint._hf_utils import SAVED_OFFSETS_KEY
 
 from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
+from dlac_pipeline.checkpoint.engines.weights import Weights
 from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, Written, write_tensors
 from dlac_pipeline.lakehouse.durable_io import fsync_path
 from dlac_pipeline.lakehouse.errors import CheckpointError
 from dlac_pipeline.lakehouse.store_files import file_digest
 
-Weights = Mapping[str, torch.Tensor]
 WrittenFiles = dict[str, Written]
 """By name."""
-FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _CONFIG_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".txt"})
 """Suffixes of the files that describe a model and its tokenizer."""
 
@@ -59,15 +58,15 @@ def write_folder(
     if len(shards) > 1:
         places = {tensor: name for name, shard in shards.items() for tensor in shard}
         total = sum(tensor.nbytes for tensor in weights.values())
-        index = folder / INDEX
+        index = folder / _INDEX
         index.write_text(json.dumps({"metadata": {"total_size": total, **about}, "weight_map": places}, indent=2))
         fsync_path(index)
-        written[INDEX] = Written(digest=file_digest(index), bytes=index.stat().st_size, digest_s=0.0)
+        written[_INDEX] = Written(digest=file_digest(index), bytes=index.stat().st_size, digest_s=0.0)
     fsync_path(folder)
     return written
 
 
-def write_state(state: Weights, folder: Path, about: Mapping[str, str]) -> WrittenFiles:
+def write_state_folder(state: Weights, folder: Path, about: Mapping[str, str]) -> WrittenFiles:
     """Write a new folder that torch.distributed.checkpoint loads. Raises as `write_file`."""
     folder.mkdir()
     places = sharding_info({name: {SAVED_OFFSETS_KEY: [0] * each.dim()} for name, each in state.items()})
@@ -85,9 +84,9 @@ def _described_in(config: Path) -> Iterable[Path]:
     )
 
 
-def _split(weights: Weights, shard_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
+def _split(weights: Weights, shard_bytes: int) -> dict[str, Weights]:
     """Return the weights by the names of their files."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[Weights] = [{}]
     room = shard_bytes
     for name, tensor in sorted(weights.items()):
         if shards[-1] and tensor.nbytes > room:
@@ -96,5 +95,5 @@ def _split(weights: Weights, shard_bytes: int) -> dict[str, dict[str, torch.Tens
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        return {FILE: shards[0]}
+        return {_FILE: shards[0]}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
