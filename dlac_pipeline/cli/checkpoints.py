@@ -174,11 +174,9 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of a file."""
     from dlac_pipeline.checkpoint.restore.export import export_weights
-    from dlac_pipeline.checkpoint.store import tiers_of
 
-    lakehouse = ui.lakehouse_of(spec, home)
-    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    exported = export_weights(lakehouse, tiers_of(job), out, step=step, part=part, config=config)
+    lakehouse, tiers = ui.places_of_run(run, spec, home)
+    exported = export_weights(lakehouse, tiers, out, step=step, part=part, config=config)
     ui.show_facts(asdict(exported), as_json=as_json)
 
 
@@ -196,11 +194,9 @@ def export_state(
     DeepSpeed's ZeRO 1 to 3 is converted. `dlac adopt` begins a run with `DistributedState` from the folder.
     """
     from dlac_pipeline.checkpoint.restore.export import export_tensors
-    from dlac_pipeline.checkpoint.store import tiers_of
 
-    lakehouse = ui.lakehouse_of(spec, home)
-    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    ui.show_facts(asdict(export_tensors(lakehouse, tiers_of(job), out, step=step)), as_json=as_json)
+    lakehouse, tiers = ui.places_of_run(run, spec, home)
+    ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
 
 
 @app.command("whose", hidden=True)  # the name of version 0.1
