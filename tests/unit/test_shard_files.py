@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -179,6 +180,11 @@ def test_file_equals_that_of_the_library(tmp_path: Path) -> None:
     save_file(model.state_dict(), theirs, {"format": "pt"})
     contents = [split_file(path) for path in (ours, theirs)]
     assert contents[0] == contents[1]
+
+
+def test_types_are_those_of_the_library() -> None:
+    """A new version of the library may have more of them."""
+    assert {name: dtype for dtype, name in DTYPES.items()} == safetensors.torch._TYPES
 
 
 def split_file(path: Path) -> tuple[Any, bytes]:

@@ -8,14 +8,13 @@ in plain values records all places.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint import _hf_utils as layout
 from torch.distributed.checkpoint import metadata as metadatas
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -41,6 +40,8 @@ from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 _FORMAT_VERSION = 2
 """1: all parts of a rank are a list in its `shards-<rank>.pt`."""
 INDEX = "shards-index.pt"
+Offsets = Mapping[str, Sequence[int]]
+"""Place of a tensor's first element in the whole tensor, by name."""
 
 
 class _AsPlanned:
@@ -79,7 +80,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's parts: tensors in one file, other parts in another one."""
         tensors: dict[str, Any] = {}
-        offsets: dict[str, dict[str, list[int]]] = {}
+        offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
         results = []
         for item in plan.items:
@@ -87,7 +88,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
             place: list[Any] = [self._tensor_file, None]
             if item.tensor_data is not None and _fits(part) and name not in tensors:
                 tensors[name] = part
-                offsets[name] = {layout.SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
+                offsets[name] = item.tensor_data.chunk.offsets
             else:
                 place = [self._other_file, len(others)]
                 others.append((name, part))
@@ -226,22 +227,19 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
 
 
 def tensor_file(rank: int) -> str:
-    """Return the name of a rank's file of tensors."""
-    return layout._gen_file_name(1, 1, rank + 1)
+    """Return the name of a rank's file of tensors, as DCP's `HuggingFaceStorageWriter` numbers them."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001{SAFETENSORS}"
+
+
+def sharding_info(offsets: Offsets) -> dict[str, str]:
+    """Return the texts by which DCP places the tensors of a safetensors file in those of the whole state."""
+    places = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    return {"DCP_SHARDING_INFO": json.dumps(places, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def _fits(part: Any) -> bool:
     """Return True if a safetensors file can contain the part of a state."""
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and part.dtype in DTYPES
-
-
-def sharding_info(offsets: dict[str, dict[str, list[int]]]) -> dict[str, str]:
-    """Return the texts by which DCP places the tensors of a safetensors file in those of the whole state."""
-    return {
-        layout.CUSTOM_METADATA_KEY: json.dumps(offsets, separators=(",", ":")),
-        layout.DCP_VERSION_KEY: str(layout.HF_DCP_VERSION),
-        layout.FORMAT_KEY: layout.FORMAT_VALUE,
-    }
 
 
 def _part_reader(path: Path) -> Callable[[str, int], Any]:

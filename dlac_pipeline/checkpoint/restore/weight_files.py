@@ -5,8 +5,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch.distributed.checkpoint._hf_utils import SAVED_OFFSETS_KEY
-
 from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
 from dlac_pipeline.checkpoint.engines.weights import Weights
 from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, Written, write_tensors
@@ -69,7 +67,7 @@ def write_folder(
 def write_state_folder(state: Weights, folder: Path, about: Mapping[str, str]) -> WrittenFiles:
     """Write a new folder that torch.distributed.checkpoint loads. Raises as `write_file`."""
     folder.mkdir()
-    places = sharding_info({name: {SAVED_OFFSETS_KEY: [0] * each.dim()} for name, each in state.items()})
+    places = sharding_info({name: [0] * each.dim() for name, each in state.items()})
     written = write_file(state, folder / tensor_file(0), {**places, **about})
     fsync_path(folder)
     return written

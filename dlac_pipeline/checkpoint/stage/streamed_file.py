@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
-from safetensors.torch import _TYPES
 from torch.utils.serialization import config as torch_config
 
 _BUFFER_BYTES = 8 << 20
@@ -26,8 +25,27 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 SAFETENSORS = ".safetensors"
 """Suffix of files whose state is a dict of strided tensors. Its entry `ABOUT`, if any, is a dict of texts about them."""
 ABOUT = "__metadata__"
-DTYPES: dict[Any, str] = {dtype: name for name, dtype in _TYPES.items()}
-"""Types of elements that a safetensors file can have."""
+DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.uint8: "U8",
+}
+"""Types of elements that a safetensors file can have, as its header names them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
