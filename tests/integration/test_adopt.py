@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file
+from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_tensors
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
-from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
+from dlac_pipeline.checkpoint.store import folder_of, tiers_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.adopt import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
@@ -172,6 +173,23 @@ def test_exported_state_begins_a_run(arena: Arena) -> None:
     start, optimizer = begin_tied(arena, other, nested=False)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
+
+
+@pytest.mark.parametrize("change", ["flipped", "truncated"])
+def test_damaged_shard_is_not_exported(arena: Arena, change: str) -> None:
+    """The digest of the file of tensors is compared before anything is read from it."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    layout_folder(arena.home / "foreign", "shards")
+    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    (row,) = arena.lineage("r")
+    (path,) = folder_of(row.manifest_uri).glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content if change == "flipped" else content[:-1])
+    with pytest.raises(CheckpointDamaged, match=r"shard-00001-model-00001-of-00001\.safetensors"):
+        export_tensors(arena.lakehouse, tiers_of(spec), arena.home / "state")
+    assert not (arena.home / "state").exists()
 
 
 @pytest.mark.parametrize("length", [0, 20, 200])
