@@ -29,13 +29,19 @@ from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SCRIPT = Path(__file__).parent / "programs" / "checkpoint_rank.py"
 Measured = list[dict[str, float]]
+_MEASURED = (
+    ("torch", "asynchronous"),
+    ("dcp", "asynchronous"),
+    ("deepspeed", "asynchronous"),
+    ("deepspeed", "synchronous"),
+)
 
 
 def main() -> None:
     """Measure the engines and modes, and report."""
     rounds = 4 if "--quick" in sys.argv[1:] else 12
     figures: dict[str, Figure] = {}
-    for engine, mode in (("torch", "asynchronous"), ("deepspeed", "asynchronous"), ("deepspeed", "synchronous")):
+    for engine, mode in _MEASURED:
         with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
             measured = _measure(Path(home), engine, mode, rounds)
         print(json.dumps({"engine": engine, "mode": mode, "measured": measured}), flush=True)

@@ -45,8 +45,8 @@ def main() -> None:
         for parameter in network.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()
-        parts = {"model": network, "optimizer": optimizer}
-        engine: Any = dlac.TorchState(**parts)
+        parts: dict[str, Any] = {"model": network, "optimizer": optimizer}
+        engine: Any = dlac.DistributedState(**parts) if params["engine"] == "dcp" else dlac.TorchState(**parts)
         deepspeed_engine = None
         if params["engine"] == "deepspeed":
             engine = deepspeed_engine = _deepspeed(network, optimizer)

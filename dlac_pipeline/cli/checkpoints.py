@@ -123,7 +123,9 @@ def adopt(
     spec: ui.SpecFile,
     folder: Annotated[
         Path,
-        typer.Argument(help="Folder of a checkpoint of DeepSpeed or torch.distributed.checkpoint.", exists=True),
+        typer.Argument(
+            help="Folder of a checkpoint of DeepSpeed, torch.distributed.checkpoint or Hugging Face.", exists=True
+        ),
     ],
     tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag. Unset: the tag in its file `latest`.")] = None,
     home: ui.Home = None,
@@ -142,26 +144,59 @@ def adopt(
 
 
 @ui.command(
-    app, ui.CHECKPOINTS, "dlac export my-run weights.safetensors", "dlac export my-run weights.safetensors --step 400"
+    app,
+    ui.CHECKPOINTS,
+    "dlac export my-run weights.safetensors",
+    "dlac export my-run weights.safetensors --step 400",
+    "dlac export my-run my-model --config pretrained",
 )
 def export(
     run: ui.RunName,
-    out: Annotated[Path, typer.Argument(help="File to write, such as weights.safetensors.")],
+    out: Annotated[
+        Path, typer.Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")
+    ],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
     part: Annotated[
         str, typer.Option(help="Part of the state that has the weights, by its name in the script.")
     ] = "model",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the model's config.json, which is copied with the tokenizer's files. `from_pretrained` loads the "
+            "written folder.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of the file."""
+    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of a file."""
     from dlac_pipeline.checkpoint.restore.export import export_weights
-    from dlac_pipeline.checkpoint.store import tiers_of
 
-    lakehouse = ui.lakehouse_of(spec, home)
-    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    ui.show_facts(asdict(export_weights(lakehouse, tiers_of(job), out, step=step, part=part)), as_json=as_json)
+    lakehouse, tiers = ui.places_of_run(run, spec, home)
+    exported = export_weights(lakehouse, tiers, out, step=step, part=part, config=config)
+    ui.show_facts(asdict(exported), as_json=as_json)
+
+
+@ui.command(app, ui.CHECKPOINTS, "dlac export-state my-run my-state", "dlac export-state my-run my-state --step 400")
+def export_state(
+    run: ui.RunName,
+    out: Annotated[Path, typer.Argument(help="New folder to write.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Write model and optimizer of a sharded checkpoint as safetensors, as torch.distributed.checkpoint loads them.
+
+    DeepSpeed's ZeRO 1 to 3 is converted. `dlac adopt` begins a run with `DistributedState` from the folder.
+    """
+    from dlac_pipeline.checkpoint.restore.export import export_tensors
+
+    lakehouse, tiers = ui.places_of_run(run, spec, home)
+    ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
 
 
 @app.command("whose", hidden=True)  # the name of version 0.1

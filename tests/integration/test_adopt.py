@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -13,14 +14,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_tensors
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
-from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
+from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.checkpoint.store import folder_of, tiers_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.adopt import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
@@ -49,6 +55,29 @@ torch.distributed.destroy_process_group()
 """
 
 
+SAVE_SHARDS = """
+import sys
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+torch.manual_seed(7)
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(4, 1)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for _ in range(3):
+    model(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+weights, state = get_state_dict(model, optimizer)
+writer = HuggingFaceStorageWriter(sys.argv[1], save_distributed=True)
+save({"model": weights, "optimizer": {"state": state["state"]}}, storage_writer=writer)
+whole = {name: tensor.full_tensor() for name, tensor in weights.items()}
+torch.save(whole, sys.argv[1] + "/whole.pt")
+torch.distributed.destroy_process_group()
+"""
+
+
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and an optimizer that were somewhere else before."""
     torch.manual_seed(7)
@@ -68,6 +97,131 @@ def dcp_folder(folder: Path) -> dict[str, torch.Tensor]:
         warnings.simplefilter("ignore")
         save({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=True)
     return model.state_dict()
+
+
+def layout_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Save a trained model as safetensors; gives its weights."""
+    model, optimizer = trained()
+    weights: Any
+    weights, state = get_state_dict(model, optimizer)
+    folder.mkdir()
+    if kind == "pretrained":
+        save_file({f"model.{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+        return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=kind == "shards")
+    saved = {"model": weights, "optimizer": {"state": state["state"]}} if kind == "shards" else weights
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(saved, storage_writer=writer, no_dist=True)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["shards", "bare", "pretrained"])
+def test_safetensors_begin_a_run(arena: Arena, kind: str) -> None:
+    """What the layout lacks is the script's: settings of the optimizer, or all of it, and the schedule."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    folder = arena.home / "foreign"
+    weights = layout_folder(folder, kind)
+    checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))
+    assert arena.head("r") == checkpoint_id
+    start, optimizer = begin_tied(arena, spec, nested=kind == "pretrained")
+    assert all(torch.equal(start[name], weights[name]) for name in weights)
+    assert optimizer["param_groups"][0]["lr"] == 0.03
+    assert [state["step"] for state in optimizer["state"].values()] == ([3, 3] if kind == "shards" else [])
+    assert audit_run(arena.lakehouse, "r").exact
+    assert [row.step for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
+
+
+def begin_tied(arena: Arena, spec: JobSpec, *, nested: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Train the run to its end, with a second name for a layer; gives weights and optimizer that it started with."""
+    path = arena.home / f"{spec.run}.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    with dlac.training_run(path) as run:
+        layer = torch.nn.Linear(4, 1)
+        model = torch.nn.ModuleDict({"model": layer, "again": layer}) if nested else layer
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        run.restore(dlac.DistributedState(model=model, optimizer=optimizer, schedule=schedule))
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        loaded = copy.deepcopy(optimizer.state_dict())
+        for _ in run.batches():
+            layer(torch.ones(5, 4)).sum().backward()
+            optimizer.step()
+            run.step_done(0.0)
+    return start, loaded
+
+
+def test_exported_state_begins_a_run(arena: Arena) -> None:
+    """`dlac export-state` writes what `dlac adopt` takes. The digest of the file leads to the checkpoint."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    dcp_folder(arena.home / "foreign")
+    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    weights = begin(arena, spec)
+    out = arena.home / "state"
+    done = dlac_command("export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    assert done.returncode == 0, done.stderr
+    (file,) = out.iterdir()
+    assert checkpoint_of_file(arena.lakehouse, file)["checkpoint_id"] == arena.head("r")
+    again = dlac_command("export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    assert "expected a new or empty folder" in again.stderr
+    other = arena.spec("r2", world_size=1, passes=1)
+    adopt_checkpoint(arena.lakehouse, other, foreign_checkpoint(out))
+    start, optimizer = begin_tied(arena, other, nested=False)
+    assert all(torch.equal(start[name], weights[name]) for name in weights)
+    assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
+
+
+@pytest.mark.parametrize("change", ["flipped", "truncated"])
+def test_damaged_shard_is_not_exported(arena: Arena, change: str) -> None:
+    """The digest of the file of tensors is compared before anything is read from it."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    layout_folder(arena.home / "foreign", "shards")
+    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    (row,) = arena.lineage("r")
+    (path,) = folder_of(row.manifest_uri).glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content if change == "flipped" else content[:-1])
+    with pytest.raises(CheckpointDamaged, match=r"shard-00001-model-00001-of-00001\.safetensors"):
+        export_tensors(arena.lakehouse, tiers_of(spec), arena.home / "state")
+    assert not (arena.home / "state").exists()
+
+
+@pytest.mark.parametrize("length", [0, 20, 200])
+def test_truncated_safetensors_begin_no_run(arena: Arena, length: int) -> None:
+    """The error names the folder, and nothing is committed."""
+    arena.table()
+    folder = arena.home / "foreign"
+    layout_folder(folder, "shards")
+    (path,) = folder.glob("*.safetensors")
+    with path.open("r+b") as stream:
+        stream.truncate(length)
+    with pytest.raises(SpecInvalid, match=r"expected a whole checkpoint in '.*foreign', found"):
+        adopt_checkpoint(arena.lakehouse, arena.spec("r"), foreign_checkpoint(folder))
+    assert arena.rows("r", CheckpointRow) == []
+
+
+def test_shards_of_ranks_begin_a_run(arena: Arena) -> None:
+    """What torch's own writer saved with 2 ranks under FSDP2 is trained by 1."""
+    arena.table()
+    folder, program = arena.home / "foreign", arena.home / "save.py"
+    program.write_text(SAVE_SHARDS)
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, str(program), str(folder)], env=environment, check=True, timeout=240)
+    assert len(list(folder.glob("shard-*.safetensors"))) == 2
+    spec = arena.spec("r", world_size=1, passes=1)
+    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))
+    start, optimizer = begin_tied(arena, spec, nested=False)
+    weights = torch.load(folder / "whole.pt", weights_only=True)
+    assert all(torch.equal(start[name], weights[name]) for name in weights)
+    assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
+    assert audit_run(arena.lakehouse, "r").exact
 
 
 def begin(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
@@ -141,6 +295,11 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
     (folder / "mine").mkdir(parents=True)
     with pytest.raises(SpecInvalid, match=r"<tag>/\*model_states.pt.*found \['mine'\]"):
         foreign_checkpoint(folder)
+    model, _ = trained()
+    (own := arena.home / "own").mkdir()
+    dlac.DistributedState(model=model).save(own, Direct().write)
+    with pytest.raises(SpecInvalid, match=r"one of its own in '.*own': begin a run from it with dlac fork"):
+        foreign_checkpoint(own)
     touched = folder / "touched"
     torch.save({"module": _Touch(touched)}, folder / "mine" / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointUnsafe):

@@ -56,7 +56,6 @@ PRIVATE_NAMES = {
         "_start_workers",
         "_worker_group",
         "torch._weights_only_unpickler",
-        "torch.distributed._shard._utils.narrow_tensor_by_index",
         "torch.distributed.checkpoint._traverse.set_element",
         "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner",
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict",

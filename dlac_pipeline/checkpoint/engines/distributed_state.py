@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -41,33 +43,50 @@ class DistributedState(Engine):
         """Every rank's parts and an index."""
         writer = ShardWriter(folder, write)
         with _together(folder) as alone:
-            save(self._state(), storage_writer=writer, planner=PlainSavePlanner(), no_dist=alone)
+            model, optimizer = get_state_dict(self._model, self._optimizers)  # the tensors in use
+            state = {"model": model, "optimizer": optimizer}
+            save(state, storage_writer=writer, planner=PlainSavePlanner(), no_dist=alone)
         self._rest.save(folder, write)
         if writer.failure is not None:
             raise writer.failure
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load the parts that this rank has now, from whichever ranks saved them: tensors and plain values only."""
-        state = self._state()
         reader = ShardReader(folder)
+        optimizers = [] if reader.lacks("optimizer") else self._optimizers
+        model, optimizer = get_state_dict(self._model, optimizers)
+        state = {"model": _without_tied(model, reader), "optimizer": dict(optimizer)}
+        if reader.lacks("optimizer.param_groups"):
+            state["optimizer"].pop("param_groups", None)
         with _together(folder) as alone:
             load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=alone)
-        set_state_dict(
-            self._model,
-            self._optimizers,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        self._rest.load(folder, saved_world_size=saved_world_size)
+        model.update(state["model"])
+        optimizer.update(state["optimizer"])
+        set_state_dict(self._model, optimizers, model_state_dict=model, optim_state_dict=optimizer)
+        rest = self._rest
+        if reader.is_adopted:
+            found = TorchState.parts_in(folder)
+            rest = TorchState(**{name: part for name, part in rest.modules().items() if name in found})
+        rest.load(folder, saved_world_size=saved_world_size)
 
     def modules(self) -> Mapping[str, Any]:
         """Return the sharded model and the other parts."""
         return {"model": self._model, **self._rest.modules()}
 
-    def _state(self) -> dict[str, Any]:
-        """Return this rank's view, by names that do not depend on the number of ranks. Its tensors are those in use."""
-        model, optimizer = get_state_dict(self._model, self._optimizers)
-        return {"model": model, "optimizer": optimizer}
+
+def _without_tied(model: dict[str, Any], reader: ShardReader) -> dict[str, Any]:
+    """Leave out what an adopted checkpoint lacks because it is the same tensor as another one, under a second name."""
+    found = {_address(value) for name, value in model.items() if not reader.lacks(f"model.{name}")}
+    return {
+        name: value
+        for name, value in model.items()
+        if not reader.lacks(f"model.{name}") or _address(value) not in found
+    }
+
+
+def _address(value: Any) -> int:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.data_ptr() if isinstance(local, torch.Tensor) else id(local)
 
 
 @contextmanager

@@ -1,17 +1,20 @@
 """Reading and writing of a checkpoint's folder by torch.distributed.checkpoint (DCP).
 
-DCP plans which rank saves which part of which tensor, and which parts any other number of ranks loads. It is used for that
-only. Its own files name their parts in a pickle, which can run code. Here every rank's parts are a list in one file, and an
-index in plain values records their places.
+DCP plans which rank saves which part of which tensor, and which parts any other number of ranks loads. Each rank's tensors
+are a safetensors file in the layout of DCP's `HuggingFaceStorageWriter`, which DCP and safetensors open without DLAC. That
+layout has no place for plain values and some types of elements. These are a list in a second file of the rank, and an index
+in plain values records all places.
 """
 
+import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
+from safetensors import safe_open
 from torch.distributed.checkpoint import metadata as metadatas
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -31,10 +34,14 @@ from torch.futures import Future
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, SAFETENSORS
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
-_FORMAT_VERSION = 1
-_INDEX = "shards-index.pt"
+_FORMAT_VERSION = 2
+"""1: all parts of a rank are a list in its `shards-<rank>.pt`."""
+INDEX = "shards-index.pt"
+Offsets = Mapping[str, Sequence[int]]
+"""Place of a tensor's first element in the whole tensor, by name."""
 
 
 class _AsPlanned:
@@ -63,24 +70,34 @@ class ShardWriter(_AsPlanned, StorageWriter):
     A failure is kept, not raised. DCP would continue without this rank's answer, and the vote reports it later.
     """
 
-    def __init__(self, folder: Path, write: Write) -> None:
+    def __init__(self, folder: Path, write: Write, *, adopted: bool = False) -> None:
+        """`adopted`: another program saved the state, which may lack parts that a script has."""
         self.failure: OSError | SpecInvalid | None = None
         self._folder = folder
         self._write = write
+        self._adopted = adopted
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's parts: one file."""
-        if plan.items:
-            self._hand_over(
-                self._rank_file,
-                lambda: [plain_state(planner.resolve_data(item), at=item.index.fqn) for item in plan.items],
-            )
-        return _done(
-            [
-                WriteResult(index=item.index, size_in_bytes=0, storage_data=[self._rank_file, position])
-                for position, item in enumerate(plan.items)
-            ]
-        )
+        """This rank's parts: tensors in one file, other parts in another one."""
+        tensors: dict[str, Any] = {}
+        offsets: dict[str, Sequence[int]] = {}
+        others: list[tuple[str, Any]] = []
+        results = []
+        for item in plan.items:
+            name, part = item.index.fqn, planner.resolve_data(item)
+            place: list[Any] = [self._tensor_file, None]
+            if item.tensor_data is not None and _fits(part) and name not in tensors:
+                tensors[name] = part
+                offsets[name] = item.tensor_data.chunk.offsets
+            else:
+                place = [self._other_file, len(others)]
+                others.append((name, part))
+            results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=place))
+        if tensors:
+            self._hand_over(self._tensor_file, lambda: {**tensors, ABOUT: sharding_info(offsets)})
+        if others:
+            self._hand_over(self._other_file, lambda: [plain_state(part, at=name) for name, part in others])
+        return _done(results)
 
     def finish(self, metadata: metadatas.Metadata, results: list[list[WriteResult]]) -> None:
         """The index."""
@@ -92,16 +109,18 @@ class ShardWriter(_AsPlanned, StorageWriter):
         }
         index = {
             "format_version": _FORMAT_VERSION,
+            "adopted": self._adopted,
             "tensors": tensors,
             "values": [name for name in metadata.state_dict_metadata if name not in tensors],
             "places": [[one.index.fqn, _plain(one.index.offset), *one.storage_data] for one in places],
             "paths": {name: list(path) for name, path in metadata.planner_data.items()},
         }
-        self._hand_over(_INDEX, lambda: plain_state(index, at="index"))
+        self._hand_over(INDEX, lambda: plain_state(index, at="index"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note the rank."""
-        self._rank_file = f"shards-{kwargs['rank']:05d}.pt"
+        """Note the names of the rank's files."""
+        self._tensor_file = tensor_file(kwargs["rank"])
+        self._other_file = f"shards-{kwargs['rank']:05d}.pt"
 
     def _hand_over(self, name: str, state: Callable[[], Any]) -> None:
         try:
@@ -121,7 +140,7 @@ class ShardReader(_AsPlanned, StorageReader):
             CheckpointUnsafe: there is more in it than plain values.
         """
         self._folder = folder
-        self.index = load_tensors(folder / _INDEX)
+        self.index = load_tensors(folder / INDEX)
         if self.index["format_version"] > _FORMAT_VERSION:
             raise FormatTooNew(
                 f"the shards in {str(folder)!r} have format version {self.index['format_version']}, this DLAC reads up to "
@@ -131,6 +150,17 @@ class ShardReader(_AsPlanned, StorageReader):
             metadatas.MetadataIndex(name, offset): (file, position)
             for name, offset, file, position in self.index["places"]
         }
+        words = (name.split(".") for name in (*self.index["tensors"], *self.index["values"]))
+        self._prefixes = {prefix for each in words for prefix in accumulate(each, "{}.{}".format)}
+
+    @property
+    def is_adopted(self) -> bool:
+        """True if another program saved the state."""
+        return bool(self.index.get("adopted"))
+
+    def lacks(self, name: str) -> bool:
+        """Return True if an adopted checkpoint has nothing of this name or below it. Loading then leaves it unchanged."""
+        return self.is_adopted and name not in self._prefixes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadatas.Metadata:
         """Return the metadata with which DCP plans."""
@@ -146,13 +176,14 @@ class ShardReader(_AsPlanned, StorageReader):
             file, position = self._places[item.storage_index]
             by_file[file].append((position, item))
         for file, wanted in by_file.items():
-            parts = load_tensors(self._folder / file, mmap=True)
+            part_at = _part_reader(self._folder / file)
             for position, item in wanted:
+                part = part_at(item.storage_index.fqn, position)
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, parts[position])
+                    planner.load_bytes(item, part)
                     continue
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(narrow_tensor_by_index(parts[position], item.storage_offsets, item.lengths))
+                target.copy_(part[_box(item.storage_offsets, item.lengths)])
                 planner.commit_tensor(item, target)
         return _done(None)
 
@@ -188,11 +219,40 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
         if name in whole:
             by_file[file].append((name, offset or [0] * whole[name].dim(), position))
     for file, wanted in by_file.items():
-        parts = load_tensors(folder / file, mmap=True)
+        part_at = _part_reader(folder / file)
         for name, offset, position in wanted:
-            shard = parts[position]
-            narrow_tensor_by_index(whole[name], offset, list(shard.shape)).copy_(shard)
+            shard = part_at(name, position)[()]
+            whole[name][_box(offset, shard.shape)] = shard
     return {".".join(map(str, paths[name][1:])): tensor for name, tensor in whole.items()}
+
+
+def tensor_file(rank: int) -> str:
+    """Return the name of a rank's file of tensors, as DCP's `HuggingFaceStorageWriter` numbers them."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001{SAFETENSORS}"
+
+
+def sharding_info(offsets: Offsets) -> dict[str, str]:
+    """Return the texts by which DCP places the tensors of a safetensors file in those of the whole state."""
+    places = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    return {"DCP_SHARDING_INFO": json.dumps(places, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
+
+
+def _fits(part: Any) -> bool:
+    """Return True if a safetensors file can contain the part of a state."""
+    return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and part.dtype in DTYPES
+
+
+def _part_reader(path: Path) -> Callable[[str, int], Any]:
+    """Return a function from the name and position of a part of the file to the part. Tensors are read when indexed."""
+    if path.suffix == SAFETENSORS:
+        file: Any = safe_open(path, "pt")
+        return lambda name, position: file.get_slice(name)
+    parts = load_tensors(path, mmap=True)
+    return lambda name, position: parts[position]
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def _done(value: Any) -> Future[Any]:

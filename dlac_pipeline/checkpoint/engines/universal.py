@@ -6,13 +6,15 @@ ZeRO 3 the settings of parameter groups after the first.
 
 import io
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
-from dlac_pipeline.lakehouse.errors import WorldSizeUnsupported
+from dlac_pipeline.lakehouse.errors import CheckpointError, WorldSizeUnsupported
 
 INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 """Facts that a checkpoint must contain to be converted."""
@@ -85,3 +87,27 @@ def _load_groups(engine: Any, path: Path) -> None:
     saved = load_tensors(path, safe_classes(), mmap=True)["optimizer_state_dict"]["param_groups"]
     for group, settings in zip(engine.optimizer.param_groups, saved, strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
+
+
+def moments_in(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what the optimizer of a converted checkpoint keeps of each parameter, by the names of `get_state_dict`.
+
+    Raises:
+        CheckpointError: groups of parameters differ in their steps, and the parameters of each are unknown.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / "zero").glob("*/*.pt")):
+        name, key = path.parent.name, path.stem
+        if key == "fp32":
+            continue
+        value = load_tensors(path, safe_classes())
+        tensor = torch.as_tensor(value["param"] if isinstance(value, dict) else value)
+        found[f"state.{name}.{key}"] = tensor if key == "step" else tensor.reshape(weights[name].shape)
+    common = load_tensors(folder / "zero" / "optimizer_state.pt", safe_classes()).get("optimizer_state_dict")
+    if common is not None:  # ZeRO 3, which keeps the step of a group only
+        steps = {float(group["step"]) for group in common["state"].values() if "step" in group}
+        if len(steps) > 1:
+            raise CheckpointError(f"expected one step of all parameters in the checkpoint, found {sorted(steps)!r}")
+        trained = {name.rpartition(".")[0] for name in found}
+        found |= {f"{name}.step": torch.tensor(step) for name in trained for step in steps}
+    return found

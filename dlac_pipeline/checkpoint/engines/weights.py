@@ -12,7 +12,7 @@ from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
 from dlac_pipeline.checkpoint.engines.shards import whole_tensors
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
-from dlac_pipeline.checkpoint.engines.universal import safe_classes
+from dlac_pipeline.checkpoint.engines.universal import moments_in, safe_classes, to_universal
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
@@ -46,6 +46,28 @@ def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
     return bare
 
 
+def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
+    """Return the tensors of model and optimizer by the names that `DistributedState` gives them.
+
+    A ZeRO checkpoint is converted in the folder `scratch` first. Raises as `weights_of`.
+    """
+    model = weights_of(engine, folder)
+    optimizer: Weights = {}
+    if engine == DistributedState.name:
+        optimizer = whole_tensors(folder, "optimizer")
+    elif engine == DeepSpeedState.name and list((folder / DeepSpeedState.TAG).glob("*_optim_states.pt")):
+        to_universal(folder / DeepSpeedState.TAG, scratch / "universal")
+        optimizer = moments_in(scratch / "universal", model)
+    else:
+        raise CheckpointError(
+            f"expected a checkpoint of DistributedState or of DeepSpeed at ZeRO 1 to 3, found one of {engine!r}, whose optimizer "
+            "does not know the names of parameters: export its weights with dlac export"
+        )
+    return {f"model.{name}": each for name, each in model.items()} | {
+        f"optimizer.{name}": each for name, each in optimizer.items()
+    }
+
+
 def _of_torch(folder: Path, part: str) -> Weights:
     found = TorchState.bare_weights(folder, part)
     if found is None:
@@ -65,12 +87,13 @@ def _of_deepspeed(folder: Path, part: str) -> Weights:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     files = folder / DeepSpeedState.TAG
+    whole = files / "mp_rank_00_model_states.pt"  # not at ZeRO 3
+    module: Weights = load_tensors(whole, safe_classes())["module"] if whole.exists() else {}
     if not list(files.glob("*_optim_states.pt")):
-        module: Weights = load_tensors(files / "mp_rank_00_model_states.pt", safe_classes())["module"]
         return module
     with only_tensors(files, safe_classes()), redirect_stdout(io.StringIO()):
         full: Weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=DeepSpeedState.TAG)
-    return full
+    return {**module, **full}  # at ZeRO 1 `full` lacks frozen parameters
 
 
 _READERS: dict[str, Callable[[Path, str], Weights]] = {

@@ -6,6 +6,7 @@ takes half of the CPU time, and does not evict what training reads.
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import time
@@ -21,6 +22,30 @@ from torch.utils.serialization import config as torch_config
 _BUFFER_BYTES = 8 << 20
 """A multiple of every device's block size. The rest at the end, and so a small file, passes through the page cache."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+SAFETENSORS = ".safetensors"
+"""Suffix of files whose state is a dict of strided tensors. Its entry `ABOUT`, if any, is a dict of texts about them."""
+ABOUT = "__metadata__"
+DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.uint8: "U8",
+}
+"""Types of elements that a safetensors file can have, as its header names them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +67,9 @@ class WrittenFile:
 
 
 def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
-    """Write `torch.save` into a new file, which is not durable yet. A `WrittenFile` is copied, or digested in its place.
+    """Write a state into a new file, which is not durable yet: as safetensors if its name ends so, else by `torch.save`.
 
-    `direct`: past the page cache, for files not read again soon.
+    A `WrittenFile` is copied, or digested in its place. `direct`: past the page cache, for files not read again soon.
 
     The zip's own checksums are left out: torch never checks them, and the digest is stronger.
 
@@ -54,6 +79,8 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
     """
     if isinstance(state, WrittenFile):
         return _take_file(state.path, path, direct=direct)
+    if path.suffix == SAFETENSORS:
+        return write_tensors(state, path, direct=direct)
     file = _StreamedFile(path, direct=direct)
     try:
         with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
@@ -61,6 +88,41 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
         return file.finish()
     finally:
         file.close()
+
+
+def write_tensors(state: dict[str, Any], path: Path, *, direct: bool = True) -> Written:
+    """Write a dict of tensors as `write_state` does for a name that ends in `SAFETENSORS`. The same state makes the same bytes.
+
+    The library's own functions need the whole file in memory, or write it past the digest.
+    """
+    # Elements of the largest size come first, so that all are aligned.
+    tensors = sorted(((name, each) for name, each in state.items() if name != ABOUT), key=_by_size_and_name)
+    file = _StreamedFile(path, direct=direct)
+    try:
+        file.write(memoryview(_header(tensors, state.get(ABOUT, {}))))
+        for _, tensor in tensors:
+            if tensor.numel():
+                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                file.write(memoryview(plain.view(-1).view(torch.uint8).numpy()))
+        return file.finish()
+    finally:
+        file.close()
+
+
+def _by_size_and_name(entry: tuple[str, torch.Tensor]) -> tuple[int, str]:
+    return -entry[1].element_size(), entry[0]
+
+
+def _header(tensors: list[tuple[str, torch.Tensor]], about: dict[str, str]) -> bytes:
+    """Return the beginning of a safetensors file: the length of a JSON object, padded to 8 bytes, and the object."""
+    header: dict[str, Any] = {ABOUT: about}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    content = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    content = content.ljust(-len(content) // 8 * -8)
+    return len(content).to_bytes(8, "little") + content
 
 
 def _take_file(source: Path, path: Path, *, direct: bool) -> Written:

@@ -148,12 +148,13 @@ def name_checkpoint(
     return named
 
 
-def record_export(ledger: Ledger, run: str, export: typed_rows.ExportRow) -> None:
-    """Record a file that was made from a checkpoint. Once, however often it is made."""
+def record_exports(ledger: Ledger, run: str, exports: Sequence[typed_rows.ExportRow]) -> None:
+    """Record files that were made from a checkpoint. Each once, however often it is made."""
 
     def decide(state: RunState) -> Append | None:
-        known = ledger.rows_at(state, kinds=(typed_rows.ExportRow,))
-        return None if any(row.digest == export.digest for row in known) else beside(state, [export])
+        known = {row.digest for row in ledger.rows_at(state, kinds=(typed_rows.ExportRow,))}
+        new = [row for row in exports if row.digest not in known]
+        return beside(state, new) if new else None
 
     ledger.append(run, decide)
 

@@ -1,0 +1,97 @@
+"""Files of weights: one safetensors file, or a folder that `from_pretrained` of Hugging Face's transformers loads."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
+from dlac_pipeline.checkpoint.engines.weights import Weights
+from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, Written, write_tensors
+from dlac_pipeline.lakehouse.durable_io import fsync_path
+from dlac_pipeline.lakehouse.errors import CheckpointError
+from dlac_pipeline.lakehouse.store_files import file_digest
+
+WrittenFiles = dict[str, Written]
+"""By name."""
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_CONFIG_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".txt"})
+"""Suffixes of the files that describe a model and its tokenizer."""
+
+
+def write_file(weights: Weights, path: Path, about: Mapping[str, str]) -> WrittenFiles:
+    """Write one file, which is durable then.
+
+    Raises:
+        OSError: it cannot be written.
+        CheckpointError: safetensors cannot contain a tensor. The message names it.
+    """
+    for name, tensor in weights.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"expected weights of types that safetensors has, found {tensor.dtype} in {name!r}: export another part, or "
+                "load the checkpoint in a script"
+            )
+    written = write_tensors({**weights, ABOUT: {"format": "pt", **about}}, path)
+    fsync_path(path)
+    return {path.name: written}
+
+
+def write_folder(
+    weights: Weights, folder: Path, about: Mapping[str, str], *, config: Path, shard_bytes: int
+) -> WrittenFiles:
+    """Write a new folder with the weights, in files of about `shard_bytes`, and with what describes the model in `config`.
+
+    The files of the model's configuration are not among the returned ones. Raises as `write_file`.
+    """
+    folder.mkdir()
+    for path in _described_in(config):
+        shutil.copyfile(path, folder / path.name)
+        fsync_path(folder / path.name)
+    written: WrittenFiles = {}
+    shards = _split(weights, shard_bytes)
+    for name, shard in shards.items():
+        written |= write_file(shard, folder / name, about)
+    if len(shards) > 1:
+        places = {tensor: name for name, shard in shards.items() for tensor in shard}
+        total = sum(tensor.nbytes for tensor in weights.values())
+        index = folder / _INDEX
+        index.write_text(json.dumps({"metadata": {"total_size": total, **about}, "weight_map": places}, indent=2))
+        fsync_path(index)
+        written[_INDEX] = Written(digest=file_digest(index), bytes=index.stat().st_size, digest_s=0.0)
+    fsync_path(folder)
+    return written
+
+
+def write_state_folder(state: Weights, folder: Path, about: Mapping[str, str]) -> WrittenFiles:
+    """Write a new folder that torch.distributed.checkpoint loads. Raises as `write_file`."""
+    folder.mkdir()
+    places = sharding_info({name: [0] * each.dim() for name, each in state.items()})
+    written = write_file(state, folder / tensor_file(0), {**places, **about})
+    fsync_path(folder)
+    return written
+
+
+def _described_in(config: Path) -> Iterable[Path]:
+    """Return the files of a model's folder that are no weights."""
+    return (
+        path
+        for path in sorted(config.iterdir())
+        if path.suffix in _CONFIG_SUFFIXES and not path.name.endswith(".index.json") and path.is_file()
+    )
+
+
+def _split(weights: Weights, shard_bytes: int) -> dict[str, Weights]:
+    """Return the weights by the names of their files."""
+    shards: list[Weights] = [{}]
+    room = shard_bytes
+    for name, tensor in sorted(weights.items()):
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        return {_FILE: shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}

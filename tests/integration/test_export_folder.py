@@ -1,0 +1,140 @@
+"""Export in the layout of Hugging Face: `from_pretrained` loads the folder, and each file of weights is identified."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.restore import export
+from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_weights
+from dlac_pipeline.checkpoint.store import folder_of, tiers_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import Arena
+from tests.integration.test_cli import dlac as dlac_command
+
+transformers: Any = pytest.importorskip("transformers")
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def make_model(kind: str) -> Any:
+    """Return a tiny causal language model with random weights. Embedding and head of `tied` are one tensor."""
+    torch.manual_seed(7)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": kind == "tied"}
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes, **heads))
+
+
+def train(arena: Arena, spec: JobSpec, model: Any) -> None:
+    """Train two steps in this process."""
+    path = arena.home / "r.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    with dlac.training_run(path) as run:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run.restore(model=model, optimizer=optimizer)
+        for _ in run.batches():
+            loss = model(TOKENS, labels=TOKENS).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step_done(loss.detach())
+
+
+def trained(arena: Arena, kind: str, **changes: Any) -> tuple[JobSpec, Any]:
+    """Return the spec and the model of a run of two steps, with the model's configuration in the folder `config`."""
+    arena.table(appends=(64,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=1, **changes)
+    model = make_model(kind)
+    start = model.lm_head.weight.detach().clone()
+    train(arena, spec, model)
+    assert not torch.equal(model.lm_head.weight, start)
+    model.config.save_pretrained(arena.home / "config")
+    return spec, model
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what the model gives for the tokens, without dropout."""
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(TOKENS).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("tied", "dcp"), ("untied", "torch"), pytest.param("tied", "torch", marks=pytest.mark.soak)]
+)
+def test_pretrained_model_has_equal_logits(arena: Arena, kind: str, engine: str) -> None:
+    """Bit for bit those of the trained model, of one file of weights. The digest of the file leads to the checkpoint."""
+    _, model = trained(arena, kind, engine=engine)
+    (arena.home / "config" / "tokenizer.json").write_text("{}")
+    (arena.home / "config" / "pytorch_model.bin").write_bytes(b"old weights")
+    out = arena.home / "out" / "my-model"
+    arguments = ("export", "r", str(out), "--config", str(arena.home / "config"), "--json")
+    done = dlac_command(*arguments, "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["files"] == ["model.safetensors"]
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert expected - {"generation_config.json"} <= set(os.listdir(out)) <= expected
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(logits(loaded), logits(model))
+    assert checkpoint_of_file(arena.lakehouse, out / "model.safetensors")["checkpoint_id"] == arena.head("r")
+    assert os.listdir(out.parent) == ["my-model"]
+
+
+def test_large_model_has_an_index(arena: Arena) -> None:
+    """Several files of weights load as one does. The ledger knows each of them, and their index."""
+    spec, model = trained(arena, "untied")
+    arena.monkeypatch.setattr(export, "_SHARD_BYTES", 6000)
+    out = arena.home / "my-model"
+    made = export_weights(arena.lakehouse, tiers_of(spec), out, config=arena.home / "config")
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(made.files) == [*files, "model.safetensors.index.json"]
+    assert max((out / name).stat().st_size for name in files) < 8000
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits(loaded), logits(model))
+    for name in made.files:
+        assert checkpoint_of_file(arena.lakehouse, out / name)["checkpoint_id"] == made.checkpoint_id, name
+    assert len(arena.rows("r", ExportRow)) == len(made.files)
+
+
+def test_unsuitable_folder_is_refused(arena: Arena, small_disk: Path) -> None:
+    """A folder with files, a file, a configuration without config.json, a full disk and a damaged checkpoint write nothing."""
+    spec, _ = trained(arena, "untied")
+    tiers, config = tiers_of(spec), arena.home / "config"
+    out = arena.home / "out"
+    out.mkdir()
+    (out / "mine").touch()
+    for path, pattern in ((out, "new or empty folder"), (out / "mine", "new or empty folder")):
+        with pytest.raises(SpecInvalid, match=pattern):
+            export_weights(arena.lakehouse, tiers, path, config=config)
+    with pytest.raises(SpecInvalid, match=r"config\.json of a model, found none in '.*out'"):
+        export_weights(arena.lakehouse, tiers, arena.home / "new", config=out)
+    filler = small_disk / "filler"
+    with filler.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, shutil.disk_usage(small_disk).free - 8192)
+    with pytest.raises(StoreUnavailable, match="No space left on device"):
+        export_weights(arena.lakehouse, tiers, small_disk / "new", config=config)
+    (folder,) = {folder_of(row.manifest_uri) for row in arena.lineage("r")[-1:]}
+    with (folder / "torch-state.pt").open("r+b") as stream:
+        stream.seek(2000)
+        byte = stream.read(1)
+        stream.seek(2000)
+        stream.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(CheckpointDamaged, match=r"torch-state\.pt' to have digest"):
+        export_weights(arena.lakehouse, tiers, arena.home / "new", config=config)
+    assert os.listdir(out) == ["mine"]
+    assert list(small_disk.iterdir()) == [filler]
+    assert not (arena.home / "new").exists()
+    assert arena.rows("r", ExportRow) == []

@@ -1,0 +1,195 @@
+"""Files of sharded state: tensors of every kind are restored bit for bit, each from the file that can contain it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from dlac_pipeline import DistributedState
+from dlac_pipeline.checkpoint.engines.weights import weights_of
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, write_state
+from dlac_pipeline.lakehouse.errors import CheckpointError
+
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
+OTHER_TYPES = (torch.complex128, torch.float8_e8m0fnu)
+"""Types of elements that the format of safetensors does not have."""
+
+
+class Unusual(nn.Module):
+    """A model with tensors of all types and forms, filled with `value`."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 5), value))
+        self.tied = self.weight
+        self.frozen = nn.Parameter(torch.full((2,), value, dtype=torch.float16), requires_grad=False)
+        forms = {
+            "scalar": torch.tensor(value),
+            "empty": torch.empty(0, 4),
+            "transposed": (torch.arange(12.0) + value).reshape(3, 4).t(),
+            "strided": (torch.arange(20.0) + value)[::3],
+            "conjugate": torch.full((2,), complex(value, 1.0), dtype=torch.complex64).conj(),
+            "negative": torch.full((2,), complex(1.0, value), dtype=torch.complex64).conj().imag,
+        }
+        types = {
+            str(dtype).removeprefix("torch."): torch.full((3,), value).to(dtype) for dtype in (*DTYPES, *OTHER_TYPES)
+        }
+        for name, tensor in {**forms, **types}.items():
+            self.register_buffer(f"{name}_", tensor)
+
+
+def make_writer(kind: str) -> Writer:
+    """Return a writer that writes at once, or copies."""
+    return Direct() if kind == "direct" else Copies(CopyMemory())
+
+
+def state_bytes(model: nn.Module) -> dict[str, tuple[Any, bytes]]:
+    """Return type, shape and content of each tensor."""
+    return {
+        name: (
+            (tensor.dtype, tensor.shape),
+            tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+        )
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("writing", ["direct", "copies"])
+def test_unusual_tensors_are_restored_exactly(tmp_path: Path, writing: str) -> None:
+    """Also tied ones, views and complex numbers. Those of other types are in the second file, and can be exported."""
+    model, writer = Unusual(1.0), make_writer(writing)
+    DistributedState(model=model).save(tmp_path, writer.write)
+    writer.handed_over()
+    expected = state_bytes(model)
+    with torch.no_grad():
+        model.weight.zero_()  # the checkpoint does not have this
+    writer.finish()
+    again = Unusual(0.0)
+    DistributedState(model=again).load(tmp_path, saved_world_size=1)
+    assert state_bytes(again) == expected
+    others = {f"model.{str(dtype).removeprefix('torch.')}_" for dtype in OTHER_TYPES}
+    assert load_file(tmp_path / TENSORS).keys() == {f"model.{name}" for name in expected} - others
+    assert {name: tensor.shape for name, tensor in weights_of("dcp", tmp_path).items()} == {
+        name: shape for name, ((_, shape), _) in expected.items()
+    }
+
+
+class Hoarder(torch.optim.SGD):
+    """An optimizer with nested state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss
+        """Keep tensors in lists and dicts."""
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter].get("history", [])
+            self.state[parameter] = {
+                "history": [*kept, parameter.grad.clone()][-2:],
+                "by_number": {"3": parameter.grad + 1},
+                "plain": (1, None, [2.5]),
+                "steps": len(kept) + 1,
+            }
+
+
+def test_nested_optimizer_state_is_restored(tmp_path: Path) -> None:
+    """Lists and dicts of tensors, and plain values next to them."""
+    model, again = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizers = [Hoarder(each.parameters(), lr=0.1) for each in (model, again)]
+    for step in (1, 1, 2):
+        for each, optimizer in zip((model, again), optimizers, strict=True):
+            each(torch.full((2, 3), float(step))).sum().backward()
+            optimizer.step()
+    optimizers[0].step()
+    DistributedState(model=model, optimizer=optimizers[0]).save(tmp_path, Direct().write)
+    DistributedState(model=again, optimizer=optimizers[1]).load(tmp_path, saved_world_size=1)
+    assert str(optimizers[1].state_dict()) == str(optimizers[0].state_dict())
+    assert "optimizer.state.weight.history.1" in load_file(tmp_path / TENSORS)
+
+
+class Tied(nn.Module):
+    """A layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = self.head = nn.Linear(3, 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_tied_model_and_optimizer(tmp_path: Path) -> None:
+    """As docs/checkpoints.md tells its readers: the model strictly, the optimizer without its settings."""
+    models = [Tied(), Tied()]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each, lr in zip(models, (0.1, 0.2), strict=True)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.head(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+    DistributedState(model=models[0], optimizer=optimizers[0]).save(tmp_path, Direct().write)
+    reader = HuggingFaceStorageReader(str(tmp_path))
+    load({"model": models[1].state_dict()}, storage_reader=reader, no_dist=True)
+    assert state_bytes(models[1]) == state_bytes(models[0])
+    states: list[Any] = [
+        dict(zip(("model", "optimizer"), get_state_dict(*each), strict=True))
+        for each in zip(models, optimizers, strict=True)
+    ]
+    load(states[1], storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+    assert str(states[1]["optimizer"]["state"]) == str(states[0]["optimizer"]["state"])
+    assert states[1]["optimizer"]["param_groups"][0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("length", [0, 4, 100])
+def test_truncated_tensors_are_refused(tmp_path: Path, length: int) -> None:
+    """A file that passed no digest ends in an error of DLAC, which names the folder."""
+    DistributedState(model=nn.Linear(3, 1)).save(tmp_path, Direct().write)
+    with (tmp_path / TENSORS).open("r+b") as stream:
+        stream.truncate(length)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        DistributedState(model=nn.Linear(3, 1)).load(tmp_path, saved_world_size=1)
+
+
+def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
+    """The order of the dict does not matter, and the digest is that of the file."""
+    tensors = {
+        "half": torch.ones(3, dtype=torch.float16),
+        "byte": torch.ones(1, dtype=torch.uint8),
+        "whole": torch.ones(2),
+    }
+    first = write_state({**tensors, "__metadata__": {"format": "pt"}}, tmp_path / "a.safetensors")
+    second = write_state(
+        {"__metadata__": {"format": "pt"}, **dict(reversed(tensors.items()))}, tmp_path / "b.safetensors"
+    )
+    assert first.digest == second.digest
+    assert first.bytes == (tmp_path / "a.safetensors").stat().st_size
+    found = load_file(tmp_path / "b.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_file_equals_that_of_the_library(tmp_path: Path) -> None:
+    """Header and content are those that the library's own function writes for a usual model."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    write_state({**model.state_dict(), "__metadata__": {"format": "pt"}}, ours)
+    save_file(model.state_dict(), theirs, {"format": "pt"})
+    contents = [split_file(path) for path in (ours, theirs)]
+    assert contents[0] == contents[1]
+
+
+def test_types_are_those_of_the_library() -> None:
+    """A new version of the library may have more of them."""
+    assert {name: dtype for dtype, name in DTYPES.items()} == safetensors.torch._TYPES
+
+
+def split_file(path: Path) -> tuple[Any, bytes]:
+    """Return the header and the content of a safetensors file."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
