@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Literal
@@ -21,9 +22,10 @@ from dlac_pipeline.rows.columns import check_names
 from dlac_pipeline.spec.job_spec import parse_spec
 
 _HERE = Path(__file__).parent
+_json = partial(json.dumps, ensure_ascii=False)  # a value in TOML, YAML and Python as well
 _NUMBERS = (ice.BooleanType, ice.IntegerType, ice.LongType, ice.FloatType, ice.DoubleType)
 _TIMES = (ice.DateType, ice.TimeType, ice.TimestampType, ice.TimestamptzType)
-_VOCABULARY = 4096
+_VOCABULARY = 1024
 """Tokens of the model, where their number is unknown."""
 Kind = Literal["numbers", "times", "tokens", "text", "other"]
 
@@ -112,13 +114,12 @@ def _may_have_nulls(table: Table, column: str, files: Collection[DataFile]) -> b
 
 
 def check_free(folder: Path, run: str) -> None:
-    """Make the folder of a project, and check that it has none of its files.
+    """Check that a folder has none of the files of a project.
 
     Raises:
-        SpecInvalid: one exists, or the folder cannot be made.
+        SpecInvalid: one exists, or the folder cannot be looked into.
     """
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing():
         found = [name for name in _templates(run) if (folder / name).exists()]
     if found:
         raise SpecInvalid(
@@ -137,7 +138,7 @@ def _templates(run: str, kind: Kind = "numbers") -> dict[str, Path]:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as err:
@@ -158,19 +159,19 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
         if not Path(tokenizer).exists():
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
     values = {
-        "features": json.dumps(found.columns[:-1] or found.columns),
-        "target": json.dumps(found.columns[-1]),
+        "features": _json(found.columns[:-1] or found.columns),
+        "target": _json(found.columns[-1]),
         "vocabulary": vocabulary,
-        "lakehouse": json.dumps(lakehouse),
+        "lakehouse": _json(lakehouse),
         **_job_values(run, found, tokenizer, lakehouse),
     }
     for name, template in _templates(run, found.kind).items():
         texts[name] = Template(template.read_text()).substitute(values)
     parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
     for name, text in texts.items():
-        with _writing(folder):
+        with _writing():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / name).open("x") as file:
+            with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
     return sorted(texts)
 
@@ -179,23 +180,25 @@ def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[s
     """Return the values of the template of a job file."""
     rows, more = "", ""
     if found.kind != "numbers":
-        rows = _setting("row_filter", f'"{found.columns[0]}" IS NOT NULL') if found.with_nulls else ""
+        column = found.columns[0].replace('"', '""')
+        rows = _setting("row_filter", f'"{column}" IS NOT NULL') if found.with_nulls else ""
         more += "\n[sequences]\n" + _setting("length", 128) + (_setting("tokenizer", tokenizer) if tokenizer else "")
     elif found.with_nulls:
         rows = _setting("nullable", found.with_nulls)
     if lakehouse:
         more += "\n[lakehouse]\n" + "".join(_setting(name, value) for name, value in lakehouse.items())
     return {
-        "run": json.dumps(run),
-        "table": json.dumps(found.table),
-        "columns": json.dumps(found.columns),
+        "run": _json(run),
+        "table": _json(found.table),
+        "columns": _json(found.columns),
+        "batch_size": "128" if found.kind == "numbers" else "16",
         "rows": rows,
         "more": more,
     }
 
 
 def _setting(name: str, value: object) -> str:
-    return f"{name} = {json.dumps(value)}\n"
+    return f"{name} = {_json(value)}\n"
 
 
 def scaffold_job(run: str) -> str:
