@@ -11,12 +11,14 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.integration.quickstart_page import Reader, page_parts
+from tests.integration.quickstart_page import POINTS, Reader, page_parts
 
 _ROOT = Path(__file__).parents[2]
 _EXAMPLE = _ROOT / "examples" / "quickstart"
@@ -33,17 +35,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reader(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """A person who has followed the quickstart, in an environment with the dependencies but not the checkout of this one."""
+def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel, and with the dependencies but not the checkout of this one."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     paths = {name: sysconfig.get_path(name, "venv", {"base": str(folder)}) for name in ("purelib", "scripts")}
     # Lines of this file are added to the path. The .pth files of those folders, such as the checkout's, are not read.
     (Path(paths["purelib"]) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    reader = Reader(tmp_path_factory.mktemp("quickstart"), Path(paths["scripts"]))
-    shutil.copy(wheel, reader.folder)
-    yield reader
-    reader.close()
+    python = Path(paths["scripts"]) / "python"
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
+    return python.parent
 
 
 def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -64,35 +66,42 @@ def test_wheel_has_one_package(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == files
 
 
-def test_quickstart_works_word_for_word(reader: Reader) -> None:
+@pytest.mark.parametrize("points", ["400_000", pytest.param(POINTS, marks=pytest.mark.soak)])
+def test_quickstart_works_word_for_word(wheel: Path, fresh: Path, tmp_path: Path, points: str) -> None:
     """A person who follows the page kills a run twice, and has an exact audit and a Dagster project that is valid."""
-    reader.follow()
-    report = json.loads(reader.run("dlac audit first --json"))
-    assert (report["exact"], report["rows_consumed"], report["passes_finished"]) == (True, 3_000_000, 1)
-    incidents = json.loads(reader.run("dlac incidents first --json"))
+    shutil.copy(wheel, tmp_path)
+    with closing(Reader(tmp_path, fresh)) as person:
+        person.follow(points)
+    report = json.loads(person.run("dlac audit first --json"))
+    assert (report["exact"], report["rows_consumed"], report["passes_finished"]) == (True, 3 * int(points), 1)
+    incidents = json.loads(person.run("dlac incidents first --json"))
     assert [each["outcome"] for each in incidents] == ["resumed"] * 2, incidents
 
 
 def test_quickstart_stays_short() -> None:
-    """A person writes fewer than 60 lines and enters at most ten commands. The page shows each file of the example."""
+    """A person enters at most ten commands. The page shows each file of the example, of which one is written by hand."""
     parts = list(page_parts())
     assert sum(not name for name, _ in parts) <= 10
-    assert sum(text.count("\n") for name, text in parts if name) < 60
-    assert {name: text for name, text in parts if name} == {path.name: path.read_text() for path in _EXAMPLE.iterdir()}
+    files = {name: text for name, text in parts if name}
+    assert files == {path.name: path.read_text() for path in _EXAMPLE.glob("*.*")}
+    assert files["make_points.py"].count("\n") < 20
 
 
-def test_wheel_hides_no_module(reader: Reader, tmp_path: Path) -> None:
+def test_wheel_hides_no_module(fresh: Path, tmp_path: Path) -> None:
     """The installed package is found, and the folders of this repository's own project are not."""
     found = "map(importlib.util.find_spec, ('catalog', 'assets', 'jobs'))"
     code = f"import dlac_pipeline, importlib.util; print(dlac_pipeline.__file__, *{found})"
-    shown = run(tmp_path, reader.programs / "python", "-c", code).stdout.split()
-    assert shown[0].startswith(str(reader.programs.parent))
+    shown = run(tmp_path, fresh / "python", "-c", code).stdout.split()
+    assert shown[0].startswith(str(fresh.parent))
     assert shown[1:] == ["None"] * 3
 
 
-def test_dg_scaffolds_and_checks_run(reader: Reader, tmp_path: Path) -> None:
+def test_dg_scaffolds_and_checks_run(tmp_path: Path) -> None:
     """`dg` lists the components, writes the files of another run, and names a wrong attribute with its line."""
-    project = shutil.copytree(reader.folder, tmp_path / "project", ignore=shutil.ignore_patterns(".dlac", "points"))
+    pq.write_table(pa.table({"x": [1.0], "y": [2.0]}), tmp_path / "points.parquet")
+    made = run(tmp_path, _DLAC, "init", "points.parquet", "--into", "project")
+    assert made.returncode == 0, made.stderr
+    project = tmp_path / "project"
     dg = _DLAC.with_name("dg")
     assert "dlac_pipeline.dagster.TrainingRun" in run(project, dg, "list", "components", "--json").stdout
     made = run(project, dg, "scaffold", "defs", "dlac_pipeline.dagster.TrainingRun", "second")
@@ -116,9 +125,9 @@ def test_own_workspace_is_valid_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_demo_needs_checkout(reader: Reader, tmp_path: Path) -> None:
+def test_demo_needs_checkout(fresh: Path, tmp_path: Path) -> None:
     """An installed package has no demo. In a checkout the demo is its own, and not a module of the working directory."""
-    refused = run(tmp_path, reader.programs / "dlac", "demo")
+    refused = run(tmp_path, fresh / "dlac", "demo")
     assert (refused.returncode, "expected a checkout" in refused.stderr) == (64, True), refused.stderr
     assert "--report" in run(tmp_path, _DLAC, "demo", "--help").stdout
 
