@@ -50,7 +50,7 @@ def _measure(home: Path, key_groups: int, *, pairs: int, steps: int) -> dict[str
     config = LakehouseConfig().at_home(home)
     lakehouse = connect(config)
     lakehouse.create_namespace("src")
-    table = _sequences(rows)
+    table = make_sequences(rows)
     properties = {"write.parquet.row-group-limit": "512"}
     lakehouse.catalog.create_table("src.tokens", table.schema, properties=properties).append(table)
     spec = parse_spec(
@@ -105,7 +105,8 @@ def _sizes(key_groups: int, home: Path, ledger: Ledger) -> dict[str, Figure]:
     }
 
 
-def _sequences(rows: int) -> pa.Table:
+def make_sequences(rows: int) -> pa.Table:
+    """Return rows of 32 random tokens."""
     tokens = np.random.default_rng(0).integers(0, 512, size=rows * _SEQUENCE, dtype=np.int32)
     offsets = np.arange(0, (rows + 1) * _SEQUENCE, _SEQUENCE, dtype=np.int32)
     lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))

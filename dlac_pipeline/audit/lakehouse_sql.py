@@ -58,8 +58,8 @@ _AUDIT = (
     "passes",
     "shortfalls",
     "repeats",
-    "sources",
     "quarantined_units",
+    "sources",
     "totals",
     "cut_problems",
     "advance_problems",
@@ -159,7 +159,9 @@ def _own_tables(lakehouse: Lakehouse, run: str | None, until_seq: int | None) ->
     """Return DLAC's tables, with a run only the rows that it needs."""
     everything = AlwaysTrue()
     # The consumption is read first, because the rows that it names are older.
-    mine = everything if run is None else _until(run, until_seq)
+    mine: BooleanExpression = everything if run is None else equals("run", run)
+    if run is not None and until_seq is not None:
+        mine = And(mine, at_most("seq", until_seq))
     consumption = lakehouse.read_own("consumption", mine)
     cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))
     slices = lakehouse.read_own("slices", cuts)
@@ -255,10 +257,6 @@ def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Itera
     answer = connection.execute(query, list(parameters))
     names = [column[0] for column in answer.description or ()]
     return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
-
-
-def _until(run: str, seq: int | None) -> BooleanExpression:
-    return equals("run", run) if seq is None else And(equals("run", run), at_most("seq", seq))
 
 
 def _plans_of(consumption: pa.Table, slices: pa.Table) -> list[str]:

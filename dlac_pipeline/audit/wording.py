@@ -116,7 +116,8 @@ def _lines_of(
     """
     if not inline:
         return None
-    widths = {index: _width_of(columns, rows, index) for index in inline}
+    cells_of = {index: [columns[index].name, *(row[index] for row in rows)] for index in inline}
+    widths = {index: max(map(cell_len, cells)) for index, cells in cells_of.items()}
     excess = sum(widths.values()) + len(_GAP) * (len(inline) - 1) - width
     long = [index for index in inline if columns[index].long]
     if excess > 0:
@@ -131,10 +132,6 @@ def _lines_of(
         facts = {columns[index].name: row[index] for index in below}
         lines += [_GAP + line for line in lay_out_facts(facts, width - len(_GAP))]
     return lines
-
-
-def _width_of(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], index: int) -> int:
-    return max(cell_len(each) for each in (columns[index].name, *(row[index] for row in rows)))
 
 
 def _line(cells: Sequence[str], columns: Sequence[TableColumn], widths: Iterable[int]) -> str:

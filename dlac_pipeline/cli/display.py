@@ -48,37 +48,35 @@ def watch_run(
     A run that is not there yet, or whose lakehouse is not, is waited for. `options` go with the commands that are shown.
     """
     with suppress(KeyboardInterrupt, Interrupted):
-        looks = _looks(open_lakehouse, run)
+        looks = _looks(open_lakehouse, run, every_s)
         if as_json or not console.is_terminal:
             for facts in looks:
                 console.file.write(strict_json(facts) + "\n")
                 console.file.flush()
-                if facts["state"] == "finished":
-                    return
-                time.sleep(every_s)
+            return
         with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
             for facts in looks:
                 described = describe_live(facts, options)
                 live.update(Text("\n".join(lay_out_facts(described, console.width))), refresh=True)
-                if facts["state"] == "finished":
-                    return
-                time.sleep(every_s)
 
 
-def _looks(open_lakehouse: "Callable[[], Lakehouse]", run: str) -> Iterator[dict[str, Any]]:
-    """Yield the result of each look. Until the run exists, the missing part."""
+def _looks(open_lakehouse: "Callable[[], Lakehouse]", run: str, every_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the result of each look until the run is finished. Until the run exists, the missing part."""
     from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, NoSuchRun
     from dlac_pipeline.operations.live_status import LiveStatus
 
     status: LiveStatus | None = None
     while True:
-        if status is None:
-            try:
-                status = LiveStatus(open_lakehouse(), run)
-            except (NoSuchRun, NoSuchLakehouse) as err:
-                yield {"run": run, "state": "waiting", "waits_for": str(err)}
-                continue
-        yield status.look()
+        try:
+            status = status or LiveStatus(open_lakehouse(), run)
+        except (NoSuchRun, NoSuchLakehouse) as err:
+            yield {"run": run, "state": "waiting", "waits_for": str(err)}
+        else:
+            facts = status.look()
+            yield facts
+            if facts["state"] == "finished":
+                return
+        time.sleep(every_s)
 
 
 def describe_status(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict[str, str | None]:

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
-
-if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 
 app = typer.Typer()
 
@@ -33,20 +30,18 @@ def plan(spec: ui.SpecFile, home: ui.Home = None, as_json: ui.AsJson = False) ->
 
         plans = plan_sources(ui.lakehouse_of(spec, home, create=True), job, progress=show)
     for each in plans:
-        ui.show_facts(_facts_of_plan(each.row), as_json=as_json)
-
-
-def _facts_of_plan(row: "PlanRow") -> dict[str, object]:
-    return {
-        "plan_id": row.plan_id,
-        "table": row.source_table,
-        "snapshot_id": row.snapshot_id,
-        "tag": row.tag,
-        "work_units": row.units,
-        "rows": row.rows,
-        "live_rows": row.live_rows,
-        "bytes": row.bytes,
-    }
+        row = each.row
+        facts = {
+            "plan_id": row.plan_id,
+            "table": row.source_table,
+            "snapshot_id": row.snapshot_id,
+            "tag": row.tag,
+            "work_units": row.units,
+            "rows": row.rows,
+            "live_rows": row.live_rows,
+            "bytes": row.bytes,
+        }
+        ui.show_facts(facts, as_json=as_json)
 
 
 @ui.command(

@@ -20,8 +20,6 @@ from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 BACKEND = "dlac"
 _ANOTHER_ROUND = "another-round"
-_ANY_BATCH_SIZE = 0
-"""Every number of ranks divides it."""
 _ENDED = {"ending": "closed"}
 
 
@@ -121,7 +119,7 @@ def create_handler(parameters: rendezvous.RendezvousParameters) -> DlacRendezvou
         last_call_s=parameters.get_as_int("last_call_timeout", 5) or 5,
         node_timeout_s=parameters.get_as_int("node_timeout", 10) or 10,
     )
-    batch_size = parameters.get_as_int("batch_size", _ANY_BATCH_SIZE) or _ANY_BATCH_SIZE
+    batch_size = parameters.get_as_int("batch_size", 0) or 0  # every number of ranks divides 0
     return DlacRendezvous(parameters.run_id, launch, batch_size=batch_size)
 
 

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, on_ending_signals, report
 from dlac_pipeline.launchers.protocol import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
-from dlac_pipeline.launchers.serve import report_error, run_and_report, stop_when_replaced
+from dlac_pipeline.launchers.serve import report_error, run_and_report
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.launch_request import Request, unpack
 from dlac_pipeline.supervise.claims import to_replace
@@ -80,9 +79,7 @@ def main() -> int:
         request = of_this_start(request)
     supervisor = Supervisor(request, on_event=report)
     on_ending_signals(supervisor.leave)
-    if request.launched_by:
-        threading.Thread(target=stop_when_replaced, args=(supervisor, request), daemon=True).start()
-    code = run_and_report(supervisor, stopped=UNFINISHED_EXIT_CODE)
+    code = run_and_report(supervisor, request, stopped=UNFINISHED_EXIT_CODE)
     if job := os.environ.get(_JOB_VARIABLE):
         end_orphan(job, finished=code == 0)
     return code

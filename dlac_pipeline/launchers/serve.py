@@ -24,13 +24,13 @@ def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) ->
         return report_error(err)
     on_ending_signals(launcher.stop)
     orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
+    return run_and_report(launcher, request)
+
+
+def run_and_report(launcher: Launcher, request: Request, *, stopped: int = 0) -> int:
+    """Run the launcher to its end and report it. Return the exit status, which is `stopped` if it was asked to exit."""
     if request.launched_by:
         threading.Thread(target=stop_when_replaced, args=(launcher, request), daemon=True).start()
-    return run_and_report(launcher)
-
-
-def run_and_report(launcher: Launcher, *, stopped: int = 0) -> int:
-    """Run the launcher to its end and report it. Return the exit status, which is `stopped` if it was asked to exit."""
     try:
         outcome = launcher.run()
     except DlacError as err:

@@ -59,7 +59,8 @@ class LiveStatus:
         now = time.time()
         head = checkpoint_rows(self._rows).get(self._fence.head or "")
         head_step = 0 if head is None else head.step
-        ranks = [] if self.finished else self._signs_of_life()
+        folder = claim_of(self._rows, self._fence.attempt).launch_folder
+        ranks = read_heartbeats(Path(folder)) if folder and not self.finished else []
         step = max(head_step, min((each.step for each in ranks), default=0))
         steps_per_s = self._rate(ranks, now)
         began = min((each.spent.began for each in ranks if each.spent.began), default=None)
@@ -67,7 +68,7 @@ class LiveStatus:
         last_sign = max((each.at for each in ranks), default=None)
         in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)
         leg = None if head is None else leg_of(self._rows, head.checkpoint_id)
-        total = self._total_steps()
+        total = read_total_steps(Path(folder)) if folder else None
         standing = self._standing()
         if standing.state != "training":
             steps_per_s = None
@@ -118,19 +119,6 @@ class LiveStatus:
                 return standing_of(self._rows, self._recoveries)
         return standing
 
-    def _folder(self) -> Path | None:
-        folder = claim_of(self._rows, self._fence.attempt).launch_folder
-        return Path(folder) if folder else None
-
-    def _signs_of_life(self) -> list[RankHeartbeat]:
-        folder = self._folder()
-        return [] if folder is None else read_heartbeats(folder)
-
-    def _total_steps(self) -> int | None:
-        """Return the total steps that the ranks reported when they began to train."""
-        folder = self._folder()
-        return None if folder is None else read_total_steps(folder)
-
     def _rate(self, ranks: list[RankHeartbeat], now: float) -> float | None:
         """Return steps per second.
 
@@ -168,10 +156,7 @@ class LiveStatus:
         mine = [row for row in self._advances if row.checkpoint_id in lineage]
         if not mine:
             return None
-        last = {
-            source: max(row.pass_index for row in mine if row.source == source)
-            for source in {row.source for row in mine}
-        }
+        last = {row.source: row.pass_index for row in sorted(mine, key=lambda row: row.pass_index)}
         current = [row for row in mine if row.pass_index == last[row.source]]
         plans = {(row.source, row.plan_id) for row in current}
         live = sum(max(self._live_rows_of(plan) for each, plan in plans if each == source) for source in last)

@@ -56,6 +56,7 @@ class OwnRecoveries:
 
     def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
         """Record that no attempt follows this one. An error of the record is ignored."""
+        self._events.write({"event": "given_up", "reason": str(err)})
         with suppress(DlacError):
             failure = planned_end(f"{type(err).__name__}: {err}", step=step)
             write_given_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))

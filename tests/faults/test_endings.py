@@ -35,6 +35,8 @@ def test_attempts_without_commit_end_run(campaign: Arena) -> None:
     (error,) = launch.of("error")
     assert error["kind"] == "NoProgress"
     assert "exit status 1" in error["message"]
+    (given_up,) = launch.of("given_up")
+    assert "exit status 1" in given_up["reason"]
     assert [row.attempt for row in campaign.rows("hopeless")] == [1, 2]
     outcomes = [(each.attempt, each.outcome) for each in recoveries_of(campaign.lakehouse, "hopeless")]
     assert sorted(outcomes) == [(2, "failed again"), (2, "gave up")]

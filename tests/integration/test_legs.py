@@ -11,6 +11,7 @@ from pyiceberg.expressions import LessThan
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
 from dlac_pipeline.lakehouse.iceberg.pins import list_pins
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
@@ -297,6 +298,9 @@ def test_damaged_row_group_follows_policy(arena: Arena, policy: str) -> None:
     report = audit_run(arena.lakehouse, "r")
     assert report.exact, report.problems
     assert (report.rows_consumed, report.rows_quarantined, report.rows_excluded) == (140, 20, 0)
+    with open_audit(arena.lakehouse) as connection:
+        counted = connection.execute("SELECT passes_entered, rows_consumed, rows_quarantined FROM sources").fetchall()
+    assert counted == [(1, 140, 20)]
 
 
 @pytest.mark.soak

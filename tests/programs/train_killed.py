@@ -105,7 +105,7 @@ def sabotage() -> None:
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         replace(copies.Copies, "write", die_after("copy"))
         replace(durable_writer, "write_state", die_halfway)
-        replace(durable_writer, "fsync_path", die_before("sync"))
+        replace(durable_writer.DurableWriter, "_make_durable", die_before("sync"))
         replace(RankTree, "gather", die_before("vote"))
     if os.environ["RANK"] == "0":
         replace(committing, "write_durably", die_before_rename)

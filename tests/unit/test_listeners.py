@@ -16,6 +16,7 @@ from dlac_pipeline.integrations.listeners.events import (
     Listener,
     ProgressMade,
     RunEvent,
+    RunGivenUp,
 )
 from dlac_pipeline.integrations.listeners.subscription import Subscription
 from dlac_pipeline.integrations.listeners.translate import EventTranslator
@@ -209,3 +210,14 @@ def test_attempt_ends_once(last: dict[str, Any], ending: str) -> None:
     assert isinstance(ended, AttemptEnded)
     assert (ended.ending, ended.at) == (ending, 3.0)
     assert translator.end("lost") == []
+
+
+def test_giving_up_follows_failed_attempt() -> None:
+    """A run that is given up is an event of its own, after the end of its last attempt."""
+    translator = EventTranslator(spec_with(), parent_run="")
+    list(translator.translate({**CLAIMED, "folder": ""}))
+    failure = {"event": "failure", "cause": "rank 1 died", "step": 4, "at": 3.0}
+    given_up = {"event": "given_up", "reason": "rank 1 died", "at": 3.1}
+    (ended, event) = [each for report in (failure, given_up) for each in translator.translate(report)]
+    assert isinstance(ended, AttemptEnded)
+    assert event == RunGivenUp(run="r1", attempt=1, at=3.1, reason="rank 1 died")

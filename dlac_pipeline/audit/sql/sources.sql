@@ -10,15 +10,24 @@ named AS (
 repeated AS (
     SELECT run, source, sum(times_repeated)::BIGINT AS rows FROM repeats GROUP BY run, source
 ),
+-- Rows of quarantined row groups are in no pass, because they are not live any more.
+outcomes AS (
+    FROM passes
+    UNION ALL BY NAME
+    SELECT run, source, 0 AS rows, 0 AS rows_live, 0 AS rows_consumed, 0 AS rows_duplicated, 0 AS rows_missing, 0 AS rows_pending,
+        0 AS rows_filtered, rows AS rows_quarantined, 0 AS rows_partial, 0 AS rows_not_applied
+    FROM quarantined_units
+),
 read AS (
-    SELECT run, source, count(*) AS passes_entered, count_if(rows_pending = 0 AND rows_missing = 0) AS passes_finished,
+    SELECT run, source, count(pass) AS passes_entered, count_if(pass IS NOT NULL AND rows_pending = 0 AND rows_missing = 0)
+            AS passes_finished,
         sum(rows_live)::BIGINT AS rows_entered,
         arg_max(rows, pass) AS last_rows, arg_max(rows_live, pass) AS last_rows_live, sum(rows)::BIGINT AS all_rows,
         sum(rows_consumed)::BIGINT AS rows_consumed, sum(rows_duplicated)::BIGINT AS rows_duplicated,
         sum(rows_missing)::BIGINT AS rows_missing, sum(rows_pending)::BIGINT AS rows_pending,
         sum(rows_filtered)::BIGINT AS rows_filtered, sum(rows_quarantined)::BIGINT AS rows_quarantined,
         sum(rows_partial)::BIGINT AS rows_partial, sum(rows_not_applied)::BIGINT AS rows_not_applied
-    FROM passes
+    FROM outcomes
     GROUP BY run, source
 )
 SELECT

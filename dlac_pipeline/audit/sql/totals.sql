@@ -34,7 +34,7 @@ read AS (
     FROM sources
     GROUP BY run
 ),
--- Rows of quarantined row groups are not live any more. They count as quarantined, not as excluded.
+-- Rows of quarantined row groups are not live any more. They count as quarantined (in sources), not as excluded.
 damaged AS (
     SELECT run, sum(rows)::BIGINT AS rows FROM quarantined_units GROUP BY run
 ),
@@ -63,7 +63,7 @@ SELECT
     coalesce(m.rows, 0) AS rows_missing,
     greatest(0, coalesce(r.rows_left, 0) - coalesce(m.rows, 0)) AS rows_pending,
     coalesce(r.rows_filtered, 0) AS rows_filtered,
-    coalesce(r.rows_quarantined, 0) + coalesce(d.rows, 0) AS rows_quarantined,
+    coalesce(r.rows_quarantined, 0) AS rows_quarantined,
     greatest(0, coalesce(r.rows - r.rows_live, 0) - coalesce(d.rows, 0)) AS rows_excluded,
     coalesce(r.rows_partial, 0) AS rows_partial,
     coalesce(r.rows_not_applied, 0) AS rows_not_applied,

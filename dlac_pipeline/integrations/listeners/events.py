@@ -111,7 +111,7 @@ class RecoveryPhase:
 class RecoveryEnded(RunEvent):
     """A recovery has ended: with the first step of the attempt, or because the attempt failed before it."""
 
-    outcome: Literal["resumed", "failed again", "gave up"]
+    outcome: Literal["resumed", "failed again"]
     cause: str
     """Failure of the attempt before."""
     noticed_by: str
@@ -132,6 +132,14 @@ class AttemptEnded(RunEvent):
     reason: str
     """Cause of a failure. Empty otherwise."""
     step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunGivenUp(RunEvent):
+    """No attempt follows the failed one, until a person acts."""
+
+    reason: str
+    """Failure of the last attempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from dlac_pipeline.integrations.listeners.events import (
     RecoveryPhase,
     RowsQuarantined,
     RunEvent,
+    RunGivenUp,
 )
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -52,6 +53,8 @@ class EventTranslator:
             yield self._recovery(event)
         elif kind == "quarantine":
             yield self._quarantine(event)
+        elif kind == "given_up":
+            yield RunGivenUp(**self._facts(event), reason=event["reason"])
         elif kind in ENDINGS:
             yield from self.end(kind, step=event["step"], at=event["at"])
         elif kind == "closed":

@@ -141,7 +141,9 @@ class _SourceTransition:
             units = {place: unit for unit, place in enumerate(plan.units.places())}
             for each in unreadable:
                 unit = units.get((each.path, each.row_group))
-                rows = 0 if unit is None else _live_rows_of(plan, unit, each)
+                if unit is None:
+                    continue
+                rows = int(np.isin(_offsets_of(plan, unit, each), plan.units.live_offsets(unit)).sum())
                 if rows:
                     found[each] = QuarantinedUnit(**asdict(each), rows=rows)
         return tuple(found.values())
@@ -325,10 +327,6 @@ def _offsets_of(plan: Plan, unit: int, unreadable: Unreadable) -> Ints:
         return np.arange(plan.units.rows[unit], dtype=np.int64)
     positions: Ints = np.array(unreadable.positions, dtype=np.int64)
     return positions - int(plan.units.first_row[unit])
-
-
-def _live_rows_of(plan: Plan, unit: int, unreadable: Unreadable) -> int:
-    return int(np.isin(_offsets_of(plan, unit, unreadable), plan.units.live_offsets(unit)).sum())
 
 
 def _merged(parts: Sequence[Dead]) -> Dead:

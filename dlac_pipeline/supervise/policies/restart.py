@@ -104,7 +104,8 @@ class RestartPolicy:
         )
 
     def record_given_up(self, failure: Failure, attempt: int) -> None:
-        """Write the row of a run that is given up. An error of the write is only a warning."""
+        """Publish that a run is given up, and write its row. An error of the write is only a warning."""
+        self._supervision.publish({"event": "given_up", "reason": failure.describe()})
         try:
             write_given_up(self._lakehouse, self._spec.run, attempt, failure)
         except errors.DlacError as err:

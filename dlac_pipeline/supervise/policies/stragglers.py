@@ -71,7 +71,10 @@ class Stragglers:
         self._window = heartbeats
         found = []
         for phase, name in _PER_STEP.items():
-            took = [_us(now, name) - _us(then, name) for now, then in zip(heartbeats, before, strict=True)]
+            took = [
+                getattr(now.spent, name) - getattr(then.spent, name)
+                for now, then in zip(heartbeats, before, strict=True)
+            ]
             own_s = {rank: us / 1e6 / step for rank, (us, step) in enumerate(zip(took, steps, strict=True))}
             found += self._slow(phase, own_s, heartbeats)
         return found
@@ -80,7 +83,7 @@ class Stragglers:
         """Return the slow ranks of each phase that all ranks have gone through once more."""
         found = []
         for phase, name in _EACH_TIME.items():
-            now = [_us(each, name) for each in heartbeats]
+            now = [getattr(each.spent, name) for each in heartbeats]
             before = self._seen.get(phase, [0] * len(now))
             if all(here > there for here, there in zip(now, before, strict=True)):
                 self._seen[phase] = now
@@ -107,7 +110,3 @@ class Stragglers:
                 found.append(Straggler(rank=rank, phase=phase, step=step, own_s=mine, median_s=others))
             (self._reported.add if slow else self._reported.discard)((rank, phase))
         return found
-
-
-def _us(heartbeat: RankHeartbeat, name: str) -> int:
-    return int(getattr(heartbeat.spent, name))
