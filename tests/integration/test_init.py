@@ -131,7 +131,7 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
         ("numbers --into /proc/none", "expected a folder to write into, found [Errno 2]"),
         ("numbers --into numbers/a.parquet", "expected a folder to write into, found [Errno 17]"),
         ("numbers --catalog prod", "expected a catalog named 'prod'"),
-        ("s3://", "expected"),
+        ("s3://", "expected a folder, or an address such as s3://bucket/path, found 's3://'"),
     ],
 )
 def test_refusal_names_next_step(folder: Path, here: Command, arguments: str, expected: str) -> None:
