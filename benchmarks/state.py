@@ -181,7 +181,7 @@ def _open(units: int) -> None:
         source = order.sources[0]
         started = time.perf_counter()
         for group in range(per_rank):
-            walk = source.stretches(group, source.consumed_at(group, state[0][group]))
+            walk = source.row_ranges(group, source.consumed_at(group, state[0][group]))
             next(walk), next(walk)
         _say(
             plan_loading_s=(loaded_s, "s", None),

@@ -123,11 +123,11 @@ class LegOrder:
         for index, source in enumerate(self.sources):
             start, stop = int(before[index]), int(after[index])
             previous = source.cursor(group, start)
-            for stretch in source.stretches(group, start, stop):
-                cursor = stretch.cursor
+            for row_range in source.row_ranges(group, start, stop):
+                cursor = row_range.cursor
                 if (previous.pass_index, previous.block) != (cursor.pass_index, cursor.block):
                     previous = Cursor(cursor.pass_index, cursor.block)
-                count = stretch.stop - stretch.start
+                count = row_range.stop - row_range.start
                 yield AdvanceRow(
                     source=index,
                     pass_index=cursor.pass_index,

@@ -71,7 +71,7 @@ class SourceStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class RowRange:
     """Consecutive rows of one key group inside one block of a cut: live rows start .. stop-1 of it."""
 
     cut: PassCut
@@ -96,14 +96,14 @@ class Stretch:
         rows = self.block.rows_of(live_start, live_stop)
         return rows if self.portion is None else rows - self.block.base[self.portion[0]]
 
-    def portions(self, slices_at_once: Sequence[int]) -> "Iterator[Stretch]":
+    def portions(self, slices_at_once: Sequence[int]) -> "Iterator[RowRange]":
         """Divide the rows of an unshuffled block by its slices, of which each number in `slices_at_once` are decoded together."""
         ends = np.cumsum(self.block.slices.live)
         first = 0
         for count in slices_at_once:
             last = first + count
             start, stop = (int(ends[first - 1]) if first else 0), int(ends[last - 1])
-            part = Stretch(self.cut, self.block, max(start, self.start), min(stop, self.stop), (first, last))
+            part = RowRange(self.cut, self.block, max(start, self.start), min(stop, self.stop), (first, last))
             if part.start < part.stop:
                 yield part
             first = last
@@ -165,7 +165,7 @@ class SourceOrder:
         mine = [entry for entry in self._entries if entry.queue < 0]
         return mine[-1].ends if mine else np.zeros(self.settings.key_groups, dtype=np.int64)
 
-    def stretches(self, group: int, start: int, stop: int | None = None) -> Iterator[Stretch]:
+    def row_ranges(self, group: int, start: int, stop: int | None = None) -> Iterator[RowRange]:
         """The group's rows start .. stop-1 since the leg began (to the source's end: None), block by block, in reading order."""
         while (stop is None or start < stop) and (entry := self._entry_of(group, start)) is not None:
             cut, shift = self._cut(entry.cut), int(entry.passed[group] - entry.begins[group])
@@ -175,14 +175,14 @@ class SourceOrder:
                 block = int(np.searchsorted(bounds, start + shift, side="right")) - 1
                 until = min(end, int(bounds[block + 1]) - shift)
                 offset = int(bounds[block]) - shift
-                yield Stretch(cut, cut.block(group, block), start - offset, until - offset)
+                yield RowRange(cut, cut.block(group, block), start - offset, until - offset)
                 start = until
 
     def cursor(self, group: int, consumed: int) -> Cursor:
         """Return the cursor of `group` after `consumed` rows of the leg."""
         if consumed == 0:
             return self.start.cursors[group]
-        *_, last = self.stretches(group, consumed - 1, consumed)
+        *_, last = self.row_ranges(group, consumed - 1, consumed)
         return last.cursor
 
     def consumed_at(self, group: int, cursor: Cursor) -> int:

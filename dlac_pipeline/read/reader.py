@@ -337,7 +337,7 @@ def _open_items(
 ) -> Callable[[int, Cursor], Stream]:
     def open_from(group: int, cursor: Cursor) -> Stream:
         walk = blocks.walk(group, cursor)
-        numbered = ((stretch.pass_index, stretch.block.index, content) for stretch, content in walk)
+        numbered = ((row_range.pass_index, row_range.block.index, content) for row_range, content in walk)
         return ItemStream(walk, line(numbered, start=cursor))
 
     return open_from

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import TransformFailed
 from dlac_pipeline.plan.cut import Slices
-from dlac_pipeline.plan.source_order import Cursor, SourceOrder, Stretch
+from dlac_pipeline.plan.source_order import Cursor, RowRange, SourceOrder
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder
 from dlac_pipeline.read.line import BlockAdvance, Content, merge
@@ -51,7 +51,7 @@ class SourceBlocks(Generic[Prepared]):
         order: SourceOrder,
         decoder: BlockDecoder,
         prefetch: Prefetcher,
-        prepare: Callable[[Stretch, pa.Table], Prepared],
+        prepare: Callable[[RowRange, pa.Table], Prepared],
         size_of: Callable[[Prepared], int],
         *,
         portions: bool = False,
@@ -69,16 +69,16 @@ class SourceBlocks(Generic[Prepared]):
         """The blocks of a key group from a cursor on."""
         return BlockWalk(self, self._prefetch, group, cursor)
 
-    def wanted(self, group: int, stretch: Stretch) -> Wanted[Prepared]:
+    def wanted(self, group: int, row_range: RowRange) -> Wanted[Prepared]:
         """Return the preparation of a range's block."""
-        units, slices = stretch.cut.units, stretch.slices
+        units, slices = row_range.cut.units, row_range.slices
         rows = int(slices.rows.sum())
 
         def prepare() -> Prepared:
             try:
-                return self._prepare(stretch, self._decoder.decode(units, slices))
+                return self._prepare(row_range, self._decoder.decode(units, slices))
             except RowRejected as err:
-                unit, row = stretch.block.place_of(err.position)
+                unit, row = row_range.block.place_of(err.position)
                 path = units.file_paths[int(units.file[unit])]
                 raise TransformFailed(f"row {units.first_row[unit] + row} of {path!r}: {err}") from err
 
@@ -88,18 +88,18 @@ class SourceBlocks(Generic[Prepared]):
             return size
 
         size = int(_encoded_bytes(units, slices).sum()) if self._row_bytes is None else int(rows * self._row_bytes)
-        first = 0 if stretch.portion is None else stretch.portion[0]
-        key = (self._source, stretch.pass_index, group, stretch.block.index, first)
+        first = 0 if row_range.portion is None else row_range.portion[0]
+        key = (self._source, row_range.pass_index, group, row_range.block.index, first)
         whole = int(units.bytes[slices.unit].max(initial=0))  # of a slice, too, all of the row group is decoded
         return Wanted(key, size, _SCRATCH * whole, prepare, size_of)
 
-    def stretches(self, group: int, cursor: Cursor) -> Iterator[Stretch]:
-        """Yield the stretches of a key group from a cursor on, each as large as is decoded at once."""
-        for stretch in self.order.stretches(group, self.order.consumed_at(group, cursor)):
-            if self._portions and not stretch.cut.settings.shuffle:
-                yield from stretch.portions(_slices_at_once(stretch))
+    def row_ranges(self, group: int, cursor: Cursor) -> Iterator[RowRange]:
+        """Yield the row_ranges of a key group from a cursor on, each as large as is decoded at once."""
+        for row_range in self.order.row_ranges(group, self.order.consumed_at(group, cursor)):
+            if self._portions and not row_range.cut.settings.shuffle:
+                yield from row_range.portions(_slices_at_once(row_range))
             else:
-                yield stretch
+                yield row_range
 
 
 def size_of_columns(columns: Columns) -> int:
@@ -107,10 +107,10 @@ def size_of_columns(columns: Columns) -> int:
     return sum(column.nbytes for column in columns.values())
 
 
-def _slices_at_once(stretch: Stretch) -> list[int]:
+def _slices_at_once(row_range: RowRange) -> list[int]:
     """Return how many consecutive slices of a block to decode together: few small ones, or one large one."""
     counts, size = [0], 0
-    for encoded in _encoded_bytes(stretch.cut.units, stretch.block.slices).tolist():
+    for encoded in _encoded_bytes(row_range.cut.units, row_range.block.slices).tolist():
         if counts[-1] and size + encoded > _PORTION_BYTES:
             counts.append(0)
             size = 0
@@ -132,24 +132,24 @@ class BlockWalk(Generic[Prepared]):
         self._blocks = blocks
         self._prefetch = prefetch
         self._group = group
-        self._stretches = blocks.stretches(group, cursor)
+        self._row_ranges = blocks.row_ranges(group, cursor)
         self._current: Wanted[Prepared] | None = None
-        self._upcoming = next(self._stretches, None)
+        self._upcoming = next(self._row_ranges, None)
         self._ask()
 
-    def __iter__(self) -> Iterator[tuple[Stretch, Prepared]]:
+    def __iter__(self) -> Iterator[tuple[RowRange, Prepared]]:
         return self
 
-    def __next__(self) -> tuple[Stretch, Prepared]:
-        stretch = self._upcoming
+    def __next__(self) -> tuple[RowRange, Prepared]:
+        row_range = self._upcoming
         self._release()
-        if stretch is None:
+        if row_range is None:
             raise StopIteration
-        self._current = self._blocks.wanted(self._group, stretch)
+        self._current = self._blocks.wanted(self._group, row_range)
         prepared = self._prefetch.take(self._current)
-        self._upcoming = next(self._stretches, None)
+        self._upcoming = next(self._row_ranges, None)
         self._ask()
-        return stretch, prepared
+        return row_range, prepared
 
     def close(self) -> None:
         """Forget held blocks and requests."""
@@ -186,7 +186,7 @@ class RowStream:
 
     def __init__(self, walk: BlockWalk[Columns], cursor: Cursor) -> None:
         self._walk = walk
-        self._stretch: Stretch | None = None
+        self._row_range: RowRange | None = None
         self._columns: Columns = {}
         self._at = 0
         self.cursor = cursor
@@ -194,7 +194,7 @@ class RowStream:
     @property
     def exhausted(self) -> bool:
         """True if no row can follow."""
-        return self._walk.is_ended and (self._stretch is None or self._at == self._stretch.stop)
+        return self._walk.is_ended and (self._row_range is None or self._at == self._row_range.stop)
 
     def take(self, count: int, low: int, high: int) -> Given:
         """Pass up to `count` rows, and give those from the `low`-th to before the `high`-th of them."""
@@ -202,12 +202,12 @@ class RowStream:
         pieces: list[Piece] = []
         advances: list[BlockAdvance] = []
         while done < count and not self.exhausted:
-            stretch = self._entered()
-            stop = min(stretch.stop, self._at + count - done)
+            row_range = self._entered()
+            stop = min(row_range.stop, self._at + count - done)
             first, last = max(self._at, self._at + low - done), min(stop, self._at + high - done)
             if first < last:
-                pieces.append((self._columns, stretch.rows_of(first, last)))
-            advances.append(self._advance(stretch, stop))
+                pieces.append((self._columns, row_range.rows_of(first, last)))
+            advances.append(self._advance(row_range, stop))
             done += stop - self._at
             self._at = stop
         items = sum(len(rows) for _, rows in pieces)
@@ -216,37 +216,37 @@ class RowStream:
     @property
     def ready_rows(self) -> int:
         """Rows of the block being read that are left, but for its last one: taking them does not lead out of it."""
-        return 0 if self._stretch is None else max(0, self._stretch.stop - self._at - 1)
+        return 0 if self._row_range is None else max(0, self._row_range.stop - self._at - 1)
 
     def run(self, until: Ints) -> Run:
         """Return the next until[-1] rows, which are ready. `until` counts those up to the end of each of several batches."""
-        stretch, start = self._stretch, self._at
-        assert stretch is not None
+        row_range, start = self._row_range, self._at
+        assert row_range is not None
         self._at = start + int(until[-1])
         cursors = np.empty((len(until), 4), dtype=np.int64)
-        cursors[:] = (stretch.pass_index, stretch.block.index, 0, 0)
-        ends, positions = start + until, stretch.block.live_positions
+        cursors[:] = (row_range.pass_index, row_range.block.index, 0, 0)
+        ends, positions = start + until, row_range.block.live_positions
         cursors[:, 2] = ends if positions is None else positions[ends - 1] + 1
         cursors[until == 0] = self.cursor
         if until[-1]:
             self.cursor = Cursor(*cursors[-1].tolist())
-        return Run(self._columns, stretch.rows_of(start, self._at), cursors)
+        return Run(self._columns, row_range.rows_of(start, self._at), cursors)
 
     def close(self) -> None:
         """Release the blocks."""
         self._columns = {}
         self._walk.close()
 
-    def _entered(self) -> Stretch:
+    def _entered(self) -> RowRange:
         """Return the range of the next row."""
-        if self._stretch is None or self._at == self._stretch.stop:
+        if self._row_range is None or self._at == self._row_range.stop:
             self._columns = {}
-            self._stretch, self._columns = next(self._walk)
-            self._at = self._stretch.start
-        return self._stretch
+            self._row_range, self._columns = next(self._walk)
+            self._at = self._row_range.start
+        return self._row_range
 
-    def _advance(self, stretch: Stretch, stop: int) -> BlockAdvance:
-        pass_index, block = stretch.pass_index, stretch.block
+    def _advance(self, row_range: RowRange, stop: int) -> BlockAdvance:
+        pass_index, block = row_range.pass_index, row_range.block
         begin = self.cursor.position if self.cursor[:2] == (pass_index, block.index) else 0
         self.cursor = Cursor(pass_index, block.index, block.position_after(stop))
         return BlockAdvance(

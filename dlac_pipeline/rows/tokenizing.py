@@ -116,13 +116,13 @@ def _from_transformers(name: str) -> Backend:
 
 
 def _parts(texts: pa.StringArray | pa.LargeStringArray) -> Iterator[Any]:
-    """The texts in stretches of about 1 MiB, at least one text each."""
+    """The texts in pieces of about 1 MiB, at least one text each."""
     if not len(texts):
         return
     offsets = np.frombuffer(texts.buffers()[1], np.int64 if pa.types.is_large_string(texts.type) else np.int32)
     ends = offsets[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
-    stretch = (ends[1:] - ends[0] - 1) // _TEXT_BYTES_AT_ONCE
-    cuts = np.flatnonzero(np.diff(stretch)) + 1
+    piece = (ends[1:] - ends[0] - 1) // _TEXT_BYTES_AT_ONCE
+    cuts = np.flatnonzero(np.diff(piece)) + 1
     for start, stop in zip([0, *cuts], [*cuts, len(texts)], strict=True):
         yield texts.slice(int(start), int(stop - start))
 

@@ -63,7 +63,7 @@ class ReaderStateTracker:
         for source, group, advance in batch.moved:
             self._add(self._moved.setdefault((source, group), []), batch.step, applied, advance)
 
-    def stretches(self) -> Iterator[tuple[int, int, bool]]:
+    def step_ranges(self) -> Iterator[tuple[int, int, bool]]:
         """(first step, last step, applied) of each range of steps with one result, since the last checkpoint."""
         start = self.committed_step + 1
         for skipped in [*self.skipped, self.step + 1]:

@@ -205,13 +205,13 @@ def rows_left(order: LegOrder, source: int, cursors: Sequence[Cursor]) -> list[i
     left: list[int] = []
     mine = order.sources[source]
     for group, cursor in enumerate(cursors):
-        for stretch in mine.stretches(group, mine.consumed_at(group, cursor)):
-            units = stretch.cut.units
-            for row in stretch.block.rows_of(stretch.start, stretch.stop).tolist():
-                index = int(np.searchsorted(stretch.block.base, row, side="right")) - 1
-                slices = stretch.block.slices
+        for row_range in mine.row_ranges(group, mine.consumed_at(group, cursor)):
+            units = row_range.cut.units
+            for row in row_range.block.rows_of(row_range.start, row_range.stop).tolist():
+                index = int(np.searchsorted(row_range.block.base, row, side="right")) - 1
+                slices = row_range.block.slices
                 unit = int(slices.unit[index])
-                offset = int(slices.first[index] + row - stretch.block.base[index])
+                offset = int(slices.first[index] + row - row_range.block.base[index])
                 left.append(ids_in(units.file_paths[int(units.file[unit])])[int(units.first_row[unit]) + offset])
     return left
 

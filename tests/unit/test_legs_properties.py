@@ -256,9 +256,9 @@ def _read(order: LegOrder, leg: Leg, last: int, read: list[Counter[tuple[int, in
     """Record (pass, key group, block, position) of every row up to a step."""
     for group in range(leg.key_groups):
         for index, source in enumerate(order.sources):
-            for stretch in source.stretches(group, 0, int(order.consumed(last)[index, group])):
-                positions = stretch.block.positions_of(stretch.start, stretch.stop).tolist()
-                read[index].update((stretch.pass_index, group, stretch.block.index, at) for at in positions)
+            for row_range in source.row_ranges(group, 0, int(order.consumed(last)[index, group])):
+                positions = row_range.block.positions_of(row_range.start, row_range.stop).tolist()
+                read[index].update((row_range.pass_index, group, row_range.block.index, at) for at in positions)
 
 
 @EXAMPLES

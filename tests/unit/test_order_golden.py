@@ -54,9 +54,9 @@ def batches(*, shuffle: bool) -> list[list[str]]:
         batch = []
         for group in range(2):
             start, stop = (int(order.consumed(s)[0, group]) for s in (step - 1, step))
-            for stretch in order.sources[0].stretches(group, start, stop):
-                block = stretch.block
-                for row in block.rows_of(stretch.start, stretch.stop):
+            for row_range in order.sources[0].row_ranges(group, start, stop):
+                block = row_range.block
+                for row in block.rows_of(row_range.start, row_range.stop):
                     at = int(np.searchsorted(block.base, row, side="right")) - 1
                     batch.append(f"{block.slices.unit[at]}.{block.slices.first[at] + row - block.base[at]}")
         found.append(batch)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.source_order import Cursor, Stretch
+from dlac_pipeline.plan.source_order import Cursor, RowRange
 from tests.legs import order_of, units_of
 
 EXAMPLES = settings(max_examples=60, deadline=None)
@@ -67,19 +67,19 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def samples_of(stretch: Stretch) -> list[Sample]:
-    """Return the rows of one stretch, in reading order."""
-    block = stretch.block
-    rows = block.rows_of(stretch.start, stretch.stop)
+def samples_of(row_range: RowRange) -> list[Sample]:
+    """Return the rows of one range, in reading order."""
+    block = row_range.block
+    rows = block.rows_of(row_range.start, row_range.stop)
     at = np.searchsorted(block.base, rows, side="right") - 1
     offsets = block.slices.first[at] + rows - block.base[at]
     units = block.slices.unit[at]
-    return [(stretch.pass_index, int(unit), int(row)) for unit, row in zip(units, offsets, strict=True)]
+    return [(row_range.pass_index, int(unit), int(row)) for unit, row in zip(units, offsets, strict=True)]
 
 
 def samples(order: LegOrder, group: int, start: int, stop: int) -> list[Sample]:
     """Return the group's samples start .. stop-1, in reading order."""
-    return [sample for stretch in order.sources[0].stretches(group, start, stop) for sample in samples_of(stretch)]
+    return [sample for row_range in order.sources[0].row_ranges(group, start, stop) for sample in samples_of(row_range)]
 
 
 def ends_of(order: LegOrder) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.plan.cut import CutSettings, PassCut, deal
-from dlac_pipeline.plan.source_order import Cursor, OpenCut, SourceOrder, SourceStart, Stretch
+from dlac_pipeline.plan.source_order import Cursor, OpenCut, RowRange, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import UnitTable
 from tests.legs import units_of
 
@@ -19,10 +19,10 @@ Place = tuple[int, int]
 """(unit, row in the unit)."""
 
 
-def places_of(stretch: Stretch) -> list[Place]:
-    """Return the rows of one stretch, in reading order."""
-    block = stretch.block
-    rows = block.rows_of(stretch.start, stretch.stop)
+def places_of(row_range: RowRange) -> list[Place]:
+    """Return the rows of one range, in reading order."""
+    block = row_range.block
+    rows = block.rows_of(row_range.start, row_range.stop)
     at = np.searchsorted(block.base, rows, side="right") - 1
     offsets = block.slices.first[at] + rows - block.base[at]
     return [(int(unit), int(row)) for unit, row in zip(block.slices.unit[at], offsets, strict=True)]
@@ -31,7 +31,9 @@ def places_of(stretch: Stretch) -> list[Place]:
 def rows_of(order: SourceOrder, group: int, start: int, stop: int | None = None) -> list[tuple[int, Place]]:
     """Return (pass, row) of a key group's rows start .. stop-1 of the leg, in reading order."""
     return [
-        (stretch.pass_index, place) for stretch in order.stretches(group, start, stop) for place in places_of(stretch)
+        (row_range.pass_index, place)
+        for row_range in order.row_ranges(group, start, stop)
+        for place in places_of(row_range)
     ]
 
 
@@ -154,7 +156,7 @@ class Model:
             [
                 place
                 for index in range(cut.block_count(group))
-                for place in places_of(Stretch(cut, cut.block(group, index), 0, cut.block(group, index).live_rows))
+                for place in places_of(RowRange(cut, cut.block(group, index), 0, cut.block(group, index).live_rows))
             ]
             for group in range(self.settings.key_groups)
         ]
@@ -181,9 +183,9 @@ def available(order: SourceOrder) -> list[int]:
 
 def split_row(order: SourceOrder, group: int, consumed: int) -> Cursor:
     """Return the cursor of a key group inside its next row, as packing leaves it."""
-    (stretch,) = order.stretches(group, consumed, consumed + 1)
-    position = int(stretch.block.positions_of(stretch.start, stretch.stop)[0])
-    return Cursor(stretch.pass_index, stretch.block.index, position, 5)
+    (row_range,) = order.row_ranges(group, consumed, consumed + 1)
+    position = int(row_range.block.positions_of(row_range.start, row_range.stop)[0])
+    return Cursor(row_range.pass_index, row_range.block.index, position, 5)
 
 
 @EXAMPLES
@@ -361,22 +363,22 @@ def test_uneven_groups_are_levelled(rows: int, dealt: list[int]) -> None:
 @EXAMPLES
 @given(unit_tables(), cut_settings(), st.data())
 def test_portions_keep_order(units: UnitTable, cut: CutSettings, data: st.DataObject) -> None:
-    """The portions of an unshuffled stretch have its rows in order, and only the needed slices."""
+    """The portions of an unshuffled range have its rows in order, and only the needed slices."""
     order = SourceOrder(SourceStart.fresh(cut.key_groups, [("p", 1)]), {"p": units}, replace(cut, shuffle=False))
     group = data.draw(st.integers(0, cut.key_groups - 1))
-    for stretch in order.stretches(group, data.draw(st.integers(0, 5))):
-        at_once = _portions(len(stretch.block.slices.unit), data.draw(st.integers(1, 3)))
-        portions = list(stretch.portions(at_once))
+    for row_range in order.row_ranges(group, data.draw(st.integers(0, 5))):
+        at_once = _portions(len(row_range.block.slices.unit), data.draw(st.integers(1, 3)))
+        portions = list(row_range.portions(at_once))
         found = [place for part in portions for place in _places_in(part)]
-        assert found == places_of(stretch)
-        assert portions[-1].cursor == stretch.cursor
+        assert found == places_of(row_range)
+        assert portions[-1].cursor == row_range.cursor
 
 
 def _portions(slices: int, at_once: int) -> list[int]:
     return [min(at_once, slices - first) for first in range(0, slices, at_once)]
 
 
-def _places_in(part: Stretch) -> list[Place]:
+def _places_in(part: RowRange) -> list[Place]:
     slices = part.slices
     laid = [
         (int(unit), int(first) + row)

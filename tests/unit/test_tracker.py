@@ -31,9 +31,9 @@ def test_ranges_cover_every_step_once(committed: int, applied: list[bool]) -> No
     tracker = ReaderStateTracker(committed_step=committed, groups=range(1))
     for step, was_applied in enumerate(applied, start=committed + 1):
         tracker.step_done(batch(step), applied=was_applied)
-    covered = [(step, flag) for first, last, flag in tracker.stretches() for step in range(first, last + 1)]
+    covered = [(step, flag) for first, last, flag in tracker.step_ranges() for step in range(first, last + 1)]
     assert covered == list(enumerate(applied, start=committed + 1))
-    flags = [flag for _, _, flag in tracker.stretches() if flag]
+    flags = [flag for _, _, flag in tracker.step_ranges() if flag]
     assert len(flags) <= len(tracker.skipped) + 1
 
 
@@ -44,9 +44,9 @@ def test_next_range_begins_at_commit() -> None:
     tracker.step_done(batch(2), applied=False)
     tracker.losses.append(0.5)
     tracker.take()
-    assert (list(tracker.stretches()), tracker.losses, tracker.skipped) == ([], [], [])
+    assert (list(tracker.step_ranges()), tracker.losses, tracker.skipped) == ([], [], [])
     tracker.step_done(batch(3), applied=True)
-    assert list(tracker.stretches()) == [(3, 3, True)]
+    assert list(tracker.step_ranges()) == [(3, 3, True)]
     assert tracker.cursors is not None
     assert tracker.cursors.tolist() == [[[0, 0, 3, 0]]]
 

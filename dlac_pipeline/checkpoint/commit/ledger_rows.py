@@ -87,7 +87,7 @@ class RowMaker:
             return sorted(advances, key=lambda each: (each.source, each.key_group))
         return [
             advance
-            for first, last, applied in taken.stretches()
+            for first, last, applied in taken.step_ranges()
             for group in range(self._order.settings.key_groups)
             for advance in self._order.advances(group, first, last, applied=applied)
         ]

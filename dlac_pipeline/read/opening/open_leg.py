@@ -9,7 +9,7 @@ from dlac_pipeline.plan.legs.choice import check_alike
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
-from dlac_pipeline.plan.source_order import Stretch
+from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
@@ -108,26 +108,26 @@ class OpenLeg:
         if self.leg.sequences.length:
             nothing = np.zeros((0, self.leg.sequences.length), dtype=np.int64)
             return {name: Column(nothing) for name in self.kinds()}
-        for index, stretch in self._first_pass():
+        for index, row_range in self._first_pass():
             open_from = self.sources[index]
-            table = open_from.decoder.decode(stretch.cut.units, stretch.slices)
+            table = open_from.decoder.decode(row_range.cut.units, row_range.slices)
             if not self.leg.streamed[index]:
-                return open_from.to_columns()(stretch, table)
-            found = open_from.to_samples()(stretch, table).columns
+                return open_from.to_columns()(row_range, table)
+            found = open_from.to_samples()(row_range, table).columns
             if found:  # a transform may make nothing of all rows of a block
                 return {name: Column(array) for name, array in found.items()}
         return {}
 
-    def _first_pass(self) -> Iterator[tuple[int, Stretch]]:
-        """(source, stretch) of everything in the first pass of each source, from the leg's beginning."""
+    def _first_pass(self) -> Iterator[tuple[int, RowRange]]:
+        """(source, row_range) of everything in the first pass of each source, from the leg's beginning."""
         for index, source in enumerate(self.order.sources):
             for group in range(self.leg.key_groups):
                 first: int | None = None
-                for stretch in source.stretches(group, 0):
-                    first = stretch.pass_index if first is None else first
-                    if stretch.pass_index != first:
+                for row_range in source.row_ranges(group, 0):
+                    first = row_range.pass_index if first is None else first
+                    if row_range.pass_index != first:
                         break
-                    yield index, stretch
+                    yield index, row_range
 
 
 def open_leg(plans: Plans, leg: Leg, spec: JobSpec) -> OpenLeg:

@@ -10,7 +10,7 @@ from pyiceberg.table import Table
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.plan.legs.leg import LegSequences, LegSource
-from dlac_pipeline.plan.source_order import Stretch
+from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
 from dlac_pipeline.read.joining import take_rows
@@ -34,40 +34,40 @@ class OpenSource:
     def _reject(self) -> Reject:
         return "quarantine" if self.leg.on_reject == "quarantine" else "fail"
 
-    def to_columns(self) -> Callable[[Stretch, pa.Table], Columns]:
+    def to_columns(self) -> Callable[[RowRange, pa.Table], Columns]:
         """Return the preparation of blocks whose rows are samples."""
 
-        def prepare(stretch: Stretch, table: pa.Table) -> Columns:
-            origin, live = _origin(stretch), _live_mask(stretch)
+        def prepare(row_range: RowRange, table: pa.Table) -> Columns:
+            origin, live = _origin(row_range), _live_mask(row_range)
             return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in self.kinds.items()}
 
         return prepare
 
-    def to_samples(self) -> Callable[[Stretch, pa.Table], Samples]:
+    def to_samples(self) -> Callable[[RowRange, pa.Table], Samples]:
         """Return the preparation of blocks whose samples a transform makes. It is checked on the first block."""
         checks = iter([True])
 
-        def prepare(stretch: Stretch, table: pa.Table) -> Samples:
-            live, positions = _live(stretch, table)
+        def prepare(row_range: RowRange, table: pa.Table) -> Samples:
+            live, positions = _live(row_range, table)
             return samples_of(
                 live,
                 positions,
                 transform=self.transform,
                 reject=self._reject,
                 check=next(checks, False),
-                origin=_origin(stretch),
+                origin=_origin(row_range),
             )
 
         return prepare
 
     def to_documents(
         self, sequences: LegSequences, tokenizer: Tokenizer | None
-    ) -> Callable[[Stretch, pa.Table], Documents]:
+    ) -> Callable[[RowRange, pa.Table], Documents]:
         """Return the preparation of blocks whose rows are documents. The transform is checked on the first block."""
         checks = iter([True])
 
-        def prepare(stretch: Stretch, table: pa.Table) -> Documents:
-            live, positions = _live(stretch, table)
+        def prepare(row_range: RowRange, table: pa.Table) -> Documents:
+            live, positions = _live(row_range, table)
             known = self.transform is not None or sequences.column in table.column_names
             column = sequences.column if known else table.column_names[0]
             return documents_of(
@@ -112,27 +112,29 @@ def changed_since_plan(what: str, name: str) -> ResumeMismatch:
     )
 
 
-def _live(stretch: Stretch, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:
-    """The rows of a stretch in reading order, and their positions in the block."""
-    block = stretch.block
-    return take_rows(table, block.rows_of(stretch.start, stretch.stop)), block.positions_of(stretch.start, stretch.stop)
+def _live(row_range: RowRange, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:
+    """The rows of a row_range in reading order, and their positions in the block."""
+    block = row_range.block
+    return take_rows(table, block.rows_of(row_range.start, row_range.stop)), block.positions_of(
+        row_range.start, row_range.stop
+    )
 
 
-def _live_mask(stretch: Stretch) -> np.typing.NDArray[np.bool_] | None:
+def _live_mask(row_range: RowRange) -> np.typing.NDArray[np.bool_] | None:
     """Return the live rows of a range's slices as a mask, or None where all are live."""
-    block = stretch.block
+    block = row_range.block
     if block.live_rows == block.rows:
         return None
     mask = np.zeros(block.rows, dtype=np.bool_)
     mask[block.rows_of(0, block.live_rows)] = True
-    first = 0 if stretch.portion is None else int(block.base[stretch.portion[0]])
-    mask = mask[first : first + int(stretch.slices.rows.sum())]
+    first = 0 if row_range.portion is None else int(block.base[row_range.portion[0]])
+    mask = mask[first : first + int(row_range.slices.rows.sum())]
     return None if mask.all() else mask
 
 
-def _origin(stretch: Stretch) -> str:
+def _origin(row_range: RowRange) -> str:
     """The data files of a block, for messages."""
-    units = stretch.cut.units
-    paths = [units.file_paths[file] for file in dict.fromkeys(units.file[stretch.block.slices.unit].tolist())]
+    units = row_range.cut.units
+    paths = [units.file_paths[file] for file in dict.fromkeys(units.file[row_range.block.slices.unit].tolist())]
     more = f" and {len(paths) - 3} more files" if len(paths) > 3 else ""
     return ", ".join(repr(path) for path in paths[:3]) + more

@@ -151,9 +151,9 @@ def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
     before, after = order.consumed(step - 1), order.consumed(step)
     for index, source in enumerate(order.sources):
         for group in range(order.settings.key_groups):
-            for stretch in source.stretches(group, int(before[index, group]), int(after[index, group])):
-                positions = stretch.block.positions_of(stretch.start, stretch.stop).tolist()
-                yield from _places(source, stretch.pass_index, group, stretch.block.index, positions)
+            for row_range in source.row_ranges(group, int(before[index, group]), int(after[index, group])):
+                positions = row_range.block.positions_of(row_range.start, row_range.stop).tolist()
+                yield from _places(source, row_range.pass_index, group, row_range.block.index, positions)
 
 
 def _of_streamed(order: LegOrder, step: int, folder: Path) -> Iterator[Place]:
