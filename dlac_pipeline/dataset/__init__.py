@@ -19,7 +19,6 @@ Consumption is not recorded in the ledger: use `training_run` for that.
 
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, as_batch
 from dlac_pipeline.dataset.dataset import DlacDataset
-from dlac_pipeline.dataset.huggingface import last_checkpoint, trainer_callback
 from dlac_pipeline.dataset.loader import DlacLoader
 from dlac_pipeline.dataset.opening import open_dataset
 from dlac_pipeline.dataset.state import STATE_FILE, State, merge_states, read_state
@@ -32,9 +31,7 @@ __all__ = [
     "DlacLoader",
     "State",
     "as_batch",
-    "last_checkpoint",
     "merge_states",
     "open_dataset",
     "read_state",
-    "trainer_callback",
 ]

@@ -209,15 +209,6 @@ class DlacDataset(IterableDataset[DictBatch]):
         return self._group is not None and self._streamed
 
     @property
-    def may_end_unevenly(self) -> bool:
-        """True if ranks may get unequal numbers of samples, or none, at the end. Only reading a streamed dataset can show it."""
-        if self.world_size == 1 or self.last_batch != "partial":
-            return False
-        order = self._open().order
-        steps = order.total_steps
-        return self._streamed or (steps is not None and order.valid_rows(steps) < self.leg.batch_size)
-
-    @property
     def _streamed(self) -> bool:
         return any(self.leg.streamed)
 

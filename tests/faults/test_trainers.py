@@ -35,7 +35,7 @@ class Lake:
         self.home = home
         self.environment = {**os.environ, "DLAC_HOME": str(home / ".dlac"), "OMP_NUM_THREADS": "1"}
         self.started: list[subprocess.Popen[bytes]] = []
-        subprocess.run([sys.executable, _EXAMPLES / "quickstart" / "make_table.py"], cwd=home, check=True)
+        subprocess.run([sys.executable, _EXAMPLES / "trainers" / "make_table.py"], cwd=home, check=True)
         self.lakehouse = connect(LakehouseConfig().at_home(home / ".dlac"))
 
     def prepare(self, script: str, run: str, changes: Mapping[str, str] | None = None) -> Path:

@@ -1,8 +1,7 @@
-"""The wheel: one package, which works beside another project's `catalog`, `assets` and `jobs`."""
+"""The wheel: one package, with which the quickstart works beside the `catalog`, `assets` and `jobs` of its project."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,15 +10,22 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from tests.integration.quickstart_page import POINTS, Reader, page_parts
+
 _ROOT = Path(__file__).parents[2]
-_QUICKSTART = _ROOT / "examples" / "quickstart"
+_EXAMPLE = _ROOT / "examples" / "quickstart"
 _DLAC = Path(sys.executable).with_name("dlac")
-_PROJECT = _ROOT / "examples" / "project"
-"""Another project, whose module `jobs` is named as one of this repository."""
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +51,6 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder with the files of the quickstart and with modules of its own."""
-    for path in _QUICKSTART.iterdir():
-        shutil.copy(path, tmp_path)
-    script = tmp_path / "train.py"
-    script.write_text(script.read_text().replace("time.sleep(0.05)", "pass"))  # no person kills it by hand
-    maker = tmp_path / "make_table.py"
-    maker.write_text(maker.read_text().replace("20_000", "4_000"))
-    shutil.copytree(_PROJECT, tmp_path, dirs_exist_ok=True)
-    return tmp_path
-
-
 def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder, with the embedded lakehouse there."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DAGSTER_HOME")}
@@ -76,6 +69,27 @@ def test_wheel_has_one_package(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == files
 
 
+@pytest.mark.parametrize("points", ["250_000", pytest.param(POINTS, marks=pytest.mark.soak)])
+def test_quickstart_works_word_for_word(wheel: Path, fresh: Path, tmp_path: Path, points: str) -> None:
+    """A person who follows the page kills a run twice, and has an exact audit and a Dagster project that is valid."""
+    shutil.copy(wheel, tmp_path)
+    with closing(Reader(tmp_path, fresh)) as person:
+        person.follow(points)
+    lakehouse = connect(LakehouseConfig().at_home(tmp_path / ".dlac"))
+    report = audit_run(lakehouse, "first")
+    assert (report.exact, report.rows_consumed, report.passes_finished) == (True, 3 * int(points), 1)
+    assert [each.outcome for each in recoveries_of(lakehouse, "first")] == ["resumed"] * 2
+
+
+def test_quickstart_stays_short() -> None:
+    """A person enters at most ten commands. The page shows each file of the example, of which one is written by hand."""
+    parts = list(page_parts())
+    assert sum(not name for name, _ in parts) <= 10
+    files = {name: text for name, text in parts if name}
+    assert files == {path.name: path.read_text() for path in _EXAMPLE.glob("*.*")}
+    assert files["make_points.py"].count("\n") < 20
+
+
 def test_wheel_hides_no_module(fresh: Path, tmp_path: Path) -> None:
     """The installed package is found, and the folders of this repository's own project are not."""
     found = "map(importlib.util.find_spec, ('catalog', 'assets', 'jobs'))"
@@ -85,54 +99,40 @@ def test_wheel_hides_no_module(fresh: Path, tmp_path: Path) -> None:
     assert shown[1:] == ["None"] * 3
 
 
-def test_training_beside_own_modules_is_exact(fresh: Path, project: Path) -> None:
-    """The installed package trains and audits a run, whatever modules the working directory has."""
-    for module in ("catalog.py", "assets/__init__.py", "jobs/__init__.py"):
-        (project / module).parent.mkdir(exist_ok=True)
-        (project / module).write_text("raise AssertionError('only its own project imports this')")
-    for command in (("python", "make_table.py"), ("dlac", "train", "job.toml")):
-        done = run(project, fresh / command[0], *command[1:])
-        assert done.returncode == 0, done.stderr
-    report = json.loads(run(project, fresh / "dlac", "audit", "first", "--json").stdout)
-    assert (report["exact"], report["rows_consumed"]) == (True, 4_000)
-
-
-def test_project_of_components_is_valid(fresh: Path, project: Path) -> None:
-    """Dagster loads another project, which consists of components, with the wheel."""
-    command = (fresh / "python", "-m", "dagster", "definitions", "validate", "-m", "jobs.definitions", "-d", project)
-    done = run(project, *command)
-    assert done.returncode == 0, done.stderr
-
-
-def test_dg_scaffolds_and_checks_run(project: Path) -> None:
+def test_dg_scaffolds_and_checks_run(tmp_path: Path) -> None:
     """`dg` lists the components, writes the files of another run, and names a wrong attribute with its line."""
+    pq.write_table(pa.table({"x": [1.0], "y": [2.0]}), tmp_path / "points.parquet")
+    made = run(tmp_path, _DLAC, "init", "points.parquet", "--into", "project")
+    assert made.returncode == 0, made.stderr
+    project = tmp_path / "project"
     dg = _DLAC.with_name("dg")
     assert "dlac_pipeline.dagster.TrainingRun" in run(project, dg, "list", "components", "--json").stdout
     made = run(project, dg, "scaffold", "defs", "dlac_pipeline.dagster.TrainingRun", "second")
     assert made.returncode == 0, made.stderr
     checked = run(project, dg, "check", "defs")
     assert checked.returncode == 0, checked.stderr
-    file = project / "jobs" / "defs" / "second" / "defs.yaml"
+    file = project / "assets" / "second" / "defs.yaml"
     file.write_text(file.read_text().replace("spec_file", "spec_fil"))
     wrong = run(project, dg, "check", "yaml")
     assert wrong.returncode != 0
     assert "'spec_fil' was unexpected" in wrong.stdout + wrong.stderr
 
 
-def test_own_workspace_is_valid_anywhere(project: Path) -> None:
+def test_own_workspace_is_valid_anywhere(tmp_path: Path) -> None:
     """This repository's definitions load from a working directory whose modules have the same names."""
-    (project / "jobs" / "__init__.py").write_text("raise AssertionError('another project')")
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "__init__.py").write_text("raise AssertionError('another project')")
     command = (sys.executable, "-m", "dagster", "definitions", "validate", "-w", _ROOT / "workspace.yaml")
-    done = run(project, *command)
+    done = run(tmp_path, *command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.soak
-def test_demo_needs_checkout(fresh: Path, project: Path) -> None:
+def test_demo_needs_checkout(fresh: Path, tmp_path: Path) -> None:
     """An installed package has no demo. In a checkout the demo is its own, and not a module of the working directory."""
-    refused = run(project, fresh / "dlac", "demo")
+    refused = run(tmp_path, fresh / "dlac", "demo")
     assert (refused.returncode, "expected a checkout" in refused.stderr) == (64, True), refused.stderr
-    assert "--report" in run(project, _DLAC, "demo", "--help").stdout
+    assert "--report" in run(tmp_path, _DLAC, "demo", "--help").stdout
 
 
 def test_audits_import_no_torch(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from dlac_pipeline.dagster.training_runs import (
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.operations.new_project import scaffold_job
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
 
 _log = logging.getLogger(__name__)
@@ -38,35 +39,13 @@ FOLDER = "jobs"
 """Folder in the home folder, with one job file for each training run of this repository's own project."""
 _SUFFIXES = (".toml", ".yaml", ".yml")
 
-_JOB_FILE = """\
-# Every setting: docs/reference/settings.md
-
-run = "{run}"
-
-[source]
-table = "namespace.table"   # the Iceberg table to train on
-columns = ["x"]             # its columns, as tensors of a batch
-
-[order]
-batch_size = 128            # global: over all ranks
-passes = 1
-
-[checkpoint]
-every_steps = 100
-
-[launch]
-script = "train.py"         # calls dlac_pipeline.training_run()
-world_size = 1
-"""
-
-
 class TrainingRunScaffolder(dg.Scaffolder):
     """Makes the files of a training run for `dg scaffold defs`: defs.yaml and a job file to complete."""
 
     def scaffold(self, request: dg.ScaffoldRequest) -> None:
         """Write the files."""
         dg.scaffold_component(request, {"spec_file": "job.toml"})
-        (request.target_path / "job.toml").write_text(_JOB_FILE.format(run=request.target_path.name))
+        (request.target_path / "job.toml").write_text(scaffold_job(request.target_path.name))
 
 
 @dg.scaffold_with(TrainingRunScaffolder)

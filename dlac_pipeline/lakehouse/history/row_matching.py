@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -22,6 +21,9 @@ from pyiceberg.types import LongType, NestedField, PrimitiveType
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, DlacError, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection  # whose import costs each launch time, and its end a page of warnings
 
 Mask = npt.NDArray[np.bool_]
 ROW_ID = NestedField(ROW_ID_FIELD_ID, "_row_id", LongType(), required=False)
@@ -92,7 +94,7 @@ def match(
     return sides[0].masks(), sides[1].masks()
 
 
-def _join(connection: duckdb.DuckDBPyConnection, old: "_Side", new: "_Side") -> int:
+def _join(connection: "DuckDBPyConnection", old: "_Side", new: "_Side") -> int:
     """Mark the rows of both sides that match.
 
     Return the number of pairs, which exceeds the rows of a side with a repeated key.
@@ -211,8 +213,10 @@ def _is_whole(kind: pa.DataType) -> bool:
 
 
 @contextmanager
-def _duckdb(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
+def _duckdb(memory_bytes: int) -> Iterator["DuckDBPyConnection"]:
     """A connection of its own that spills to a folder of its own."""
+    import duckdb
+
     with tempfile.TemporaryDirectory(prefix="dlac-match-") as folder:
         config = {"memory_limit": f"{memory_bytes >> 20}MB", "temp_directory": folder, "threads": "2"}
         with duckdb.connect(config={**config, "preserve_insertion_order": "false"}) as connection:
@@ -222,6 +226,8 @@ def _duckdb(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
 @contextmanager
 def _failure_of(*sides: _Side) -> Iterator[None]:
     """Raise what a side failed of, in place of what DuckDB makes of it."""
+    import duckdb
+
     try:
         yield
     except (duckdb.Error, pa.ArrowException) as err:
@@ -231,7 +237,7 @@ def _failure_of(*sides: _Side) -> Iterator[None]:
         raise
 
 
-def _twice(connection: duckdb.DuckDBPyConnection, sides: Sequence[_Side], keys: Keys) -> DlacError:
+def _twice(connection: "DuckDBPyConnection", sides: Sequence[_Side], keys: Keys) -> DlacError:
     """The error that names two rows of one side with one key."""
     for side in sides:
         connection.register("side", side.reader())

@@ -1,0 +1,216 @@
+"""A project for a table: job file, training script, Dagster project. In: the table. Out: files, from templates in project/."""
+
+import json
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from string import Template
+from typing import Literal
+
+from pyiceberg import types as ice
+from pyiceberg.manifest import DataFile, ManifestContent
+from pyiceberg.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from dlac_pipeline.rows.columns import check_names
+from dlac_pipeline.spec.job_spec import parse_spec
+
+_HERE = Path(__file__).parent
+_json = partial(json.dumps, ensure_ascii=False)  # a value in TOML, YAML and Python as well
+_NUMBERS = (ice.BooleanType, ice.IntegerType, ice.LongType, ice.FloatType, ice.DoubleType)
+_TIMES = (ice.DateType, ice.TimeType, ice.TimestampType, ice.TimestamptzType)
+_VOCABULARY = 1024
+"""Tokens of the model, where their number is unknown."""
+Kind = Literal["numbers", "times", "tokens", "text", "other"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainable:
+    """Columns of a table on which a generated script trains at once."""
+
+    table: str
+    kind: Kind
+    columns: tuple[str, ...]
+    with_nulls: tuple[str, ...]
+    """Columns that may have nulls."""
+
+
+def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ()) -> Trainable:
+    """Return the wanted columns of a table, or else those that a first run trains on.
+
+    Raises:
+        NoSuchTable: there is no such table.
+        NoSuchColumn: a wanted column does not exist.
+        UnsupportedColumn: no script is generated for the columns.
+        EmptyPlan: the table has no row.
+    """
+    loaded = lakehouse.load(table)
+    check_names(loaded.schema(), wanted)
+    kinds = {field.name: _kind_of(field.field_type) for field in loaded.schema().fields}
+    kind, columns = _check_wanted(kinds, wanted) if wanted else _choose(kinds, loaded)
+    with reachable(lakehouse.config.uri):
+        files = list(_data_files(loaded))
+    if not sum(file.record_count for file in files):
+        raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
+    nulls = tuple(name for name in columns if _may_have_nulls(loaded, name, files))
+    return Trainable(table=table, kind=kind, columns=columns, with_nulls=nulls)
+
+
+def _kind_of(column_type: ice.IcebergType) -> Kind:
+    if isinstance(column_type, ice.ListType):
+        return "tokens" if isinstance(column_type.element_type, ice.IntegerType | ice.LongType) else "other"
+    if isinstance(column_type, ice.StringType):
+        return "text"
+    if isinstance(column_type, _NUMBERS):
+        return "numbers"
+    return "times" if isinstance(column_type, _TIMES) else "other"
+
+
+def _choose(kinds: Mapping[str, Kind], table: Table) -> tuple[Kind, tuple[str, ...]]:
+    """Return tokens before numbers, and a text before a single number, which is usually an id."""
+    names = {kind: tuple(name for name in kinds if kinds[name] == kind) for kind in kinds.values()}
+    tokens, numbers, texts = (names.get(kind, ()) for kind in ("tokens", "numbers", "text"))
+    if tokens:
+        return "tokens", tokens[:1]
+    if texts and len(numbers) < 2:
+        return "text", texts[:1]
+    if numbers:
+        return "numbers", numbers
+    types = {field.name: str(field.field_type) for field in table.schema().fields}
+    raise UnsupportedColumn(
+        f"expected a column of numbers, of texts or of lists of integers, found only {types!r}: convert one in the table, or "
+        "write the job file by hand with source.transform"
+    )
+
+
+def _check_wanted(kinds: Mapping[str, Kind], wanted: Sequence[str]) -> tuple[Kind, tuple[str, ...]]:
+    found = {kinds[name] for name in wanted}
+    if found <= {"numbers", "times"}:
+        return "numbers", tuple(wanted)
+    if len(wanted) == 1 and "other" not in found:
+        return found.pop(), tuple(wanted)
+    raise UnsupportedColumn(
+        f"expected columns of numbers or times, or one column of texts or of lists of integers, found {list(wanted)!r}: name "
+        "such columns, or write the job file by hand, which takes more types"
+    )
+
+
+def _data_files(table: Table) -> Iterator[DataFile]:
+    head = table.current_snapshot()
+    for manifest in [] if head is None else head.manifests(table.io):
+        if manifest.content == ManifestContent.DATA:
+            yield from (entry.data_file for entry in manifest.fetch_manifest_entry(table.io))
+
+
+def _may_have_nulls(table: Table, column: str, files: Collection[DataFile]) -> bool:
+    field = table.schema().find_field(column)
+    return not field.required and any((file.null_value_counts or {}).get(field.field_id) != 0 for file in files)
+
+
+def check_free(folder: Path, run: str) -> None:
+    """Check that a folder has none of the files of a project.
+
+    Raises:
+        SpecInvalid: one exists, or the folder cannot be looked into.
+    """
+    with _writing():
+        found = [name for name in _templates(run) if (folder / name).exists()]
+    if found:
+        raise SpecInvalid(
+            f"expected a folder without the files of a project, found {', '.join(found)} in {str(folder)!r}: nothing was "
+            "written; name another folder with --into, or move these files"
+        )
+
+
+def _templates(run: str, kind: Kind = "numbers") -> dict[str, Path]:
+    """Return the templates of a project's files by the names of these files."""
+    templates = {"train.py": _HERE / f"train_{'numbers' if kind == 'numbers' else 'tokens'}.py.template"}
+    for path in sorted((_HERE / "project").rglob("*.*")):
+        name = str(path.relative_to(_HERE / "project")).replace("RUN", re.sub(r"\W", "_", run))
+        templates[name.removesuffix(".template")] = path
+    return templates
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as err:
+        raise SpecInvalid(f"expected a folder to write into, found {err}: name another one with --into") from err
+
+
+def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[str, str]) -> list[str]:
+    """Write the files of a project, and return their names. `lakehouse` are settings as a job file has them.
+
+    Texts are tokenized by the tokenizer.json of the folder. Without one, a file is written in which each byte is a token.
+
+    Raises:
+        SpecInvalid: a file exists or cannot be written, or the run cannot have this name.
+    """
+    texts, vocabulary, tokenizer = {}, _VOCABULARY, ""
+    if found.kind == "text":
+        tokenizer = str(folder / "tokenizer.json")
+        if not Path(tokenizer).exists():
+            texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
+    values = {
+        "features": _json(found.columns[:-1] or found.columns),
+        "target": _json(found.columns[-1]),
+        "vocabulary": vocabulary,
+        "lakehouse": _json(lakehouse),
+        **_job_values(run, found, tokenizer, lakehouse),
+    }
+    for name, template in _templates(run, found.kind).items():
+        texts[name] = Template(template.read_text()).substitute(values)
+    parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
+    for name, text in texts.items():
+        with _writing():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+    return sorted(texts)
+
+
+def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the template of a job file."""
+    rows, more = "", ""
+    if found.kind != "numbers":
+        column = found.columns[0].replace('"', '""')
+        rows = _setting("row_filter", f'"{column}" IS NOT NULL') if found.with_nulls else ""
+        more += "\n[sequences]\n" + _setting("length", 128) + (_setting("tokenizer", tokenizer) if tokenizer else "")
+    elif found.with_nulls:
+        rows = _setting("nullable", found.with_nulls)
+    if lakehouse:
+        more += "\n[lakehouse]\n" + "".join(_setting(name, value) for name, value in lakehouse.items())
+    return {
+        "run": _json(run),
+        "table": _json(found.table),
+        "columns": _json(found.columns),
+        "batch_size": "128" if found.kind == "numbers" else "16",
+        "rows": rows,
+        "more": more,
+    }
+
+
+def _setting(name: str, value: object) -> str:
+    return f"{name} = {_json(value)}\n"
+
+
+def scaffold_job(run: str) -> str:
+    """Return a job file to complete."""
+    found = Trainable(table="namespace.table", kind="numbers", columns=("x",), with_nulls=())
+    return Template((_HERE / "project" / "job.toml").read_text()).substitute(_job_values(run, found, "", {}))
+
+
+def _byte_tokenizer() -> str:
+    """Return the file of a tokenizer in which each byte of a text is a token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return str(tokenizer.to_str(pretty=True))

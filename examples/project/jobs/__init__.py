@@ -1,1 +1,0 @@
-"""Jobs, sensors and schedules of this project."""

@@ -1,1 +1,0 @@
-"""Definitions as components."""

@@ -1,0 +1,161 @@
+"""`dlac init`: projects that train at once on the columns of a table, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.operations.new_project import scaffold_job
+from dlac_pipeline.spec.job_spec import read_spec
+from tests.integration.conftest import Command
+from tests.ports import own_port
+
+_ROWS = 40
+_TABLES = {
+    "numbers": pa.table(
+        {
+            "a": pa.array([1.5, None, float("nan"), float("inf")] * 10),
+            'b "c"': pa.array([True, False] * 20),
+            "när": pa.array([2**62] * _ROWS),
+            "name": ["x"] * _ROWS,
+        }
+    ),
+    "tokens": pa.table({"id": range(_ROWS), "ids": [[99_999] * (row + 1) for row in range(_ROWS)]}),
+    "text": pa.table({"id": range(_ROWS), "text": ["héllo wörld", None] * 20}),
+    "times": pa.table({"day": pa.array(range(_ROWS), pa.date32()), "x": pa.array([0.5] * _ROWS)}),
+}
+_DECIMALS = pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2))})
+_CHOSEN = {"numbers": ["a", 'b "c"', "när"], "tokens": ["ids"], "text": ["text"], "times": ["day", "x"]}
+_FILES = (
+    "assets/__init__.py",
+    "assets/my_run/defs.yaml",
+    "catalog/__init__.py",
+    "dagster.yaml",
+    "dg.toml",
+    "job.toml",
+    "jobs/__init__.py",
+    "jobs/definitions.py",
+    "train.py",
+    "workspace.yaml",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a folder of Parquet files for each table."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DLAC_HOME", "")
+    for name, table in _TABLES.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(table, tmp_path / name / "a.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", _TABLES)
+def test_written_script_trains_at_once(folder: Path, here: Command, name: str) -> None:
+    """The job file names the columns that fit, and the script consumes each row that has a value, in this process."""
+    columns = ("--columns", "day, x") if name == "times" else ()
+    made = here("init", name, "--run", "my-run", "--into", "project", *columns)
+    assert made.returncode == 0, made.stderr
+    assert f"train.py reads {', '.join(_CHOSEN[name])} of lake.{name}" in made.stdout
+    script = (folder / "project" / "train.py").read_text()
+    exec(compile(script.replace("training_run()", 'training_run("project/job.toml")'), "train.py", "exec"), {})
+    report = audit_run(connect(LakehouseConfig().at_home(".dlac")), "my-run")
+    assert (report.exact, report.rows_consumed) == (True, 20 if name == "text" else _ROWS)
+
+
+def test_project_has_expected_files(folder: Path, here: Command) -> None:
+    """The project of a table in the lakehouse has these files, and the instance's settings of this repository's own."""
+    here("register", "demo.points", "numbers")
+    made = here("init", "demo.points", "--run", "my-run", "--into", "project", "--home", ".dlac")
+    project = folder / "project"
+    assert made.returncode == 0, made.stderr
+    assert tuple(sorted(str(path.relative_to(project)) for path in project.rglob("*.*"))) == _FILES
+    own = Path(__file__).parents[2] / "jobs" / "dagster.yaml"
+    assert yaml.safe_load((project / "dagster.yaml").read_text()) == yaml.safe_load(own.read_text())
+    assert "dlac train project/job.toml" in made.stdout
+
+
+def test_existing_files_are_kept(folder: Path, here: Command) -> None:
+    """A folder with one of the files is refused by its name, and nothing is written or registered."""
+    (folder / "job.toml").write_text("mine")
+    refused = here("init", "numbers")
+    assert refused.returncode == 64
+    assert "found job.toml in '.': nothing was written; name another folder with --into" in refused.stderr
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*_TABLES, "job.toml"])
+    assert (folder / "job.toml").read_text() == "mine"
+
+
+def test_own_tokenizer_is_used(folder: Path, here: Command) -> None:
+    """A tokenizer.json in the folder is used, and not written."""
+    Path("project").mkdir()
+    Path("project/tokenizer.json").write_text("mine")
+    made = here("init", "text", "--into", "project")
+    assert made.returncode == 0, made.stderr
+    assert 'tokenizer = "project/tokenizer.json"' in Path("project/job.toml").read_text()
+    assert Path("project/tokenizer.json").read_text() == "mine"
+
+
+def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a catalog of PyIceberg's configuration, job file and Dagster project name it."""
+    monkeypatch.setenv("PYICEBERG_CATALOG__PROD__URI", f"sqlite:///{folder}/prod.db")
+    monkeypatch.setenv("PYICEBERG_CATALOG__PROD__WAREHOUSE", f"file://{folder}/prod")
+    made = here("init", "numbers/*.parquet", "--catalog", "prod", "--table", "demo.points", "--into", "project")
+    assert made.returncode == 0, made.stderr
+    job = read_spec(folder / "project" / "job.toml")
+    assert (job.run, job.source.table, job.lakehouse.name) == ("points", "demo.points", "prod")
+    assert 'LAKEHOUSE = {"name": "prod"}' in Path("project/catalog/__init__.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("lake.nothing", "NoSuchLakehouse: "),
+        ("nothing", "expected a table as namespace.table, or a folder or bucket of Parquet files, found 'nothing'"),
+        ("empty", "expected Parquet files at 'file://"),
+        (
+            "decimals",
+            "expected a column of numbers, of texts or of lists of integers, found only {'price': 'decimal(5, 2)'}",
+        ),
+        ("norows", "expected rows in table 'lake.norows', found none"),
+        ("numbers --columns a,name", "expected columns of numbers or times, or one column of texts"),
+        ("numbers --columns other", "expected column 'other' in the table"),
+        ("numbers --run a/b", "expected the name of a run"),
+        ("numbers --into /proc/none", "expected a folder to write into, found [Errno 2]"),
+        ("numbers --into numbers/a.parquet", "expected a folder to write into, found [Errno 17]"),
+        ("numbers --catalog prod", "expected a catalog named 'prod'"),
+        ("s3://", "expected a folder, or an address such as s3://bucket/path, found 's3://'"),
+    ],
+)
+def test_refusal_names_next_step(folder: Path, here: Command, arguments: str, expected: str) -> None:
+    """What cannot be trained on or written is refused with what to do, and leaves no project."""
+    Path("empty").mkdir()
+    for name, table in (("decimals", _DECIMALS), ("norows", _TABLES["times"].slice(0, 0))):
+        Path(name).mkdir()
+        pq.write_table(table, f"{name}/a.parquet")
+    refused = here("init", *arguments.split())
+    assert (refused.returncode, refused.stdout) == (64, "")
+    assert expected in " ".join(refused.stderr.split())
+    assert not Path("job.toml").exists()
+
+
+def test_unreachable_catalog_is_named(folder: Path, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog that does not answer ends the command with the status of an outage."""
+    monkeypatch.setenv("PYICEBERG_CATALOG__AWAY__URI", f"http://127.0.0.1:{own_port()}")
+    refused = here("init", "demo.points", "--catalog", "away")
+    assert (refused.returncode, "CatalogUnreachable" in refused.stderr) == (69, True), refused.stderr
+    assert not Path("job.toml").exists()
+
+
+def test_scaffolded_job_is_valid(tmp_path: Path) -> None:
+    """The job file of `dg scaffold` is one of the same template."""
+    path = tmp_path / "job.toml"
+    path.write_text(scaffold_job("second"))
+    assert (read_spec(path).run, read_spec(path).source.table) == ("second", "namespace.table")
