@@ -39,6 +39,7 @@ FOLDER = "jobs"
 """Folder in the home folder, with one job file for each training run of this repository's own project."""
 _SUFFIXES = (".toml", ".yaml", ".yml")
 
+
 class TrainingRunScaffolder(dg.Scaffolder):
     """Makes the files of a training run for `dg scaffold defs`: defs.yaml and a job file to complete."""
 
