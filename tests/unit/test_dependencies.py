@@ -21,7 +21,6 @@ _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 _PRIVATE = re.compile(r"_[^_]")
 PRIVATE_NAMES = {
     "dagster": {
-        "_instance",
         "dagster._core.events.EngineEventData",
         "dagster._core.remote_origin.RemoteJobOrigin",
         "dagster._core.remote_origin.RemoteRepositoryOrigin",
