@@ -3,7 +3,7 @@
 A Dagster run trains what it plans to materialize: assets `models/<run>` of a `TrainingRun` component.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,19 @@ def define_training_run(run: TrainingRunDefinition) -> None:
 def training_runs() -> dict[str, TrainingRunDefinition]:
     """Return the training runs of this code location by name."""
     return dict(_defined)
+
+
+_wrong: list[str] = []
+
+
+def note_wrong_job_files(problems: Sequence[str]) -> None:
+    """Note the problems of the job files that define no training run, in place of those noted before."""
+    _wrong[:] = problems
+
+
+def wrong_job_files() -> list[str]:
+    """Return the problems of the job files of this code location that define no training run."""
+    return list(_wrong)
 
 
 def names_of_training(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:

@@ -230,6 +230,9 @@ def test_materialized_training_is_reported(arena: Arena, home: Path, instance: d
     said = [str(watch.tick()) for _ in range(3)]
     assert ["does not train" in each for each in said] == [False, True, False]
     assert pager.told == [("recovering", "materialized"), ("failed", "")]
+    refused = dagster_run(instance, spec, tags={NO_RECOVERY_TAG: "RunBusy"})  # a second *Materialize*
+    instance.report_run_failed(refused, message="another launch trains")
+    assert "there is no alert" in str(watch.tick())
 
 
 @pytest.mark.soak

@@ -124,7 +124,7 @@ def test_second_launch_is_refused(arena: Arena, instance: dg.DagsterInstance) ->
     assert f"Dagster run {first.run_id} trains 'busy'" in str(refused.get_step_failure_events()[0].event_specific_data)
     run = instance.get_run_by_id(refused.run_id)
     assert run is not None
-    assert (run.tags[NO_RECOVERY_TAG], RUN_TAG in run.tags) == ("RunBusy", False)
+    assert (run.tags[NO_RECOVERY_TAG], run.tags[RUN_TAG]) == ("RunBusy", "busy")
     assert launched(takeover=True).success
     assert launched(noticed_by="recovery_sensor").success
 

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from dlac_pipeline.dagster import Recovery, TrainingRun, training_runs
+from dlac_pipeline.dagster.components.training_run import build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.sensors import continual
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
@@ -71,11 +73,27 @@ def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance
     under_way = dagster_run(instance, spec, dg.DagsterRunStatus.STARTED)
     assert scheduled(instance) == f"kept-going is trained by Dagster run {under_way.run_id}"
     instance.delete_run(under_way.run_id)
+    by_hand = dagster_run(instance, spec, dg.DagsterRunStatus.NOT_STARTED, tags={RUN_TAG: ""})
+    assert scheduled(instance) == f"kept-going is trained by Dagster run {by_hand.run_id}"
+    instance.delete_run(by_hand.run_id)
     dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags={"dlac/due": second.tags["dlac/due"]})
     assert "less than a batch" in scheduled(instance)
     following(arena, "broken")
     (home / "broken.yml").write_text("run: 1")
     assert "is not a valid job spec" in scheduled(instance)
+    (home / "broken.yml").write_text((home / "kept-going.yml").read_text())
+    assert "found those of 'kept-going': reload the definitions" in scheduled(instance)
+
+
+def test_schedule_names_wrong_job_files(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """A job file that is wrong when the definitions are loaded is named in each tick, until it is mended and loaded."""
+    (arena.home / "jobs").mkdir()
+    (arena.home / "jobs" / "wrong.toml").write_text("run = 1")
+    build_runs_of(arena.home / "jobs")
+    assert "wrong.toml defines no training run: " in scheduled(instance)
+    (arena.home / "jobs" / "wrong.toml").unlink()
+    build_runs_of(arena.home / "jobs")
+    assert scheduled(instance) == "this code location defines no training run"
 
 
 def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
@@ -174,8 +192,11 @@ def test_what_ended_for_good_waits_for_an_append(
     assert again.tags["dlac/due"] != request.tags["dlac/due"]
 
 
-def test_failed_recovery_counts_for_its_run(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+def test_failed_recovery_counts_for_its_run(
+    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recoveries do not carry what was due, and one that stepped aside says nothing; a run that heals is asked for as before."""
+    monkeypatch.setattr(continual, "_PAGE", 2)
     arena.table(appends=(600,))
     spec = following(arena, "recovers")
     [request] = scheduled(instance)

@@ -55,10 +55,12 @@ def _train(
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
     heartbeat: Heartbeat = getattr(context.resources, HEARTBEAT)
     is_tagged = context.run.tags.get(failures.RUN_TAG) == run.name
-    if config.noticed_by == OPERATOR and not config.takeover:
-        _refuse_if_trained(context, run.name, is_tagged=is_tagged)
-    if not is_tagged:  # launched by *Materialize* in the UI, whose job has no tags
-        context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
+    try:
+        if config.noticed_by == OPERATOR and not config.takeover:
+            _refuse_if_trained(context, run.name, is_tagged=is_tagged)
+    finally:
+        if not is_tagged:  # launched by *Materialize* in the UI, whose job has no tags
+            context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
     with failures.as_failure(context):
         spec = run.job_spec()
     _link_recovery(context, config.recovers)

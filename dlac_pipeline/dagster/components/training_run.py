@@ -23,6 +23,7 @@ from dlac_pipeline.dagster.training_runs import (
     TrainingRunDefinition,
     define_training_run,
     model_key,
+    note_wrong_job_files,
     plan_key,
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -94,6 +95,11 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
 
         def read(overrides: Mapping[str, Any]) -> JobSpec:
             changed = self._read(folder, overrides)
+            if (changed.run, changed.lakehouse) != (spec.run, spec.lakehouse) and not overrides:
+                raise SpecInvalid(
+                    f"expected the job file of run {spec.run!r} with its lakehouse, found those of {changed.run!r}: reload the "
+                    "definitions, or restore the file"
+                )
             if (changed.run, changed.lakehouse) != (spec.run, spec.lakehouse):
                 raise SpecInvalid(
                     f"expected overrides of other settings than run and lakehouse, found {sorted(overrides)}: the asset, its "
@@ -158,6 +164,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
     A file that is wrong is logged and left out, because it must not keep the other runs from being recovered.
     """
     found: dict[str, dg.Definitions] = {}
+    problems: list[str] = []
     files = folder.iterdir() if folder.is_dir() else ()
     for path in sorted(path for path in files if path.suffix in _SUFFIXES):
         try:
@@ -170,7 +177,9 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
                 )
             found[step] = component.build_in(folder)
         except (SpecInvalid, dg.DagsterInvalidDefinitionError) as err:
-            _log.error("%s defines no training run: %s", path, err)
+            problems.append(f"{path} defines no training run: {err}")
+            _log.error("%s", problems[-1])
+    note_wrong_job_files(problems)
     return dg.Definitions.merge(*found.values())
 
 

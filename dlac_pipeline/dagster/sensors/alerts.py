@@ -20,7 +20,7 @@ from dlac_pipeline.dagster.maintenance import rehearse_job, upkeep_job, verify_j
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, decide_recoveries, ended_s_ago
 from dlac_pipeline.dagster.settings import read_settings
 from dlac_pipeline.dagster.training_runs import MONITORED, names_of_training
-from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.errors import RunBusy, TrainingFailed
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 Severity = Literal["info", "warning", "error"]
@@ -144,8 +144,10 @@ def _send_alert(
     return dg.SkipReason(f"sent an alert about run {run.run_id}: {alert.kind}")
 
 
-def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
+def _of_failure(context: dg.RunStatusSensorContext) -> Alert | None:
     dead, failed = context.dagster_run, context.for_run_failure()
+    if run_tag(dead, NO_RECOVERY_TAG) == RunBusy.__name__:
+        return None  # it was refused, because another launch trains
     errors = [event.event_specific_data.error for event in failed.get_step_failure_events()]  # type: ignore[union-attr]  # step failures have it
     first = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
     message = first or failed.failure_event.message or "it failed"

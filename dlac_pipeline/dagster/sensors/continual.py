@@ -14,7 +14,14 @@ from blake3 import blake3
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.dagster.sensors.recovery import decide_recoveries, living_trainer
 from dlac_pipeline.dagster.settings import settings_or_defaults
-from dlac_pipeline.dagster.training_runs import TrainingJob, model_key, names_of_training, plan_key, training_runs
+from dlac_pipeline.dagster.training_runs import (
+    TrainingJob,
+    model_key,
+    names_of_training,
+    plan_key,
+    training_runs,
+    wrong_job_files,
+)
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -27,8 +34,8 @@ DUE_TAG = "dlac/due"
 _GOES_ON = (
     "it continues when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
 )
-_LOOKED_AT = 200
-"""Newest Dagster runs of a training run among which the one is looked for that was requested here."""
+_PAGE = 100
+"""Dagster runs of one read."""
 _UNDER_WAY = [
     status
     for status in dg.DagsterRunStatus
@@ -79,7 +86,8 @@ def _requests(
 
 
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
-    """Yield what is due for each training run, or why nothing is."""
+    """Yield what is due for each training run, or why nothing is. Job files that define none are named."""
+    yield from wrong_job_files()
     for name, run in training_runs().items():
         try:
             yield _look(instance, run.job_spec(), log)
@@ -94,9 +102,10 @@ def _look(instance: dg.DagsterInstance, spec: JobSpec, log: logging.Logger) -> "
 
     if not any(source.follow == "appends" for source in spec.sources):
         return f"{spec.run} follows no table"
-    trained = instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}, statuses=_UNDER_WAY), limit=1)
-    if trained:
-        return f"{spec.run} is trained by Dagster run {trained[0].run_id}"
+    for each in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)):
+        # that of *Materialize* has no tag before its model's step
+        if each.tags.get(RUN_TAG) == spec.run or spec.run in names_of_training(instance, each):
+            return f"{spec.run} is trained by Dagster run {each.run_id}"
     lakehouse = connect(spec.lakehouse)
     found = due(lakehouse, spec)
     obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
@@ -130,7 +139,7 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
     its purpose. The head does not count, because runs that end like that may have committed something before.
     """
     newest = None
-    for run in instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}), limit=_LOOKED_AT):
+    for run in _newest_first(instance, spec.run):
         if newest is None:
             if not names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
@@ -141,6 +150,13 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
         if purpose:
             return f"Dagster run {newest.run_id} {ending}" if purpose == _purpose(spec, found) else ""
     return ""
+
+
+def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.DagsterRun]:
+    cursor, filters = None, dg.RunsFilter(tags={RUN_TAG: run})
+    while page := instance.get_runs(filters, cursor=cursor, limit=_PAGE):
+        yield from page
+        cursor = page[-1].run_id
 
 
 def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> str:

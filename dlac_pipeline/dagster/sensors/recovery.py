@@ -22,6 +22,7 @@ from dlac_pipeline.dagster.training_runs import (
     model_key,
     names_of_training,
     training_runs,
+    wrong_job_files,
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -127,7 +128,8 @@ def decide_recoveries(
     found: list[dg.RunRequest | dg.SkipReason] = []
     for name in names:
         if name in missing:
-            reason = f"{name} is not defined in this code location: reload its definitions, and materialize its model"
+            hint = "; ".join(wrong_job_files()) or "reload its definitions, and materialize its model"
+            reason = f"{name} is not defined in this code location: {hint}"
         else:
             reason = _reason_against(instance, dead, name, alone=len(names) == 1)
         run = defined.get(name)
