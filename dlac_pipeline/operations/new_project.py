@@ -155,8 +155,8 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     """
     texts, vocabulary, tokenizer = {}, _VOCABULARY, ""
     if found.kind == "text":
-        tokenizer = str(folder / "tokenizer.json")
-        if not Path(tokenizer).exists():
+        tokenizer = "tokenizer.json"
+        if not (folder / tokenizer).exists():
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
     values = {
         "features": _json(found.columns[:-1] or found.columns),

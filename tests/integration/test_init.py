@@ -94,12 +94,13 @@ def test_existing_files_are_kept(folder: Path, here: Command) -> None:
 
 
 def test_own_tokenizer_is_used(folder: Path, here: Command) -> None:
-    """A tokenizer.json in the folder is used, and not written."""
+    """A tokenizer.json in the folder is used, and not written. The job file finds it from any working directory."""
     Path("project").mkdir()
     Path("project/tokenizer.json").write_text("mine")
     made = here("init", "text", "--into", "project")
     assert made.returncode == 0, made.stderr
-    assert 'tokenizer = "project/tokenizer.json"' in Path("project/job.toml").read_text()
+    assert 'tokenizer = "tokenizer.json"' in Path("project/job.toml").read_text()
+    assert read_spec(Path("project/job.toml")).sequences.tokenizer == str(folder / "project" / "tokenizer.json")
     assert Path("project/tokenizer.json").read_text() == "mine"
 
 
