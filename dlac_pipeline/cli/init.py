@@ -40,8 +40,8 @@ def init(
     columns: Annotated[
         str | None,
         typer.Option(
-            help="Columns to train on, as a,b. Unset: lists of integers, else all numbers, or else a text. Of numbers, the "
-            "last one is predicted."
+            help="Columns to train on, as a,b. Unset: lists of integers, else all numbers, or else a text, without "
+            "partition keys. Of numbers, the last one is predicted."
         ),
     ] = None,
     table: Annotated[

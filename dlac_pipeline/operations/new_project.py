@@ -14,6 +14,7 @@ from typing import Literal
 from pyiceberg import types as ice
 from pyiceberg.manifest import DataFile, ManifestContent
 from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid, UnsupportedColumn
@@ -73,8 +74,10 @@ def _kind_of(column_type: ice.IcebergType) -> Kind:
 
 
 def _choose(kinds: Mapping[str, Kind], table: Table) -> tuple[Kind, tuple[str, ...]]:
-    """Return tokens before numbers, and a text before a single number, which is usually an id."""
-    names = {kind: tuple(name for name in kinds if kinds[name] == kind) for kind in kinds.values()}
+    """Return tokens before numbers, and a text before a single number, which is usually an id. Partition keys are left out."""
+    keys = {field.source_id for field in table.spec().fields if isinstance(field.transform, IdentityTransform)}
+    left = [field.name for field in table.schema().fields if field.field_id not in keys]
+    names = {kind: tuple(name for name in left if kinds[name] == kind) for kind in kinds.values()}
     tokens, numbers, texts = (names.get(kind, ()) for kind in ("tokens", "numbers", "text"))
     if tokens:
         return "tokens", tokens[:1]
@@ -84,8 +87,8 @@ def _choose(kinds: Mapping[str, Kind], table: Table) -> tuple[Kind, tuple[str, .
         return "numbers", numbers
     types = {field.name: str(field.field_type) for field in table.schema().fields}
     raise UnsupportedColumn(
-        f"expected a column of numbers, of texts or of lists of integers, found only {types!r}: convert one in the table, or "
-        "write the job file by hand with source.transform"
+        f"expected a column of numbers, of texts or of lists of integers, found only {types!r}: convert one in the table, "
+        "name a partition key with --columns, or write the job file by hand with source.transform"
     )
 
 

@@ -71,6 +71,17 @@ def test_written_script_trains_at_once(folder: Path, here: Command, name: str) -
     assert (report.exact, report.rows_consumed) == (True, 20 if name == "text" else _ROWS)
 
 
+def test_partition_keys_are_left_out(folder: Path, here: Command) -> None:
+    """The key of Hive folders is no target, unless it is named."""
+    for year in (2023, 2024):
+        Path(f"hive/year={year}").mkdir(parents=True)
+        pq.write_table(_TABLES["times"].append_column("y", pa.array([1.5] * _ROWS)), f"hive/year={year}/a.parquet")
+    made = here("init", "hive", "--into", "unnamed"), here("init", "hive", "--columns", "x,year", "--into", "named")
+    assert [each.returncode for each in made] == [0, 0], made[0].stderr
+    assert read_spec(Path("unnamed/job.toml")).source.columns == ["x", "y"]
+    assert read_spec(Path("named/job.toml")).source.columns == ["x", "year"]
+
+
 def test_project_has_expected_files(folder: Path, here: Command) -> None:
     """The project of a table in the lakehouse has these files, and the instance's settings of this repository's own."""
     here("register", "demo.points", "numbers")
