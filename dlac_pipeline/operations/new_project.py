@@ -11,13 +11,15 @@ from pathlib import Path
 from string import Template
 from typing import Literal
 
+from pyarrow import ArrowException
 from pyiceberg import types as ice
 from pyiceberg.manifest import DataFile, ManifestContent
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, EmptyPlan, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.rows.columns import check_names
 from dlac_pipeline.spec.job_spec import parse_spec
@@ -48,7 +50,8 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
     Raises:
         NoSuchTable: there is no such table.
         NoSuchColumn: a wanted column does not exist.
-        UnsupportedColumn: no script is generated for the columns.
+        UnsupportedColumn: no script is generated for the columns, or they cannot be read.
+        DataFileUnreadable: a data file cannot be read.
         EmptyPlan: the table has no row.
     """
     loaded = lakehouse.load(table)
@@ -59,6 +62,7 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
         files = list(_data_files(loaded))
     if not sum(file.record_count for file in files):
         raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
+    _check_readable(loaded, columns, files[0])
     nulls = tuple(name for name in columns if _may_have_nulls(loaded, name, files))
     return Trainable(table=table, kind=kind, columns=columns, with_nulls=nulls)
 
@@ -109,6 +113,24 @@ def _data_files(table: Table) -> Iterator[DataFile]:
     for manifest in [] if head is None else head.manifests(table.io):
         if manifest.content == ManifestContent.DATA:
             yield from (entry.data_file for entry in manifest.fetch_manifest_entry(table.io))
+
+
+def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None:
+    """Check the types of columns in one data file, which Iceberg does not record: unsigned numbers may be too large.
+
+    Raises:
+        UnsupportedColumn: one of the types cannot be read.
+        DataFileUnreadable: the file cannot be read.
+    """
+    schema, mapping = table.schema(), name_mapping_of(table)
+    keys = {field.source_id: None for field in table.spec().fields}  # which may be in no file
+    try:
+        with table.io.new_input(one.file_path).open() as stream, open_parquet(stream, schema.fields) as parquet:
+            FileColumns.of(parquet.schema_arrow, schema, columns, name_mapping=mapping, partition_values=keys)
+    except UnsupportedColumn as err:
+        raise UnsupportedColumn(f"{err}, or name other columns with --columns") from err
+    except (OSError, ArrowException) as err:
+        raise DataFileUnreadable(f"expected a Parquet file at {one.file_path!r}, found {err}: restore it") from err
 
 
 def _may_have_nulls(table: Table, column: str, files: Collection[DataFile]) -> bool:

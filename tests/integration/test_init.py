@@ -32,6 +32,7 @@ _TABLES = {
     "times": pa.table({"day": pa.array(range(_ROWS), pa.date32()), "x": pa.array([0.5] * _ROWS)}),
 }
 _DECIMALS = pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2))})
+_UNSIGNED = pa.table({"x": [1.0], "n": pa.array([1], pa.uint64())})
 _CHOSEN = {"numbers": ["a", 'b "c"', "när"], "tokens": ["ids"], "text": ["text"], "times": ["day", "x"]}
 _FILES = (
     "assets/__init__.py",
@@ -136,6 +137,8 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
             "decimals",
             "expected a column of numbers, of texts or of lists of integers, found only {'price': 'decimal(5, 2)'}",
         ),
+        ("unsigned", "expected column 'n' as long or a type that promotes to it, found uint64"),
+        ("unsigned --columns x,n", "rewrite the file, or name other columns with --columns"),
         ("norows", "expected rows in table 'lake.norows', found none"),
         ("numbers --columns a,name", "expected columns of numbers or times, or one column of texts"),
         ("numbers --columns other", "expected column 'other' in the table"),
@@ -149,7 +152,7 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
 def test_refusal_names_next_step(folder: Path, here: Command, arguments: str, expected: str) -> None:
     """What cannot be trained on or written is refused with what to do, and leaves no project."""
     Path("empty").mkdir()
-    for name, table in (("decimals", _DECIMALS), ("norows", _TABLES["times"].slice(0, 0))):
+    for name, table in (("decimals", _DECIMALS), ("unsigned", _UNSIGNED), ("norows", _TABLES["times"].slice(0, 0))):
         Path(name).mkdir()
         pq.write_table(table, f"{name}/a.parquet")
     refused = here("init", *arguments.split())
