@@ -63,7 +63,7 @@ def init(
 
     files = _is_location(source)
     name = (table or _table_of(source)) if files else source
-    run = check_run_name(run or re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]))
+    run = check_run_name(run or _run_of(name))
     check_free(into, run)
     config = LakehouseConfig(name=catalog).at_home(home or home_folder())
     lakehouse = connect(config, create=files or catalog is not None)
@@ -83,7 +83,7 @@ def _is_location(source: str) -> bool:
     Raises:
         SpecInvalid: it is neither.
     """
-    if "/" in source or _WILD.search(source) or Path(source).exists():
+    if "/" in source or _WILD.search(source) or source.endswith(".parquet") or Path(source).exists():
         return True
     if "." in source:
         return False
@@ -99,6 +99,11 @@ def _table_of(location: str) -> str:
     place = location[: location.rfind("/", 0, wild.start())] if wild else location
     last = place.rstrip("/").rpartition("/")[2] if "://" in place else Path(place).absolute().name
     return f"lake.{re.sub(r'[^A-Za-z0-9_]', '_', last.removesuffix('.parquet'))}"
+
+
+def _run_of(table: str) -> str:
+    """Return a name that a run can have, after a table."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", table.rpartition(".")[2]).lstrip("._-")[:100] or "first"
 
 
 def _show_next(run: str, into: Path, options: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Literal
@@ -25,7 +24,6 @@ from dlac_pipeline.rows.columns import check_names
 from dlac_pipeline.spec.job_spec import parse_spec
 
 _HERE = Path(__file__).parent
-_json = partial(json.dumps, ensure_ascii=False)  # a value in TOML, YAML and Python as well
 _NUMBERS = (ice.BooleanType, ice.IntegerType, ice.LongType, ice.FloatType, ice.DoubleType)
 _TIMES = (ice.DateType, ice.TimeType, ice.TimestampType, ice.TimestamptzType)
 _VOCABULARY = 1024
@@ -220,6 +218,11 @@ def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[s
         "rows": rows,
         "more": more,
     }
+
+
+def _json(value: object) -> str:
+    """Return a value as TOML, YAML and Python have it."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # which TOML refuses
 
 
 def _setting(name: str, value: object) -> str:

@@ -127,6 +127,25 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
     assert 'LAKEHOUSE = {"name": "prod"}' in Path("project/catalog/__init__.py").read_text()
 
 
+def test_names_need_no_options(folder: Path, here: Command) -> None:
+    """Run and columns are named after a folder and columns with unusual characters. A taken table name needs --table."""
+    for name in ("-lead", "other/-lead"):
+        Path(name).mkdir(parents=True)
+        pq.write_table(pa.table({"a\x7fb": [1.0], "y": [1.0]}), f"{name}/a.parquet")
+    made = here("init", "./-lead", "--into", "project")
+    assert made.returncode == 0, made.stderr
+    job = read_spec(Path("project/job.toml"))
+    assert (job.run, job.source.table, job.source.columns) == ("lead", "lake._lead", ["a\x7fb", "y"])
+    refused = here("init", "other/-lead", "--into", "second")
+    assert (refused.returncode, "choose another name (dlac init: --table)" in refused.stderr) == (64, True)
+
+
+def test_misspelled_file_is_no_table(folder: Path, here: Command) -> None:
+    """A name that ends as a Parquet file is a location."""
+    refused = here("init", "missing.parquet")
+    assert (refused.returncode, "expected to list 'file://" in refused.stderr) == (69, True), refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
