@@ -69,6 +69,7 @@ def init(
     lakehouse = connect(config, create=files or catalog is not None)
     if files:
         register(lakehouse, name, source)
+        typer.echo(f"registered {source} as table {name}", err=True)  # also if its columns are refused
     wanted = [each.strip() for each in columns.split(",")] if columns else []
     found = find_trainable(lakehouse, name, wanted)
     written = write_project(into, run, found, {} if catalog is None else {"name": catalog})

@@ -4,7 +4,7 @@ import json
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -174,7 +174,7 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     Texts are tokenized by the tokenizer.json of the folder. Without one, a file is written in which each byte is a token.
 
     Raises:
-        SpecInvalid: a file exists or cannot be written, or the run cannot have this name.
+        SpecInvalid: a file exists or cannot be written, or the run cannot have this name. Nothing is written then.
     """
     texts, vocabulary, tokenizer = {}, _VOCABULARY, ""
     if found.kind == "text":
@@ -191,11 +191,14 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     for name, template in _templates(run, found.kind).items():
         texts[name] = Template(template.read_text()).substitute(values)
     parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
-    for name, text in texts.items():
-        with _writing():
+    with _writing(), ExitStack() as undo:
+        for name in texts:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
             with (folder / name).open("x", encoding="utf-8") as file:
+                undo.callback((folder / name).unlink)
                 file.write(text)
+        undo.pop_all()
     return sorted(texts)
 
 

@@ -105,6 +105,18 @@ def test_existing_files_are_kept(folder: Path, here: Command) -> None:
     assert (folder / "job.toml").read_text() == "mine"
 
 
+@pytest.mark.parametrize("taken", ["catalog", "workspace.yaml"])
+def test_refused_project_leaves_no_file(folder: Path, here: Command, taken: str) -> None:
+    """If a file cannot be written, those before it are removed. The refusal names the table that was registered."""
+    project = folder / "project"
+    project.mkdir()
+    (project / taken).symlink_to("nothing")  # which cannot be written, and is no file that is found before
+    refused = here("init", "numbers", "--into", "project")
+    assert (refused.returncode, "expected a folder to write into" in refused.stderr) == (64, True)
+    assert "registered numbers as table lake.numbers" in refused.stderr
+    assert [path.name for path in project.rglob("*") if not path.is_dir()] == [taken]
+
+
 def test_own_tokenizer_is_used(folder: Path, here: Command) -> None:
     """A tokenizer.json in the folder is used, and not written. The job file finds it from any working directory."""
     Path("project").mkdir()
