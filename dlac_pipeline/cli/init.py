@@ -40,8 +40,8 @@ def init(
     columns: Annotated[
         str | None,
         typer.Option(
-            help="Columns to train on, as a,b. Unset: lists of integers, else all numbers, or else a text. Of numbers, the "
-            "last one is predicted."
+            help="Columns to train on, as a,b. Unset: lists of integers, else all numbers, or else a text, without "
+            "partition keys. Of numbers, the last one is predicted."
         ),
     ] = None,
     table: Annotated[
@@ -63,12 +63,13 @@ def init(
 
     files = _is_location(source)
     name = (table or _table_of(source)) if files else source
-    run = check_run_name(run or re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]))
+    run = check_run_name(run or _run_of(name))
     check_free(into, run)
     config = LakehouseConfig(name=catalog).at_home(home or home_folder())
     lakehouse = connect(config, create=files or catalog is not None)
     if files:
         register(lakehouse, name, source)
+        typer.echo(f"registered {source} as table {name}", err=True)  # also if its columns are refused
     wanted = [each.strip() for each in columns.split(",")] if columns else []
     found = find_trainable(lakehouse, name, wanted)
     written = write_project(into, run, found, {} if catalog is None else {"name": catalog})
@@ -83,7 +84,7 @@ def _is_location(source: str) -> bool:
     Raises:
         SpecInvalid: it is neither.
     """
-    if "/" in source or _WILD.search(source) or Path(source).exists():
+    if "/" in source or _WILD.search(source) or source.endswith(".parquet") or Path(source).exists():
         return True
     if "." in source:
         return False
@@ -99,6 +100,11 @@ def _table_of(location: str) -> str:
     place = location[: location.rfind("/", 0, wild.start())] if wild else location
     last = place.rstrip("/").rpartition("/")[2] if "://" in place else Path(place).absolute().name
     return f"lake.{re.sub(r'[^A-Za-z0-9_]', '_', last.removesuffix('.parquet'))}"
+
+
+def _run_of(table: str) -> str:
+    """Return a name that a run can have, after a table."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", table.rpartition(".")[2]).lstrip("._-")[:100] or "first"
 
 
 def _show_next(run: str, into: Path, options: tuple[str, ...]) -> None:

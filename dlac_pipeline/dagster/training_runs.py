@@ -3,12 +3,14 @@
 A Dagster run trains what it plans to materialize: assets `models/<run>` of a `TrainingRun` component.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -23,6 +25,14 @@ MONITORED = [dg.define_asset_job(name) for name in (RUNS_JOB, "__ASSET_JOB")]
 NOT_RETRIED = {"dagster/max_retries": "0"}
 """Recovery has one owner: an instance whose `run_retries` are on starts runs with this tag no second time beside it."""
 _MODELS, _PLANS = "models", "plans"
+
+
+def table_key(table: str) -> dg.AssetKey:
+    """Return the key of the asset of a source table: `namespace/table`, with "_" for characters that Dagster refuses."""
+    external = split_identifier(table)
+    parts = table.split(".") if external is None else external[1].split("/")
+    parts = [each.encode("ascii", "xmlcharrefreplace").decode() for each in parts]  # letters as numbers
+    return dg.AssetKey([part for each in parts if (part := re.sub(r"\W+", "_", each).strip("_"))])
 
 
 def model_key(run: str) -> dg.AssetKey:

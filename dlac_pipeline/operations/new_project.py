@@ -4,25 +4,26 @@ import json
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Literal
 
+from pyarrow import ArrowException
 from pyiceberg import types as ice
 from pyiceberg.manifest import DataFile, ManifestContent
 from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, EmptyPlan, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.rows.columns import check_names
 from dlac_pipeline.spec.job_spec import parse_spec
 
 _HERE = Path(__file__).parent
-_json = partial(json.dumps, ensure_ascii=False)  # a value in TOML, YAML and Python as well
 _NUMBERS = (ice.BooleanType, ice.IntegerType, ice.LongType, ice.FloatType, ice.DoubleType)
 _TIMES = (ice.DateType, ice.TimeType, ice.TimestampType, ice.TimestamptzType)
 _VOCABULARY = 1024
@@ -47,7 +48,8 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
     Raises:
         NoSuchTable: there is no such table.
         NoSuchColumn: a wanted column does not exist.
-        UnsupportedColumn: no script is generated for the columns.
+        UnsupportedColumn: no script is generated for the columns, or they cannot be read.
+        DataFileUnreadable: a data file cannot be read.
         EmptyPlan: the table has no row.
     """
     loaded = lakehouse.load(table)
@@ -58,6 +60,7 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
         files = list(_data_files(loaded))
     if not sum(file.record_count for file in files):
         raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
+    _check_readable(loaded, columns, files[0])
     nulls = tuple(name for name in columns if _may_have_nulls(loaded, name, files))
     return Trainable(table=table, kind=kind, columns=columns, with_nulls=nulls)
 
@@ -73,8 +76,10 @@ def _kind_of(column_type: ice.IcebergType) -> Kind:
 
 
 def _choose(kinds: Mapping[str, Kind], table: Table) -> tuple[Kind, tuple[str, ...]]:
-    """Return tokens before numbers, and a text before a single number, which is usually an id."""
-    names = {kind: tuple(name for name in kinds if kinds[name] == kind) for kind in kinds.values()}
+    """Return tokens before numbers, and a text before a single number, which is usually an id. Partition keys are left out."""
+    keys = {field.source_id for field in table.spec().fields if isinstance(field.transform, IdentityTransform)}
+    left = [field.name for field in table.schema().fields if field.field_id not in keys]
+    names = {kind: tuple(name for name in left if kinds[name] == kind) for kind in kinds.values()}
     tokens, numbers, texts = (names.get(kind, ()) for kind in ("tokens", "numbers", "text"))
     if tokens:
         return "tokens", tokens[:1]
@@ -84,8 +89,8 @@ def _choose(kinds: Mapping[str, Kind], table: Table) -> tuple[Kind, tuple[str, .
         return "numbers", numbers
     types = {field.name: str(field.field_type) for field in table.schema().fields}
     raise UnsupportedColumn(
-        f"expected a column of numbers, of texts or of lists of integers, found only {types!r}: convert one in the table, or "
-        "write the job file by hand with source.transform"
+        f"expected a column of numbers, of texts or of lists of integers, found only {types!r}: convert one in the table, "
+        "name a partition key with --columns, or write the job file by hand with source.transform"
     )
 
 
@@ -106,6 +111,24 @@ def _data_files(table: Table) -> Iterator[DataFile]:
     for manifest in [] if head is None else head.manifests(table.io):
         if manifest.content == ManifestContent.DATA:
             yield from (entry.data_file for entry in manifest.fetch_manifest_entry(table.io))
+
+
+def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None:
+    """Check the types of columns in one data file, which Iceberg does not record: unsigned numbers may be too large.
+
+    Raises:
+        UnsupportedColumn: one of the types cannot be read.
+        DataFileUnreadable: the file cannot be read.
+    """
+    schema, mapping = table.schema(), name_mapping_of(table)
+    keys = {field.source_id: None for field in table.spec().fields}  # which may be in no file
+    try:
+        with table.io.new_input(one.file_path).open() as stream, open_parquet(stream, schema.fields) as parquet:
+            FileColumns.of(parquet.schema_arrow, schema, columns, name_mapping=mapping, partition_values=keys)
+    except UnsupportedColumn as err:
+        raise UnsupportedColumn(f"{err}, or name other columns with --columns") from err
+    except (OSError, ArrowException) as err:
+        raise DataFileUnreadable(f"expected a Parquet file at {one.file_path!r}, found {err}: restore it") from err
 
 
 def _may_have_nulls(table: Table, column: str, files: Collection[DataFile]) -> bool:
@@ -151,12 +174,12 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     Texts are tokenized by the tokenizer.json of the folder. Without one, a file is written in which each byte is a token.
 
     Raises:
-        SpecInvalid: a file exists or cannot be written, or the run cannot have this name.
+        SpecInvalid: a file exists or cannot be written, or the run cannot have this name. Nothing is written then.
     """
     texts, vocabulary, tokenizer = {}, _VOCABULARY, ""
     if found.kind == "text":
-        tokenizer = str(folder / "tokenizer.json")
-        if not Path(tokenizer).exists():
+        tokenizer = "tokenizer.json"
+        if not (folder / tokenizer).exists():
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
     values = {
         "features": _json(found.columns[:-1] or found.columns),
@@ -168,11 +191,14 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     for name, template in _templates(run, found.kind).items():
         texts[name] = Template(template.read_text()).substitute(values)
     parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
-    for name, text in texts.items():
-        with _writing():
+    with _writing(), ExitStack() as undo:
+        for name in texts:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
             with (folder / name).open("x", encoding="utf-8") as file:
+                undo.callback((folder / name).unlink)
                 file.write(text)
+        undo.pop_all()
     return sorted(texts)
 
 
@@ -195,6 +221,11 @@ def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[s
         "rows": rows,
         "more": more,
     }
+
+
+def _json(value: object) -> str:
+    """Return a value as TOML, YAML and Python have it."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # which TOML refuses
 
 
 def _setting(name: str, value: object) -> str:

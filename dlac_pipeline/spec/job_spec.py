@@ -184,7 +184,7 @@ class SequenceSpec(spec_problems.Section):
     column: str = ""
     """Column of text, or of lists of tokens, after the transform. Empty: the first column."""
     tokenizer: str = ""
-    """For text: a tokenizer.json, or a transformers tokenizer by name."""
+    """For text: a tokenizer.json, beside the job file or from the working directory, or a transformers tokenizer by name."""
     begin_token: str = ""
     """Token to put before each document. Empty: none."""
     end_token: str = ""
@@ -383,7 +383,7 @@ def parse_recorded(raw: dict[str, Any], *, origin: str) -> JobSpec:
 
 
 def read_spec(path: Path, *, overrides: Mapping[str, Any] | None = None) -> JobSpec:
-    """Return a validated spec from a .toml, .yaml or .yml file. The script's path becomes absolute.
+    """Return a validated spec from a .toml, .yaml or .yml file. Paths of its script and of a tokenizer beside it become absolute.
 
     `overrides` are settings by their names in the file, such as `launch.world_size`, in place of the file's.
 
@@ -419,5 +419,8 @@ def spec_of_file(raw: dict[str, Any], *, folder: Path, origin: str, overrides: M
             raise SpecInvalid(f"expected the name of a setting such as 'launch.world_size', found {name!r} to override")
         place[last] = value
     spec = parse_spec(raw, origin=origin)
-    script = str((folder / spec.launch.script).resolve())
-    return spec.model_copy(update={"launch": spec.launch.model_copy(update={"script": script})})
+    changed: dict[str, Any] = {"script": str((folder / spec.launch.script).resolve())}
+    found: dict[str, Any] = {"launch": spec.launch.model_copy(update=changed)}
+    if spec.sequences.tokenizer and (file := folder / spec.sequences.tokenizer).is_file():
+        found["sequences"] = spec.sequences.model_copy(update={"tokenizer": str(file.resolve())})
+    return spec.model_copy(update=found)

@@ -80,6 +80,10 @@ class Reader:
             self.run(command)
         else:
             self.run(command.replace("dagster dev", "dagster definitions validate"))
+        if command.startswith("dagster dev"):  # which loads dagster.yaml of the folder, as validation does not
+            self.run(
+                """DAGSTER_HOME="$PWD" python -c 'import dagster; dagster.DagsterInstance.get().run_coordinator'"""
+            )
 
     def run(self, command: str) -> str:
         """Run a command to its end, which must be a success, and return its output."""

@@ -32,6 +32,7 @@ _TABLES = {
     "times": pa.table({"day": pa.array(range(_ROWS), pa.date32()), "x": pa.array([0.5] * _ROWS)}),
 }
 _DECIMALS = pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2))})
+_UNSIGNED = pa.table({"x": [1.0], "n": pa.array([1], pa.uint64())})
 _CHOSEN = {"numbers": ["a", 'b "c"', "när"], "tokens": ["ids"], "text": ["text"], "times": ["day", "x"]}
 _FILES = (
     "assets/__init__.py",
@@ -71,6 +72,17 @@ def test_written_script_trains_at_once(folder: Path, here: Command, name: str) -
     assert (report.exact, report.rows_consumed) == (True, 20 if name == "text" else _ROWS)
 
 
+def test_partition_keys_are_left_out(folder: Path, here: Command) -> None:
+    """The key of Hive folders is no target, unless it is named."""
+    for year in (2023, 2024):
+        Path(f"hive/year={year}").mkdir(parents=True)
+        pq.write_table(_TABLES["times"].append_column("y", pa.array([1.5] * _ROWS)), f"hive/year={year}/a.parquet")
+    made = here("init", "hive", "--into", "unnamed"), here("init", "hive", "--columns", "x,year", "--into", "named")
+    assert [each.returncode for each in made] == [0, 0], made[0].stderr
+    assert read_spec(Path("unnamed/job.toml")).source.columns == ["x", "y"]
+    assert read_spec(Path("named/job.toml")).source.columns == ["x", "year"]
+
+
 def test_project_has_expected_files(folder: Path, here: Command) -> None:
     """The project of a table in the lakehouse has these files, and the instance's settings of this repository's own."""
     here("register", "demo.points", "numbers")
@@ -93,13 +105,26 @@ def test_existing_files_are_kept(folder: Path, here: Command) -> None:
     assert (folder / "job.toml").read_text() == "mine"
 
 
+@pytest.mark.parametrize("taken", ["catalog", "workspace.yaml"])
+def test_refused_project_leaves_no_file(folder: Path, here: Command, taken: str) -> None:
+    """If a file cannot be written, those before it are removed. The refusal names the table that was registered."""
+    project = folder / "project"
+    project.mkdir()
+    (project / taken).symlink_to("nothing")  # which cannot be written, and is no file that is found before
+    refused = here("init", "numbers", "--into", "project")
+    assert (refused.returncode, "expected a folder to write into" in refused.stderr) == (64, True)
+    assert "registered numbers as table lake.numbers" in refused.stderr
+    assert [path.name for path in project.rglob("*") if not path.is_dir()] == [taken]
+
+
 def test_own_tokenizer_is_used(folder: Path, here: Command) -> None:
-    """A tokenizer.json in the folder is used, and not written."""
+    """A tokenizer.json in the folder is used, and not written. The job file finds it from any working directory."""
     Path("project").mkdir()
     Path("project/tokenizer.json").write_text("mine")
     made = here("init", "text", "--into", "project")
     assert made.returncode == 0, made.stderr
-    assert 'tokenizer = "project/tokenizer.json"' in Path("project/job.toml").read_text()
+    assert 'tokenizer = "tokenizer.json"' in Path("project/job.toml").read_text()
+    assert read_spec(Path("project/job.toml")).sequences.tokenizer == str(folder / "project" / "tokenizer.json")
     assert Path("project/tokenizer.json").read_text() == "mine"
 
 
@@ -114,6 +139,25 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
     assert 'LAKEHOUSE = {"name": "prod"}' in Path("project/catalog/__init__.py").read_text()
 
 
+def test_names_need_no_options(folder: Path, here: Command) -> None:
+    """Run and columns are named after a folder and columns with unusual characters. A taken table name needs --table."""
+    for name in ("-lead", "other/-lead"):
+        Path(name).mkdir(parents=True)
+        pq.write_table(pa.table({"a\x7fb": [1.0], "y": [1.0]}), f"{name}/a.parquet")
+    made = here("init", "./-lead", "--into", "project")
+    assert made.returncode == 0, made.stderr
+    job = read_spec(Path("project/job.toml"))
+    assert (job.run, job.source.table, job.source.columns) == ("lead", "lake._lead", ["a\x7fb", "y"])
+    refused = here("init", "other/-lead", "--into", "second")
+    assert (refused.returncode, "choose another name (dlac init: --table)" in refused.stderr) == (64, True)
+
+
+def test_misspelled_file_is_no_table(folder: Path, here: Command) -> None:
+    """A name that ends as a Parquet file is a location."""
+    refused = here("init", "missing.parquet")
+    assert (refused.returncode, "expected to list 'file://" in refused.stderr) == (69, True), refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -124,6 +168,8 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
             "decimals",
             "expected a column of numbers, of texts or of lists of integers, found only {'price': 'decimal(5, 2)'}",
         ),
+        ("unsigned", "expected column 'n' as long or a type that promotes to it, found uint64"),
+        ("unsigned --columns x,n", "rewrite the file, or name other columns with --columns"),
         ("norows", "expected rows in table 'lake.norows', found none"),
         ("numbers --columns a,name", "expected columns of numbers or times, or one column of texts"),
         ("numbers --columns other", "expected column 'other' in the table"),
@@ -137,7 +183,7 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
 def test_refusal_names_next_step(folder: Path, here: Command, arguments: str, expected: str) -> None:
     """What cannot be trained on or written is refused with what to do, and leaves no project."""
     Path("empty").mkdir()
-    for name, table in (("decimals", _DECIMALS), ("norows", _TABLES["times"].slice(0, 0))):
+    for name, table in (("decimals", _DECIMALS), ("unsigned", _UNSIGNED), ("norows", _TABLES["times"].slice(0, 0))):
         Path(name).mkdir()
         pq.write_table(table, f"{name}/a.parquet")
     refused = here("init", *arguments.split())

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,17 @@ def use_unknown_type(folder: Path) -> None:
     write(folder, "a.parquet", 0, lasts=pa.array(range(ROWS), pa.duration("s")))
 
 
+def be_table(log: str) -> Callable[[Path], None]:
+    """Return a function that writes a file and the log of a table."""
+
+    def prepare(folder: Path) -> None:
+        write(folder, "a.parquet", 0)
+        (folder / log).parent.mkdir()
+        (folder / log).touch()
+
+    return prepare
+
+
 @pytest.mark.parametrize(
     ("prepare", "error", "message"),
     [
@@ -153,6 +164,9 @@ def use_unknown_type(folder: Path) -> None:
         (use_unknown_type, UnsupportedColumn, r"types that Iceberg has.*a\.parquet"),
         (Path.mkdir, SpecInvalid, r"Parquet files at .*, found none"),
         (lambda folder: None, DataFileUnreadable, r"to list"),
+        (be_table("_delta_log/0.json"), SpecInvalid, r'source\.format = "delta" and source\.table = "/.*/pages"'),
+        (be_table(".hoodie/hoodie.properties"), SpecInvalid, r"found a hudi table at '/.*/pages'"),
+        (be_table("metadata/v1.metadata.json"), SpecInvalid, r"found an Iceberg table at .*in its catalog"),
     ],
 )
 def test_unfit_files_are_refused(
@@ -162,6 +176,8 @@ def test_unfit_files_are_refused(
     prepare(tmp_path / "pages")
     with pytest.raises(error, match=message):
         register(arena.lakehouse, "docs.pages", str(tmp_path / "pages"))
+    with pytest.raises(error):
+        register(arena.lakehouse, "docs.pages", str(tmp_path / "pages" / "*.parquet"))
     assert list(registered_tables(arena.lakehouse)) == []
 
 

@@ -10,9 +10,9 @@ import yaml
 from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 
-from dlac_pipeline.dagster import TrainingRun
+from dlac_pipeline.dagster import IcebergTable, TrainingRun
 from dlac_pipeline.dagster.resources import LakehouseResource
-from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key
+from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, plan_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from examples.demo.local_dagster import SETTINGS
 from jobs import definitions
@@ -85,6 +85,17 @@ def test_model_has_pool_owner_and_kinds() -> None:
     for key in graph.get_all_asset_keys():
         assert graph.get(key).owners, key
         assert graph.get(key).kinds, key
+
+
+@pytest.mark.filterwarnings("ignore")  # Dagster calls observed assets beta
+@pytest.mark.parametrize("table", ["lake.my-points", "lake.a b", "lake.när", "lake._raw"])
+def test_plan_depends_on_table(table: str) -> None:
+    """The plan depends on the asset of its table, also where Dagster refuses a character of the name."""
+    spec = {**SPEC, "source": {"table": table, "columns": ["x"]}}
+    context = dg.ComponentTree.for_test().load_context
+    observed = IcebergTable(table=table).build_defs(context).get_repository_def().asset_graph
+    planned = TrainingRun(spec=spec).build_in(Path()).get_repository_def().asset_graph
+    assert planned.get(plan_key("r")).parent_keys == observed.observable_asset_keys
 
 
 def test_training_has_checks_but_no_rehearsal() -> None:

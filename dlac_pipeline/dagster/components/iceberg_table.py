@@ -6,6 +6,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from dlac_pipeline.dagster.training_runs import table_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import home_folder
 
@@ -19,7 +20,7 @@ class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Return the asset, and the sensor that observes it each minute."""
-        key = dg.AssetKey(self.table.split("."))
+        key = table_key(self.table)
 
         def observe() -> dg.DataVersion:
             from dlac_pipeline.lakehouse.iceberg.connect import connect

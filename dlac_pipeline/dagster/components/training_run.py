@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from dlac_pipeline.dagster.training_runs import (
     model_key,
     note_wrong_job_files,
     plan_key,
+    table_key,
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.operations.new_project import scaffold_job
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
@@ -141,11 +140,7 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
 
     def _asset_of(self, table: str) -> dg.AssetKey:
         named = self.source_assets.get(table)
-        if named is not None:
-            return dg.AssetKey.from_user_string(named)
-        external = split_identifier(table)
-        parts = table.split(".") if external is None else external[1].split("/")
-        return dg.AssetKey([part for each in parts if (part := re.sub(r"\W+", "_", each).strip("_"))])
+        return table_key(table) if named is None else dg.AssetKey.from_user_string(named)
 
     def _automation(self, run: str) -> Iterator[dg.AutomationConditionSensorDefinition]:
         """Yield the sensor that evaluates the condition: one for each run, so that no Dagster run trains two of them."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
@@ -25,6 +26,8 @@ WILD = re.compile(r"[*?\[]")
 _INTEGER = re.compile(r"-?\d{1,18}")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _FIELD_ID = b"PARQUET:field_id"
+_LOGS = {"_delta_log": "delta", ".hoodie": "hudi"}
+"""Folder of the log of a table -> its format."""
 _THREADS = 16
 _Found = TypeVar("_Found")
 
@@ -70,9 +73,7 @@ class Location:
             SpecInvalid: there is none, or their folders have different partition keys.
             DataFileUnreadable: the location cannot be listed.
         """
-        named = _listed(self.pattern, lambda: self._files.get_file_info(self._path))
-        wild = WILD.search(self._path) if named.type == FileType.NotFound else None
-        root = self._path[: self._path.rfind("/", 0, wild.start())] if wild else self._path.rstrip("/")
+        root, wild = self._root()
         info = _listed(self.pattern, lambda: self._files.get_file_info(root))
         everything = FileSelector(root, recursive=True)
         found = (
@@ -101,6 +102,34 @@ class Location:
             )
         _check_keys(files)
         return files
+
+    def check_plain(self) -> None:
+        """Check that the folder is not that of a table, whose deleted rows may be in its files.
+
+        Raises:
+            SpecInvalid: it is.
+            DataFileUnreadable: the location cannot be listed.
+        """
+        root, _ = self._root()
+        place = root if self._is_local else self._prefix + root
+        problem = f"expected plain Parquet files, found {{}} at {place!r}, whose deleted rows may be in them: "
+        for name, table_format in _LOGS.items():
+            log = _listed(self.pattern, partial(self._files.get_file_info, f"{root}/{name}"))
+            if log.type == FileType.Directory:
+                raise SpecInvalid(
+                    f'{problem.format(f"a {table_format} table")}write a job file with source.format = "{table_format}" and '
+                    f'source.table = "{place}"'
+                )
+        metadata = FileSelector(f"{root}/metadata", allow_not_found=True)
+        for info in _listed(self.pattern, lambda: self._files.get_file_info(metadata)):
+            if info.path.endswith(".metadata.json"):
+                raise SpecInvalid(f"{problem.format('an Iceberg table')}name it as namespace.table, in its catalog")
+
+    def _root(self) -> tuple[str, bool]:
+        """Return the folder or file of the location, and True if a pattern follows it."""
+        named = _listed(self.pattern, lambda: self._files.get_file_info(self._path))
+        wild = WILD.search(self._path) if named.type == FileType.NotFound else None
+        return (self._path[: self._path.rfind("/", 0, wild.start())], True) if wild else (self._path.rstrip("/"), False)
 
     def schemas(self, files: Sequence[ParquetFile]) -> list[pa.Schema]:
         """Return the schema of each file, from its footer.

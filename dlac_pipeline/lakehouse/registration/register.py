@@ -63,7 +63,8 @@ def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: b
     `dry_run` commits nothing.
 
     Raises:
-        SpecInvalid: there are no files, their columns or partition keys contradict each other, or the table is another one.
+        SpecInvalid: there are no files, they belong to a table, their columns or partition keys contradict each other, or the
+            table is another one.
         UnsupportedColumn: a file has a type that Iceberg has not, or is of another Iceberg table.
         DataFileChanged: a registered file has changed.
         DataFileUnreadable: a file cannot be read.
@@ -71,6 +72,7 @@ def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: b
     """
     found = Location(location, lakehouse.config.catalog_properties())
     _check_outside_warehouse(lakehouse, found.pattern)
+    found.check_plain()
     return retrying(of=errors.CommitConflict)(partial(_register, lakehouse, identifier, found, dry_run=dry_run))
 
 
@@ -153,7 +155,8 @@ def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table |
     if before != location.pattern:
         found = "one with its own files" if before is None else f"that of {before!r}"
         raise errors.SpecInvalid(
-            f"expected {identifier!r} to be a new table, or that of {location.pattern!r}, found {found}: choose another name"
+            f"expected {identifier!r} to be a new table, or that of {location.pattern!r}, found {found}: choose another name "
+            "(dlac init: --table)"
         )
     return table
 
