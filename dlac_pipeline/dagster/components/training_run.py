@@ -28,7 +28,6 @@ from dlac_pipeline.dagster.training_runs import (
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
-from dlac_pipeline.operations.new_project import scaffold_job
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
 
 _log = logging.getLogger(__name__)
@@ -45,6 +44,8 @@ class TrainingRunScaffolder(dg.Scaffolder):
 
     def scaffold(self, request: dg.ScaffoldRequest) -> None:
         """Write the files."""
+        from dlac_pipeline.operations.new_project import scaffold_job
+
         dg.scaffold_component(request, {"spec_file": "job.toml"})
         (request.target_path / "job.toml").write_text(scaffold_job(request.target_path.name))
 
