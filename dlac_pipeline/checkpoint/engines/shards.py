@@ -183,7 +183,7 @@ class ShardReader(_AsPlanned, StorageReader):
                     planner.load_bytes(item, part)
                     continue
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(part[_box(item.storage_offsets, item.lengths)])
+                target.copy_(part[box(item.storage_offsets, item.lengths)])
                 planner.commit_tensor(item, target)
         return _done(None)
 
@@ -222,7 +222,7 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
         part_at = _part_reader(folder / file)
         for name, offset, position in wanted:
             shard = part_at(name, position)[()]
-            whole[name][_box(offset, shard.shape)] = shard
+            whole[name][box(offset, shard.shape)] = shard
     return {".".join(map(str, paths[name][1:])): tensor for name, tensor in whole.items()}
 
 
@@ -251,7 +251,8 @@ def _part_reader(path: Path) -> Callable[[str, int], Any]:
     return lambda name, position: parts[position]
 
 
-def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+def box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a part of a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
