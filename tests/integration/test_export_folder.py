@@ -76,6 +76,10 @@ def test_pretrained_model_has_equal_logits(arena: Arena, kind: str, engine: str)
     """Bit for bit those of the trained model, of one file of weights. The digest of the file leads to the checkpoint."""
     _, model = trained(arena, kind, engine=engine)
     (arena.home / "config" / "tokenizer.json").write_text("{}")
+    for other in ("adapter_config.json", "trainer_state.json", "train.py", "requirements.txt"):
+        (arena.home / "config" / other).write_text("{}")
+    path = arena.home / "config" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))  # of the pretrained model
     (arena.home / "config" / "pytorch_model.bin").write_bytes(b"old weights")
     out = arena.home / "out" / "my-model"
     arguments = ("export", "r", str(out), "--config", str(arena.home / "config"), "--json")
@@ -121,6 +125,10 @@ def test_unsuitable_folder_is_refused(arena: Arena, small_disk: Path) -> None:
             export_weights(arena.lakehouse, tiers, path, config=config)
     with pytest.raises(SpecInvalid, match=r"config\.json of a model, found none in '.*out'"):
         export_weights(arena.lakehouse, tiers, arena.home / "new", config=out)
+    (quantized := arena.home / "quantized").mkdir()
+    (quantized / "config.json").write_text('{"quantization_config": {}}')
+    with pytest.raises(SpecInvalid, match=r"without quantization_config in '.*quantized'"):
+        export_weights(arena.lakehouse, tiers, arena.home / "new", config=quantized)
     filler = small_disk / "filler"
     with filler.open("wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, shutil.disk_usage(small_disk).free - 8192)

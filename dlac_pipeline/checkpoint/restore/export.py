@@ -1,5 +1,6 @@
 """Export of a checkpoint's weights, and identification of a file: its digest names the checkpoint."""
 
+import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -117,10 +118,17 @@ def _check_target(path: Path, part: str, *, is_folder: bool) -> None:
 
 
 def _check_config(config: Path) -> None:
-    if not (config / "config.json").is_file():
+    try:
+        found = json.loads((config / "config.json").read_text())
+    except (OSError, ValueError) as err:
         raise SpecInvalid(
-            f"expected a folder with the config.json of a model, found none in {str(config)!r}: write it with "
+            f"expected a folder with the config.json of a model, found none in {str(config)!r} ({err}): write it with "
             "model.config.save_pretrained(folder)"
+        ) from err
+    if not isinstance(found, dict) or "quantization_config" in found:
+        raise SpecInvalid(
+            f"expected the config.json of a model without quantization_config in {str(config)!r}, as the exported weights are "
+            "not quantized: remove that entry"
         )
 
 
