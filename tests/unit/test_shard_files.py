@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dlac_pipeline import DistributedState
-from dlac_pipeline.checkpoint.engines.weights import weights_of
+from dlac_pipeline.checkpoint.engines.universal import moments_in
+from dlac_pipeline.checkpoint.engines.weights import state_of, weights_of
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, write_state
 from dlac_pipeline.lakehouse.errors import CheckpointError
@@ -116,6 +117,17 @@ def test_nested_optimizer_state_is_restored(tmp_path: Path) -> None:
     DistributedState(model=again, optimizer=optimizers[1]).load(tmp_path, saved_world_size=1)
     assert str(optimizers[1].state_dict()) == str(optimizers[0].state_dict())
     assert "optimizer.state.weight.history.1" in load_file(tmp_path / TENSORS)
+    with pytest.raises(CheckpointError, match=r"plain values, such as 'optimizer\.state\.weight\."):
+        state_of("dcp", tmp_path, scratch=tmp_path)
+
+
+def test_wrapped_names_of_moments_are_found(tmp_path: Path) -> None:
+    """DeepSpeed's conversion keeps the name that `torch.compile` gave a parameter."""
+    folder = tmp_path / "zero" / "_orig_mod.weight"
+    folder.mkdir(parents=True)
+    torch.save({"param": torch.ones(4)}, folder / "exp_avg.pt")
+    torch.save({}, tmp_path / "zero" / "optimizer_state.pt")
+    assert moments_in(tmp_path, {"weight": torch.ones(2, 2)})["state.weight.exp_avg"].shape == (2, 2)
 
 
 class Tied(nn.Module):
