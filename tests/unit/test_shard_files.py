@@ -19,7 +19,7 @@ from dlac_pipeline import DistributedState
 from dlac_pipeline.checkpoint.engines.universal import moments_in
 from dlac_pipeline.checkpoint.engines.weights import state_of, weights_of
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
-from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, write_state
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
@@ -148,12 +148,14 @@ def test_torch_loads_tied_model_and_optimizer(tmp_path: Path) -> None:
         optimizer.step()
     DistributedState(model=models[0], optimizer=optimizers[0]).save(tmp_path, Direct().write)
     reader = HuggingFaceStorageReader(str(tmp_path))
-    weights, optimizer = get_state_dict(models[1], optimizers[1])
+    weights: Any
+    state: Any
+    weights, states = get_state_dict(models[1], optimizers[1])
     once = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
-    state = {"model": {name: weights[name] for name in once.values()}, "optimizer": {"state": optimizer["state"]}}
+    state = {"model": {name: weights[name] for name in once.values()}, "optimizer": {"state": states["state"]}}
     load(state, storage_reader=reader, no_dist=True)
     assert state_bytes(models[1]) == state_bytes(models[0])
-    assert str(optimizer["state"]) == str(get_state_dict(models[0], optimizers[0])[1]["state"])
+    assert str(states["state"]) == str(get_state_dict(models[0], optimizers[0])[1]["state"])
     assert optimizers[1].param_groups[0]["lr"] == 0.2
 
 
@@ -186,10 +188,8 @@ def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
         "byte": torch.ones(1, dtype=torch.uint8),
         "whole": torch.ones(2),
     }
-    first = write_state({**tensors, "__metadata__": {"format": "pt"}}, tmp_path / "a.safetensors")
-    second = write_state(
-        {"__metadata__": {"format": "pt"}, **dict(reversed(tensors.items()))}, tmp_path / "b.safetensors"
-    )
+    first = write_state(TensorFile(tensors, {"format": "pt"}), tmp_path / "a.safetensors")
+    second = write_state(TensorFile(dict(reversed(tensors.items())), {"format": "pt"}), tmp_path / "b.safetensors")
     assert first.digest == second.digest
     assert first.bytes == (tmp_path / "a.safetensors").stat().st_size
     found = load_file(tmp_path / "b.safetensors")
@@ -200,7 +200,7 @@ def test_file_equals_that_of_the_library(tmp_path: Path) -> None:
     """Header and content are those that the library's own function writes for a usual model."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, dtype=torch.bfloat16))
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
-    write_state({**model.state_dict(), "__metadata__": {"format": "pt"}}, ours)
+    write_state(TensorFile(model.state_dict(), {"format": "pt"}), ours)
     save_file(model.state_dict(), theirs, {"format": "pt"})
     contents = [split_file(path) for path in (ours, theirs)]
     assert contents[0] == contents[1]

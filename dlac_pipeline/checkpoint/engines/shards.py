@@ -34,7 +34,7 @@ from torch.futures import Future
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, SAFETENSORS
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
 _FORMAT_VERSION = 2
@@ -83,7 +83,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
         offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
         results = []
-        parts = [(item, planner.resolve_data(item)) for item in plan.items]
+        parts: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
         grown = _grown_storages([part for item, part in parts if item.tensor_data is not None and _fits(part)])
         first_names: dict[Any, str] = {}
         for item, part in parts:
@@ -99,7 +99,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
                     offsets[name] = item.tensor_data.chunk.offsets
             results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=place))
         if tensors:
-            self._hand_over(self._tensor_file, lambda: {**tensors, ABOUT: sharding_info(offsets)})
+            self._hand_over(self._tensor_file, lambda: TensorFile(tensors, sharding_info(offsets)))
         if others:
             self._hand_over(self._other_file, lambda: [plain_state(part, at=name) for name, part in others])
         return _done(results)
@@ -233,7 +233,7 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
 
 def tensor_file(rank: int) -> str:
     """Return the name of a rank's file of tensors, as DCP's `HuggingFaceStorageWriter` numbers them."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001{SAFETENSORS}"
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def sharding_info(offsets: Offsets) -> dict[str, str]:
@@ -268,7 +268,7 @@ def _grown_storages(parts: Sequence[torch.Tensor]) -> set[int]:
 
 def _part_reader(path: Path) -> Callable[[Any], Any]:
     """Return a function from the place of a part in the file, a name or a number, to the part. Tensors are read when indexed."""
-    if path.suffix == SAFETENSORS:
+    if path.suffix == ".safetensors":
         file: Any = safe_open(path, "pt")
         found: Callable[[Any], Any] = file.get_slice
         return found

@@ -11,7 +11,7 @@ import torch
 
 from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
 from dlac_pipeline.checkpoint.engines.weights import Weights
-from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, Written, write_tensors
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, Written, write_state
 from dlac_pipeline.lakehouse.durable_io import fsync_path
 from dlac_pipeline.lakehouse.errors import CheckpointError
 from dlac_pipeline.lakehouse.store_files import file_digest
@@ -44,12 +44,12 @@ def write_file(weights: Weights, path: Path, about: Mapping[str, str]) -> Writte
         CheckpointError: safetensors cannot contain a tensor. The message names it.
     """
     for name, tensor in weights.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES or name == "__metadata__":
             raise CheckpointError(
-                f"expected weights of types that safetensors has, found {tensor.dtype} in {name!r}: export another part, or "
-                "load the checkpoint in a script"
+                f"expected weights of types and names that safetensors has, found {tensor.dtype} in {name!r}: export another "
+                "part, or load the checkpoint in a script"
             )
-    written = write_tensors({**weights, ABOUT: {"format": "pt", **about}}, path)
+    written = write_state(TensorFile(weights, {"format": "pt", **about}), path)
     fsync_path(path)
     return {path.name: written}
 
