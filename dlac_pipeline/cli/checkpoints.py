@@ -132,7 +132,7 @@ def adopt(
 ) -> None:
     """Begin the spec's run from a checkpoint that DLAC did not write. Its consumption stays unknown.
 
-    DCP's own index is a pickle, which can run code. Adopt only checkpoints that you trust.
+    A checkpoint with more than tensors and plain values is refused. No code in it runs.
     """
     from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
     from dlac_pipeline.operations.adopt import adopt_checkpoint

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import warnings
@@ -26,7 +29,7 @@ from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_t
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointUnsafe, SpecInvalid
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.adopt import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
@@ -190,6 +193,97 @@ def test_damaged_shard_is_not_exported(arena: Arena, change: str) -> None:
     with pytest.raises(CheckpointDamaged, match=r"shard-00001-model-00001-of-00001\.safetensors"):
         export_tensors(arena.lakehouse, tiers_of(spec), arena.home / "state")
     assert not (arena.home / "state").exists()
+
+
+def copied(folder: Path) -> Path:
+    """Adopt a folder into a new one next to it, and return that."""
+    (target := folder.with_name(f"{folder.name}-adopted")).mkdir(exist_ok=True)
+    with warnings.catch_warnings(action="ignore"):
+        foreign_checkpoint(folder).copy(target, Direct().write)
+    return target
+
+
+def place_shard(folder: Path, number: int, rows: list[int]) -> Path:
+    """Write rows of a tensor of 4 columns as torch's own writer does; gives the file."""
+    path = folder / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+    places = {"model.weight": {"saved_offsets": [rows[0], 0]}}
+    about = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+    save_file({"model.weight": torch.tensor(rows).float()[:, None].repeat(1, 4)}, path, about)
+    return path
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_missing_shard_is_refused(tmp_path: Path, number: int) -> None:
+    """Nothing is read from memory instead. Without the last shard the rest is a smaller tensor, which no model loads."""
+    files = [place_shard(tmp_path, 1 + first // 2, [first, first + 1]) for first in (0, 2, 4)]
+    model = torch.nn.Linear(4, 6, bias=False)
+    dlac.DistributedState(model=model).load(copied(tmp_path), saved_world_size=1)
+    assert model.weight[:, 3].tolist() == [0, 1, 2, 3, 4, 5]
+    files[number - 1].unlink()
+    if number < 3:
+        with pytest.raises(
+            SpecInvalid, match=r"of 24 elements of 'model\.weight', or some twice, in the files \['shard-0000"
+        ):
+            copied(tmp_path)
+        return
+    shutil.rmtree(tmp_path.with_name(f"{tmp_path.name}-adopted"))
+    with pytest.raises(CheckpointError, match=r"(?i)size mismatch"):
+        dlac.DistributedState(model=model).load(copied(tmp_path), saved_world_size=1)
+
+
+def test_elements_of_two_files_are_refused(tmp_path: Path) -> None:
+    """Which of them is right is unknown, as is a part at an offset without the elements before it."""
+    for rows in ([0, 1], [1, 2], [1, 2, 3, 4, 5]):
+        place_shard(tmp_path, 1, rows)
+        place_shard(tmp_path, 2, [1, 2, 3] if rows[0] == 0 else rows)
+        with pytest.raises(SpecInvalid, match=r"of \d+ elements of 'model\.weight', or some twice"):
+            copied(tmp_path)
+
+
+def test_files_of_the_index_are_read(tmp_path: Path) -> None:
+    """And no others. Without an index `model.safetensors` is read, and a choice of several files is refused."""
+    folder = tmp_path / "pretrained"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    index = folder / "model.safetensors.index.json"
+    names = ("model-00001-of-00001", "model", "model.fp16", "adapter_model")
+    for number, name in enumerate(names):
+        save_file({"weight": torch.full((1, 1), float(number))}, folder / f"{name}.safetensors")
+
+    def weight() -> float:
+        model = torch.nn.Linear(1, 1, bias=False)
+        shutil.rmtree(tmp_path / "pretrained-adopted", ignore_errors=True)
+        dlac.DistributedState(model=model).load(copied(folder), saved_world_size=1)
+        return model.weight.item()
+
+    index.write_text(json.dumps({"weight_map": {"weight": "model-00001-of-00001.safetensors"}}))
+    assert weight() == 0
+    index.write_text(json.dumps({"weight_map": {"weight": names[0], "bias": "model-00002-of-00002.safetensors"}}))
+    with pytest.raises(SpecInvalid, match=r"found no file 'model-00.*', which model\.safetensors\.index\.json names"):
+        copied(folder)
+    index.unlink()
+    assert weight() == 1
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(SpecInvalid, match="adopt a folder with one set of weights"):
+        copied(folder)
+    (folder / "latest").write_bytes(b"\xff")  # of a trainer, whose folder was removed
+    with pytest.raises(SpecInvalid, match="adopt a folder with one set of weights"):
+        copied(folder)
+
+
+def test_code_in_the_index_is_refused(tmp_path: Path) -> None:
+    """Also in a folder of safetensors, where it is hidden, and in the plain values of DCP's own files."""
+    layout_folder(folder := tmp_path / "pretrained", "pretrained")
+    touched = tmp_path / "touched"
+    (folder / ".metadata").write_bytes(pickle.dumps(_Touch(touched)))
+    with pytest.raises(CheckpointUnsafe, match="Path"):
+        copied(folder)
+    dcp = tmp_path / "dcp"
+    with warnings.catch_warnings(action="ignore"):
+        save({"model": {"weight": torch.ones(1)}, "other": _Touch(touched)}, checkpoint_id=dcp, no_dist=True)
+    with pytest.raises(CheckpointUnsafe):
+        copied(dcp)
+    assert not touched.exists()
 
 
 @pytest.mark.parametrize("length", [0, 20, 200])

@@ -15,6 +15,8 @@ import yaml
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.restore import export
 from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_weights
+from dlac_pipeline.checkpoint.restore.verified_copy import Restored
+from dlac_pipeline.checkpoint.restore.weight_files import write_state_folder
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
@@ -76,6 +78,10 @@ def test_pretrained_model_has_equal_logits(arena: Arena, kind: str, engine: str)
     """Bit for bit those of the trained model, of one file of weights. The digest of the file leads to the checkpoint."""
     _, model = trained(arena, kind, engine=engine)
     (arena.home / "config" / "tokenizer.json").write_text("{}")
+    for other in ("adapter_config.json", "trainer_state.json", "train.py", "requirements.txt"):
+        (arena.home / "config" / other).write_text("{}")
+    path = arena.home / "config" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))  # of the pretrained model
     (arena.home / "config" / "pytorch_model.bin").write_bytes(b"old weights")
     out = arena.home / "out" / "my-model"
     arguments = ("export", "r", str(out), "--config", str(arena.home / "config"), "--json")
@@ -109,6 +115,23 @@ def test_large_model_has_an_index(arena: Arena) -> None:
     assert len(arena.rows("r", ExportRow)) == len(made.files)
 
 
+@pytest.mark.parametrize("name", ["universal", "finished"])
+def test_folder_of_conversion_is_no_obstacle(arena: Arena, name: str) -> None:
+    """The target has the name of the temporary folder, and is a link to an empty folder."""
+    spec, _ = trained(arena, "untied")
+
+    def read(found: Restored, scratch: Path) -> dict[str, torch.Tensor]:
+        (scratch / "universal").mkdir()
+        return {"model.weight": torch.ones(2)}
+
+    (arena.home / "linked").mkdir()
+    (out := arena.home / name).symlink_to("linked")
+    made = export._export(
+        arena.lakehouse, tiers_of(spec), export._target(out, is_folder=True), None, "state", read, write_state_folder
+    )
+    assert os.listdir(out) == os.listdir(arena.home / "linked") == made.files
+
+
 def test_unsuitable_folder_is_refused(arena: Arena, small_disk: Path) -> None:
     """A folder with files, a file, a configuration without config.json, a full disk and a damaged checkpoint write nothing."""
     spec, _ = trained(arena, "untied")
@@ -116,11 +139,15 @@ def test_unsuitable_folder_is_refused(arena: Arena, small_disk: Path) -> None:
     out = arena.home / "out"
     out.mkdir()
     (out / "mine").touch()
-    for path, pattern in ((out, "new or empty folder"), (out / "mine", "new or empty folder")):
-        with pytest.raises(SpecInvalid, match=pattern):
+    for path in (out, out / "mine", small_disk):
+        with pytest.raises(SpecInvalid, match="new or empty folder to write, no mount point"):
             export_weights(arena.lakehouse, tiers, path, config=config)
     with pytest.raises(SpecInvalid, match=r"config\.json of a model, found none in '.*out'"):
         export_weights(arena.lakehouse, tiers, arena.home / "new", config=out)
+    (quantized := arena.home / "quantized").mkdir()
+    (quantized / "config.json").write_text('{"quantization_config": {}}')
+    with pytest.raises(SpecInvalid, match=r"without quantization_config in '.*quantized'"):
+        export_weights(arena.lakehouse, tiers, arena.home / "new", config=quantized)
     filler = small_disk / "filler"
     with filler.open("wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, shutil.disk_usage(small_disk).free - 8192)

@@ -98,7 +98,6 @@ def test_zero_state_moves_to_fsdp2(tmp_path: Path, request_: dict[str, Any]) -> 
     assert_equal_tensors(read_without_dlac(tmp_path / "state", 2, tmp_path / "read"), expected)
     with warnings.catch_warnings(action="ignore"):  # of torch, in a process without ranks
         foreign_checkpoint(tmp_path / "state").copy(adopted, Direct().write)
-    frozen = {"frozen": request_.get("frozen", False)}
     common = {"do": "load", "engine": "fsdp2", "folder": adopted, "saved_world_size": 1, "after": 3}
     frozen = request_.get("frozen", False)
     trained, loaded = (run_ranks(2, tmp_path / "loaded.pt", **common, frozen=frozen, steps=steps) for steps in (2, 0))

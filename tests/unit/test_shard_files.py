@@ -11,15 +11,15 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dlac_pipeline import DistributedState
-from dlac_pipeline.checkpoint.engines.weights import weights_of
+from dlac_pipeline.checkpoint.engines.universal import moments_in
+from dlac_pipeline.checkpoint.engines.weights import state_of, weights_of
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
-from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, write_state
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
@@ -46,7 +46,9 @@ class Unusual(nn.Module):
         types = {
             str(dtype).removeprefix("torch."): torch.full((3,), value).to(dtype) for dtype in (*DTYPES, *OTHER_TYPES)
         }
-        for name, tensor in {**forms, **types}.items():
+        whole = torch.arange(10.0) + value
+        overlapping = {"first": whole[:6], "last": whole[4:]}
+        for name, tensor in {**forms, **types, **overlapping}.items():
             self.register_buffer(f"{name}_", tensor)
 
 
@@ -80,6 +82,7 @@ def test_unusual_tensors_are_restored_exactly(tmp_path: Path, writing: str) -> N
     DistributedState(model=again).load(tmp_path, saved_world_size=1)
     assert state_bytes(again) == expected
     others = {f"model.{str(dtype).removeprefix('torch.')}_" for dtype in OTHER_TYPES}
+    others |= {"model.tied", "model.first_", "model.last_"}
     assert load_file(tmp_path / TENSORS).keys() == {f"model.{name}" for name in expected} - others
     assert {name: tensor.shape for name, tensor in weights_of("dcp", tmp_path).items()} == {
         name: shape for name, ((_, shape), _) in expected.items()
@@ -114,6 +117,17 @@ def test_nested_optimizer_state_is_restored(tmp_path: Path) -> None:
     DistributedState(model=again, optimizer=optimizers[1]).load(tmp_path, saved_world_size=1)
     assert str(optimizers[1].state_dict()) == str(optimizers[0].state_dict())
     assert "optimizer.state.weight.history.1" in load_file(tmp_path / TENSORS)
+    with pytest.raises(CheckpointError, match=r"plain values, such as 'optimizer\.state\.weight\."):
+        state_of("dcp", tmp_path, scratch=tmp_path)
+
+
+def test_wrapped_names_of_moments_are_found(tmp_path: Path) -> None:
+    """DeepSpeed's conversion keeps the name that `torch.compile` gave a parameter."""
+    folder = tmp_path / "zero" / "_orig_mod.weight"
+    folder.mkdir(parents=True)
+    torch.save({"param": torch.ones(4)}, folder / "exp_avg.pt")
+    torch.save({}, tmp_path / "zero" / "optimizer_state.pt")
+    assert moments_in(tmp_path, {"weight": torch.ones(2, 2)})["state.weight.exp_avg"].shape == (2, 2)
 
 
 class Tied(nn.Module):
@@ -126,7 +140,7 @@ class Tied(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_loads_tied_model_and_optimizer(tmp_path: Path) -> None:
-    """As docs/checkpoints.md tells its readers: the model strictly, the optimizer without its settings."""
+    """As docs/checkpoints.md describes: strictly, the model by its first names, and the optimizer without its settings."""
     models = [Tied(), Tied()]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each, lr in zip(models, (0.1, 0.2), strict=True)]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -134,15 +148,27 @@ def test_torch_loads_tied_model_and_optimizer(tmp_path: Path) -> None:
         optimizer.step()
     DistributedState(model=models[0], optimizer=optimizers[0]).save(tmp_path, Direct().write)
     reader = HuggingFaceStorageReader(str(tmp_path))
-    load({"model": models[1].state_dict()}, storage_reader=reader, no_dist=True)
+    weights: Any
+    state: Any
+    weights, states = get_state_dict(models[1], optimizers[1])
+    once = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
+    state = {"model": {name: weights[name] for name in once.values()}, "optimizer": {"state": states["state"]}}
+    load(state, storage_reader=reader, no_dist=True)
     assert state_bytes(models[1]) == state_bytes(models[0])
-    states: list[Any] = [
-        dict(zip(("model", "optimizer"), get_state_dict(*each), strict=True))
-        for each in zip(models, optimizers, strict=True)
-    ]
-    load(states[1], storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
-    assert str(states[1]["optimizer"]["state"]) == str(states[0]["optimizer"]["state"])
-    assert states[1]["optimizer"]["param_groups"][0]["lr"] == 0.2
+    assert str(states["state"]) == str(get_state_dict(models[0], optimizers[0])[1]["state"])
+    assert optimizers[1].param_groups[0]["lr"] == 0.2
+
+
+def test_shared_memory_is_stored_once(tmp_path: Path) -> None:
+    """A tied or expanded tensor, and one of which two views overlap, takes the bytes that it has in memory."""
+    model = Tied()
+    model.tied = nn.Parameter(torch.ones(100, 1000))
+    model.again = model.tied
+    whole = torch.ones(50_000)
+    for name, view in {"expanded": whole[:1].expand(1000, 1000), "first": whole[:40_000], "last": whole[9000:]}.items():
+        model.register_buffer(name, view)
+    DistributedState(model=model).save(tmp_path, Direct().write)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 610_000
 
 
 @pytest.mark.parametrize("length", [0, 4, 100])
@@ -162,10 +188,8 @@ def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
         "byte": torch.ones(1, dtype=torch.uint8),
         "whole": torch.ones(2),
     }
-    first = write_state({**tensors, "__metadata__": {"format": "pt"}}, tmp_path / "a.safetensors")
-    second = write_state(
-        {"__metadata__": {"format": "pt"}, **dict(reversed(tensors.items()))}, tmp_path / "b.safetensors"
-    )
+    first = write_state(TensorFile(tensors, {"format": "pt"}), tmp_path / "a.safetensors")
+    second = write_state(TensorFile(dict(reversed(tensors.items())), {"format": "pt"}), tmp_path / "b.safetensors")
     assert first.digest == second.digest
     assert first.bytes == (tmp_path / "a.safetensors").stat().st_size
     found = load_file(tmp_path / "b.safetensors")
@@ -176,7 +200,7 @@ def test_file_equals_that_of_the_library(tmp_path: Path) -> None:
     """Header and content are those that the library's own function writes for a usual model."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, dtype=torch.bfloat16))
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
-    write_state({**model.state_dict(), "__metadata__": {"format": "pt"}}, ours)
+    write_state(TensorFile(model.state_dict(), {"format": "pt"}), ours)
     save_file(model.state_dict(), theirs, {"format": "pt"})
     contents = [split_file(path) for path in (ours, theirs)]
     assert contents[0] == contents[1]

@@ -45,6 +45,13 @@ def test_same_state_has_same_digest(tmp_path: Path) -> None:
     assert first.digest == second.digest
 
 
+def test_name_does_not_choose_format(tmp_path: Path) -> None:
+    """An engine of a user's own may give its files any name."""
+    write_state({"step": 3}, tmp_path / "state.safetensors")
+    with (tmp_path / "state.safetensors").open("rb") as stream:
+        assert torch.load(stream) == {"step": 3}
+
+
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     """An existing file is an error, and does not change."""
     (tmp_path / "state.pt").write_bytes(b"mine")

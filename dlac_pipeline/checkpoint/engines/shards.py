@@ -34,7 +34,7 @@ from torch.futures import Future
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, SAFETENSORS
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
 _FORMAT_VERSION = 2
@@ -83,18 +83,23 @@ class ShardWriter(_AsPlanned, StorageWriter):
         offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
         results = []
-        for item in plan.items:
-            name, part = item.index.fqn, planner.resolve_data(item)
-            place: list[Any] = [self._tensor_file, None]
-            if item.tensor_data is not None and _fits(part) and name not in tensors:
-                tensors[name] = part
-                offsets[name] = item.tensor_data.chunk.offsets
-            else:
-                place = [self._other_file, len(others)]
+        parts: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
+        grown = _grown_storages([part for item, part in parts if item.tensor_data is not None and _fits(part)])
+        first_names: dict[Any, str] = {}
+        for item, part in parts:
+            name = item.index.fqn
+            if item.tensor_data is None or not _fits(part) or _storage(part) in grown or name in tensors:
+                place: list[Any] = [self._other_file, len(others)]
                 others.append((name, part))
+            else:
+                first = first_names.setdefault(_memory(part), name) if part.numel() else name
+                place = [self._tensor_file, first]
+                if first == name:
+                    tensors[name] = part
+                    offsets[name] = item.tensor_data.chunk.offsets
             results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=place))
         if tensors:
-            self._hand_over(self._tensor_file, lambda: {**tensors, ABOUT: sharding_info(offsets)})
+            self._hand_over(self._tensor_file, lambda: TensorFile(tensors, sharding_info(offsets)))
         if others:
             self._hand_over(self._other_file, lambda: [plain_state(part, at=name) for name, part in others])
         return _done(results)
@@ -171,19 +176,19 @@ class ShardReader(_AsPlanned, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the parts into the existing tensors."""
-        by_file: defaultdict[str, list[tuple[int, ReadItem]]] = defaultdict(list)
+        by_file: defaultdict[str, list[tuple[Any, ReadItem]]] = defaultdict(list)
         for item in plan.items:
             file, position = self._places[item.storage_index]
             by_file[file].append((position, item))
         for file, wanted in by_file.items():
             part_at = _part_reader(self._folder / file)
             for position, item in wanted:
-                part = part_at(item.storage_index.fqn, position)
+                part = part_at(position)
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, part)
                     continue
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(part[_box(item.storage_offsets, item.lengths)])
+                target.copy_(part[box(item.storage_offsets, item.lengths)])
                 planner.commit_tensor(item, target)
         return _done(None)
 
@@ -214,21 +219,21 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
     index = ShardReader(folder).index
     paths = {name: path for name, path in index["paths"].items() if path[0] == part and name in index["tensors"]}
     whole = {name: torch.empty(index["tensors"][name]["size"], dtype=index["tensors"][name]["dtype"]) for name in paths}
-    by_file: defaultdict[str, list[tuple[str, list[int], int]]] = defaultdict(list)
+    by_file: defaultdict[str, list[tuple[str, list[int], Any]]] = defaultdict(list)
     for name, offset, file, position in index["places"]:
         if name in whole:
             by_file[file].append((name, offset or [0] * whole[name].dim(), position))
     for file, wanted in by_file.items():
         part_at = _part_reader(folder / file)
         for name, offset, position in wanted:
-            shard = part_at(name, position)[()]
-            whole[name][_box(offset, shard.shape)] = shard
+            shard = part_at(position)[()]
+            whole[name][box(offset, shard.shape)] = shard
     return {".".join(map(str, paths[name][1:])): tensor for name, tensor in whole.items()}
 
 
 def tensor_file(rank: int) -> str:
     """Return the name of a rank's file of tensors, as DCP's `HuggingFaceStorageWriter` numbers them."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001{SAFETENSORS}"
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def sharding_info(offsets: Offsets) -> dict[str, str]:
@@ -242,16 +247,37 @@ def _fits(part: Any) -> bool:
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and part.dtype in DTYPES
 
 
-def _part_reader(path: Path) -> Callable[[str, int], Any]:
-    """Return a function from the name and position of a part of the file to the part. Tensors are read when indexed."""
-    if path.suffix == SAFETENSORS:
+def _storage(part: torch.Tensor) -> int:
+    return part.untyped_storage().data_ptr()
+
+
+def _memory(part: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common if they are one, under two names."""
+    place = (_storage(part), part.storage_offset(), part.size(), part.stride())
+    return (*place, part.dtype, part.is_conj(), part.is_neg())
+
+
+def _grown_storages(parts: Sequence[torch.Tensor]) -> set[int]:
+    """Return the storages that would take more bytes in a safetensors file than in memory, as those of expanded tensors."""
+    views = {_memory(part): part for part in parts}.values()
+    wanted: defaultdict[int, int] = defaultdict(int)
+    for part in views:
+        wanted[_storage(part)] += part.nbytes
+    return {_storage(part) for part in views if wanted[_storage(part)] > part.untyped_storage().nbytes()}
+
+
+def _part_reader(path: Path) -> Callable[[Any], Any]:
+    """Return a function from the place of a part in the file, a name or a number, to the part. Tensors are read when indexed."""
+    if path.suffix == ".safetensors":
         file: Any = safe_open(path, "pt")
-        return lambda name, position: file.get_slice(name)
+        found: Callable[[Any], Any] = file.get_slice
+        return found
     parts = load_tensors(path, mmap=True)
-    return lambda name, position: parts[position]
+    return lambda position: parts[position]
 
 
-def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+def box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a part of a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 

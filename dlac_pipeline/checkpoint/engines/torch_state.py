@@ -75,6 +75,15 @@ _WRAPPER = "module."
 """Prefix of data-parallel wrappers before the names of the model inside."""
 
 
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap. No model uses them."""
+
+
+def unwrapped_name(name: str) -> str:
+    """Return the name of a tensor in the model without these wrappers."""
+    return ".".join(each for each in name.split(".") if each not in WRAPPERS)
+
+
 def _wrapped_places(part: Any) -> list[str]:
     """Return the prefixes of names that end in a data-parallel wrapper's. A model's own attribute `module` is none."""
     if not isinstance(part, torch.nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
+from dlac_pipeline.checkpoint.engines.torch_state import unwrapped_name
 from dlac_pipeline.lakehouse.errors import CheckpointError, WorldSizeUnsupported
 
 INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
@@ -97,7 +98,7 @@ def moments_in(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, t
     """
     found: dict[str, torch.Tensor] = {}
     for path in sorted((folder / "zero").glob("*/*.pt")):
-        name, key = path.parent.name, path.stem
+        name, key = unwrapped_name(path.parent.name), path.stem
         if key == "fp32":
             continue
         value = load_tensors(path, safe_classes())

@@ -10,14 +10,12 @@ import torch
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
-from dlac_pipeline.checkpoint.engines.shards import whole_tensors
-from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.checkpoint.engines.shards import ShardReader, whole_tensors
+from dlac_pipeline.checkpoint.engines.torch_state import WRAPPERS, TorchState, unwrapped_name
 from dlac_pipeline.checkpoint.engines.universal import moments_in, safe_classes, to_universal
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap. No model uses them."""
 
 
 def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
@@ -36,10 +34,10 @@ def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
     found = _READERS[engine](folder, part)
     bare: Weights = {}
     for name, tensor in found.items():
-        unwrapped = ".".join(each for each in name.split(".") if each not in _WRAPPERS)
+        unwrapped = unwrapped_name(name)
         if unwrapped in bare:
             raise CheckpointError(
-                f"expected tensors of different names without {sorted(_WRAPPERS)!r}, found {unwrapped!r} twice: save the model "
+                f"expected tensors of different names without {sorted(WRAPPERS)!r}, found {unwrapped!r} twice: save the model "
                 "without what wraps it"
             )
         bare[unwrapped] = tensor.detach().cpu().contiguous()
@@ -54,6 +52,7 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
     model = weights_of(engine, folder)
     optimizer: Weights = {}
     if engine == DistributedState.name:
+        _check_tensors_only(folder)
         optimizer = whole_tensors(folder, "optimizer")
     elif engine == DeepSpeedState.name and list((folder / DeepSpeedState.TAG).glob("*_optim_states.pt")):
         to_universal(folder / DeepSpeedState.TAG, scratch / "universal")
@@ -66,6 +65,16 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
     return {f"model.{name}": each for name, each in model.items()} | {
         f"optimizer.{name}": each for name, each in optimizer.items()
     }
+
+
+def _check_tensors_only(folder: Path) -> None:
+    """Check that the state has no plain values apart from the optimizer's settings, which the script has."""
+    values = [name for name in ShardReader(folder).index["values"] if not name.startswith("optimizer.param_groups.")]
+    if values:
+        raise CheckpointError(
+            f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "
+            f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac export"
+        )
 
 
 def _of_torch(folder: Path, part: str) -> Weights:

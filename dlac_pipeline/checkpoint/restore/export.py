@@ -1,5 +1,6 @@
 """Export of a checkpoint's weights, and identification of a file: its digest names the checkpoint."""
 
+import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -70,7 +71,9 @@ def export_weights(
     from dlac_pipeline.checkpoint.engines.weights import weights_of
     from dlac_pipeline.checkpoint.restore.weight_files import write_file, write_folder
 
-    _check_target(path, part, is_folder=config is not None)
+    if not part.strip():
+        raise SpecInvalid(f"expected the name of a part, found {part!r}: name one, such as --part model")
+    path = _target(path, is_folder=config is not None)
     write: _Write = write_file
     if config is not None:
         _check_config(config)
@@ -94,16 +97,17 @@ def export_tensors(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int 
         with storing(scratch, "the folder of the conversion"):
             return state_of(found.manifest.engine, found.folder, scratch=scratch)
 
-    _check_target(path, "state", is_folder=True)
+    path = _target(path, is_folder=True)
     return _export(lakehouse, tiers, path, step, "state", read, write_state_folder)
 
 
-def _check_target(path: Path, part: str, *, is_folder: bool) -> None:
+def _target(path: Path, *, is_folder: bool) -> Path:
+    """Return the place that a finished file or folder can be renamed to."""
     try:
-        target = path.expanduser()
-        unusable = not path.name or path.name == ".." or "\0" in str(path) or not part.strip()
+        unusable = not path.name or path.name == ".." or "\0" in str(path)
+        target = path if unusable else path.expanduser().resolve()
         if is_folder:
-            unusable |= target.exists() and (not target.is_dir() or any(target.iterdir()))
+            unusable |= target.is_mount() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
         else:
             unusable |= target.is_dir()
     except (OSError, RuntimeError) as err:  # a name that is too long, or a user's folder that there is not
@@ -111,22 +115,29 @@ def _check_target(path: Path, part: str, *, is_folder: bool) -> None:
     if unusable:
         wanted, example = ("a new or empty folder", "my-model") if is_folder else ("a file", "weights.safetensors")
         raise SpecInvalid(
-            f"expected {wanted} to write and the name of a part, found {str(path)!r} and {part!r}: name them, such as "
-            f"{example} and --part model"
+            f"expected {wanted} to write, no mount point, found {str(path)!r}: name one, such as {example}"
         )
+    return target
 
 
 def _check_config(config: Path) -> None:
-    if not (config / "config.json").is_file():
+    try:
+        found = json.loads((config / "config.json").read_text())
+    except (OSError, ValueError) as err:
         raise SpecInvalid(
-            f"expected a folder with the config.json of a model, found none in {str(config)!r}: write it with "
+            f"expected a folder with the config.json of a model, found none in {str(config)!r} ({err}): write it with "
             "model.config.save_pretrained(folder)"
+        ) from err
+    if not isinstance(found, dict) or "quantization_config" in found:
+        raise SpecInvalid(
+            f"expected the config.json of a model without quantization_config in {str(config)!r}, as the exported weights are "
+            "not quantized: remove that entry"
         )
 
 
 def _hold_of(path: Path) -> str:
     """The name that keeps a checkpoint while it is exported to `path`: exporting there again takes over what was killed."""
-    return f"export:{socket.gethostname()}:{path.resolve()}"
+    return f"export:{socket.gethostname()}:{path}"
 
 
 def _export(
@@ -143,7 +154,8 @@ def _export(
             make_folder_durably(path.parent)
             beside = TemporaryDirectory(prefix=f"{path.name[:100]}.tmp-", dir=path.parent)
         with beside as folder:
-            made = Path(folder) / path.name
+            (finished := Path(folder) / "finished").mkdir()  # a folder of its own: `read` makes others
+            made = finished / path.name
             tensors = read(found, Path(folder))
             with storing(path, "the file of weights"):
                 written = write(tensors, made, _about(found))

@@ -1,30 +1,36 @@
 """Checkpoints that others wrote: what they are, and their files as an engine of ours loads them."""
 
+import json
+import math
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as metadatas
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
-from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
+from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.universal import safe_classes
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
+_FILE = "model.safetensors"
+_HUGGING_FACE_INDEX = f"{_FILE}.index.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +51,8 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
 
     Raises:
         SpecInvalid: the folder contains none of them.
-        CheckpointUnsafe: a DeepSpeed file contains more than tensors, plain values and a few known classes.
+        CheckpointUnsafe: a DeepSpeed file contains more than tensors, plain values and a few known classes. For the others the
+            copy raises it.
     """
     if (folder / INDEX).is_file():
         raise SpecInvalid(
@@ -55,7 +62,7 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
     if (folder / ".metadata").is_file():
         return _of_dcp(folder, _read_dcp)
     latest = folder / "latest"
-    named = tag or (latest.read_text().strip() if latest.is_file() else ".")
+    named = tag or (latest.read_text(errors="replace").strip() if latest.is_file() else ".")
     tagged = folder / named
     if not tagged.resolve().is_relative_to(folder.resolve()):
         raise SpecInvalid(
@@ -64,8 +71,9 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         )
     files = sorted(tagged.glob("*.pt"))
     if not list(tagged.glob("*model_states.pt")):
-        if list(tagged.glob("*.safetensors")):
-            return _of_dcp(tagged, _read_safetensors)
+        for each in [tagged] if tag else [tagged, folder]:  # `latest` of a trainer may name a folder that was removed
+            if list(each.glob("*.safetensors")):
+                return _of_dcp(each, _read_safetensors)
         raise SpecInvalid(
             f"expected a checkpoint of DeepSpeed (<tag>/*model_states.pt), torch.distributed.checkpoint (.metadata) or Hugging "
             f"Face (*.safetensors) in {str(folder)!r}, found {sorted(path.name for path in folder.glob('*'))[:8]!r}: name its "
@@ -108,12 +116,14 @@ def _copy_dcp(folder: Path, read: Callable[[Path], dict[str, Any]], target: Path
 
 
 def _read_dcp(folder: Path) -> dict[str, Any]:
-    return _read(folder, FileSystemReader(folder))
+    return _read(folder, _PlainReader(folder))
 
 
 def _read_safetensors(folder: Path) -> dict[str, Any]:
     """Return the tensors by part. They are those of a bare model, unless each name begins with that of a part."""
-    tensors = _read(folder, HuggingFaceStorageReader(str(folder)))
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _Files(_tensor_files(folder))
+    tensors = _read(folder, reader)
     if (folder / "config.json").exists() or any(name.split(".")[0] not in ("model", "optimizer") for name in tensors):
         return {"model": tensors}
     parts: dict[str, Any] = {}
@@ -123,14 +133,129 @@ def _read_safetensors(folder: Path) -> dict[str, Any]:
     return parts
 
 
+def _tensor_files(folder: Path) -> list[str]:
+    """Return the files of one set of weights: those of the index, `model.safetensors`, the shards of ranks, or the only file."""
+    if (folder / _HUGGING_FACE_INDEX).is_file():
+        try:
+            named = set(json.loads((folder / _HUGGING_FACE_INDEX).read_text())["weight_map"].values())
+        except (ValueError, LookupError, TypeError, AttributeError) as err:
+            raise _broken(folder, f"{_HUGGING_FACE_INDEX} without a weight_map ({err})") from err
+        if missing := sorted(str(name) for name in named if not (folder / Path(str(name)).name).is_file()):
+            raise _broken(folder, f"no file {missing[0]!r}, which {_HUGGING_FACE_INDEX} names")
+        return [str(folder / Path(name).name) for name in sorted(named)]
+    found = sorted(folder.glob("*.safetensors"))
+    for chosen in (
+        [folder / _FILE] if folder / _FILE in found else [],
+        list(folder.glob("shard-*.safetensors")),
+        found,
+    ):
+        if chosen and (chosen is not found or len(found) == 1):
+            return [str(path) for path in chosen]
+    raise SpecInvalid(
+        f"expected {_HUGGING_FACE_INDEX}, {_FILE}, shard-*.safetensors or one safetensors file in {str(folder)!r}, found "
+        f"{[path.name for path in found][:8]!r}: adopt a folder with one set of weights"
+    )
+
+
+class _Files(FileSystem):
+    """A folder of which some files are shown."""
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = files
+
+    def ls(self, path: Any) -> list[str]:
+        """Return these files."""
+        return self._files
+
+
+class _PlainReader(FileSystemReader):
+    """Reads DCP's index, which is a pickle, without running code in it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadatas.Metadata:
+        """Return the index.
+
+        Raises:
+            pickle.UnpicklingError: it contains something else than DCP's records.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as stream:
+            found = _MetadataUnpickler(stream).load()
+        if not isinstance(found, metadatas.Metadata):
+            raise pickle.UnpicklingError(type(found).__name__)
+        return found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes DCP's records only. None of them does anything when it is made."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class by its name.
+
+        Raises:
+            pickle.UnpicklingError: it is not one of DCP's records.
+        """
+        if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
+            return PurePosixPath
+        value = getattr(torch, name, None)
+        if module == "torch" and (value is torch.Size or isinstance(value, torch.dtype)):
+            return value
+        if (module, name) not in _RECORDS:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+_RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
+    (metadatas.__name__, name) for name in (*metadatas.__all__, "_MEM_FORMAT_ENCODING")
+}
+
+
 def _read(folder: Path, reader: FileSystemReader) -> dict[str, Any]:
+    """Return the state, of which each tensor has all of its elements.
+
+    Raises:
+        SpecInvalid: a part of it is missing, or is in the checkpoint twice.
+        CheckpointUnsafe: it contains more than tensors and plain values.
+    """
     state: dict[str, Any] = {}
     everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    try:
-        _load_state_dict(state, storage_reader=reader, planner=everything, no_dist=True)
-    except CheckpointException as err:
-        cause, _ = err.failures[0]
-        raise SpecInvalid(
-            f"expected a whole checkpoint in {str(folder)!r}, found {type(cause).__name__}: {cause}; adopt another copy of it"
-        ) from err
+    with only_tensors(folder):
+        try:
+            _check_whole(folder, reader.read_metadata())
+            _load_state_dict(state, storage_reader=reader, planner=everything, no_dist=True)
+        except (SpecInvalid, pickle.UnpicklingError):
+            raise
+        except CheckpointException as err:
+            cause, _ = err.failures[0]
+            if isinstance(cause, pickle.UnpicklingError):
+                raise cause from err
+            raise _broken(folder, f"{type(cause).__name__}: {cause}") from err
+        except Exception as err:  # a damaged header can raise anything
+            raise _broken(folder, f"{type(err).__name__}: {err}") from err
     return state
+
+
+def _check_whole(folder: Path, metadata: metadatas.Metadata) -> None:
+    """Check that the parts of each tensor are all of it. DCP loads what they lack from memory that nothing was written to."""
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, metadatas.TensorStorageMetadata):
+            continue
+        parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if parts != math.prod(entry.size) or (len(entry.chunks) > 1 and not _is_covered(entry)):
+            files = {
+                Path(each.relative_path).name for index, each in metadata.storage_data.items() if index.fqn == name
+            }
+            raise _broken(
+                folder,
+                f"{parts} of {math.prod(entry.size)} elements of {name!r}, or some twice, in the files {sorted(files)!r}",
+            )
+
+
+def _is_covered(entry: metadatas.TensorStorageMetadata) -> bool:
+    """Return True if each element is in a part."""
+    covered = torch.zeros(entry.size, dtype=torch.bool)
+    for chunk in entry.chunks:
+        covered[box(chunk.offsets, chunk.sizes)] = True
+    return bool(covered.all())
+
+
+def _broken(folder: Path, found: str) -> SpecInvalid:
+    return SpecInvalid(f"expected a whole checkpoint in {str(folder)!r}, found {found}; adopt another copy of it")

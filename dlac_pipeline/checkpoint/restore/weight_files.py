@@ -3,11 +3,15 @@
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
 from dlac_pipeline.checkpoint.engines.weights import Weights
-from dlac_pipeline.checkpoint.stage.streamed_file import ABOUT, DTYPES, Written, write_tensors
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, Written, write_state
 from dlac_pipeline.lakehouse.durable_io import fsync_path
 from dlac_pipeline.lakehouse.errors import CheckpointError
 from dlac_pipeline.lakehouse.store_files import file_digest
@@ -16,8 +20,20 @@ WrittenFiles = dict[str, Written]
 """By name."""
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_CONFIG_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".txt"})
-"""Suffixes of the files that describe a model and its tokenizer."""
+_CONFIG = "config.json"
+_DESCRIPTIONS = (
+    *(
+        "generation_config.json",
+        "*token*.json",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "chat_template.*",
+        "*processor_config.json",
+    ),
+    *(f"{kind}_*.py" for kind in ("configuration", "modeling", "tokenization", "processing", "image_processing")),
+)
+"""Names of further files that describe a model and its tokenizer."""
 
 
 def write_file(weights: Weights, path: Path, about: Mapping[str, str]) -> WrittenFiles:
@@ -28,12 +44,12 @@ def write_file(weights: Weights, path: Path, about: Mapping[str, str]) -> Writte
         CheckpointError: safetensors cannot contain a tensor. The message names it.
     """
     for name, tensor in weights.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES or name == "__metadata__":
             raise CheckpointError(
-                f"expected weights of types that safetensors has, found {tensor.dtype} in {name!r}: export another part, or "
-                "load the checkpoint in a script"
+                f"expected weights of types and names that safetensors has, found {tensor.dtype} in {name!r}: export another "
+                "part, or load the checkpoint in a script"
             )
-    written = write_tensors({**weights, ABOUT: {"format": "pt", **about}}, path)
+    written = write_state(TensorFile(weights, {"format": "pt", **about}), path)
     fsync_path(path)
     return {path.name: written}
 
@@ -49,6 +65,8 @@ def write_folder(
     for path in _described_in(config):
         shutil.copyfile(path, folder / path.name)
         fsync_path(folder / path.name)
+    (folder / _CONFIG).write_text(_config_of(config, weights))
+    fsync_path(folder / _CONFIG)
     written: WrittenFiles = {}
     shards = _split(weights, shard_bytes)
     for name, shard in shards.items():
@@ -74,12 +92,25 @@ def write_state_folder(state: Weights, folder: Path, about: Mapping[str, str]) -
 
 
 def _described_in(config: Path) -> Iterable[Path]:
-    """Return the files of a model's folder that are no weights."""
+    """Return the files of a model's folder that are no weights, without its configuration."""
     return (
         path
         for path in sorted(config.iterdir())
-        if path.suffix in _CONFIG_SUFFIXES and not path.name.endswith(".index.json") and path.is_file()
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in _DESCRIPTIONS)
     )
+
+
+def _config_of(config: Path, weights: Weights) -> str:
+    """Return the model's configuration with the type of the weights. transformers would cast them to another one."""
+    floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    widest = max(floats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    dtype = str(widest).removeprefix("torch.")
+
+    def typed(entries: dict[str, Any]) -> dict[str, Any]:
+        return {name: dtype if name in ("dtype", "torch_dtype") else value for name, value in entries.items()}
+
+    found = json.loads((config / _CONFIG).read_text(), object_hook=typed)
+    return json.dumps({**found, "dtype": dtype}, indent=2) + "\n"
 
 
 def _split(weights: Weights, shard_bytes: int) -> dict[str, Weights]:

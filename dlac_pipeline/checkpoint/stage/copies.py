@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dlac_pipeline.checkpoint.stage.streamed_file import WrittenFile, write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import TensorFile, WrittenFile, write_state
 from dlac_pipeline.read.device import can_pin_memory
 
 Write = Callable[[Path, Any], None]
@@ -107,6 +107,8 @@ class Copies:
     def _copy_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, TensorFile):
+            return TensorFile(self._copy_of(value.tensors), value.about)
         if isinstance(value, dict):
             copied = copy.copy(value)  # keeps its type, and the attributes of a state_dict
             copied.update({key: self._copy_of(each) for key, each in value.items()})

@@ -22,9 +22,6 @@ from torch.utils.serialization import config as torch_config
 _BUFFER_BYTES = 8 << 20
 """A multiple of every device's block size. The rest at the end, and so a small file, passes through the page cache."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-SAFETENSORS = ".safetensors"
-"""Suffix of files whose state is a dict of strided tensors. Its entry `ABOUT`, if any, is a dict of texts about them."""
-ABOUT = "__metadata__"
 DTYPES = {
     torch.bfloat16: "BF16",
     torch.bool: "BOOL",
@@ -66,8 +63,17 @@ class WrittenFile:
     path: Path
 
 
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The content of a safetensors file, as a state. Its tensors are strided."""
+
+    tensors: dict[str, torch.Tensor]
+    about: dict[str, str]
+    """Texts in its header."""
+
+
 def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
-    """Write a state into a new file, which is not durable yet: as safetensors if its name ends so, else by `torch.save`.
+    """Write a state into a new file, which is not durable yet: a `TensorFile` as safetensors, any other by `torch.save`.
 
     A `WrittenFile` is copied, or digested in its place. `direct`: past the page cache, for files not read again soon.
 
@@ -79,8 +85,8 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
     """
     if isinstance(state, WrittenFile):
         return _take_file(state.path, path, direct=direct)
-    if path.suffix == SAFETENSORS:
-        return write_tensors(state, path, direct=direct)
+    if isinstance(state, TensorFile):
+        return _write_tensors(state, path, direct=direct)
     file = _StreamedFile(path, direct=direct)
     try:
         with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
@@ -90,19 +96,19 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
         file.close()
 
 
-def write_tensors(state: dict[str, Any], path: Path, *, direct: bool = True) -> Written:
-    """Write a dict of tensors as `write_state` does for a name that ends in `SAFETENSORS`. The same state makes the same bytes.
+def _write_tensors(state: TensorFile, path: Path, *, direct: bool) -> Written:
+    """Write tensors. The same state makes the same bytes.
 
     The library's own functions need the whole file in memory, or write it past the digest.
     """
     # Elements of the largest size come first, so that all are aligned.
-    tensors = sorted(((name, each) for name, each in state.items() if name != ABOUT), key=_by_size_and_name)
+    tensors = sorted(state.tensors.items(), key=_by_size_and_name)
     file = _StreamedFile(path, direct=direct)
     try:
-        file.write(memoryview(_header(tensors, state.get(ABOUT, {}))))
+        file.write(memoryview(_header(tensors, state.about)))
         for _, tensor in tensors:
             if tensor.numel():
-                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                plain: Any = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 file.write(memoryview(plain.view(-1).view(torch.uint8).numpy()))
         return file.finish()
     finally:
@@ -115,7 +121,7 @@ def _by_size_and_name(entry: tuple[str, torch.Tensor]) -> tuple[int, str]:
 
 def _header(tensors: list[tuple[str, torch.Tensor]], about: dict[str, str]) -> bytes:
     """Return the beginning of a safetensors file: the length of a JSON object, padded to 8 bytes, and the object."""
-    header: dict[str, Any] = {ABOUT: about}
+    header: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.numel() * tensor.element_size()
