@@ -12,10 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlac_pipeline import DistributedState
+from dlac_pipeline.checkpoint.engines.shards import PlainSavePlanner, ShardWriter
 from dlac_pipeline.checkpoint.engines.universal import moments_in
 from dlac_pipeline.checkpoint.engines.weights import state_of, weights_of
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
@@ -157,6 +161,45 @@ def test_torch_loads_tied_model_and_optimizer(tmp_path: Path) -> None:
     assert state_bytes(models[1]) == state_bytes(models[0])
     assert str(states["state"]) == str(get_state_dict(models[0], optimizers[0])[1]["state"])
     assert optimizers[1].param_groups[0]["lr"] == 0.2
+
+
+class Halves(torch.Tensor):
+    """A tensor of two rows that one rank saves as two parts."""
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        """Return an item for each row."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, [row, 0]),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])),
+                    properties=TensorProperties(dtype=torch.float32),
+                    size=torch.Size([2, 3]),
+                ),
+            )
+            for row in (0, 1)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return a row."""
+        assert index.offset is not None
+        return self.as_subclass(torch.Tensor)[index.offset[0] : index.offset[0] + 1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_two_parts_of_rank_are_put_together(tmp_path: Path) -> None:
+    """The second part is in the second file, as a safetensors file has each name once."""
+    whole = torch.arange(6.0).reshape(2, 3)
+    writer = ShardWriter(tmp_path, Direct().write)
+    save(
+        {"model": {"w": whole.clone().as_subclass(Halves)}},
+        storage_writer=writer,
+        planner=PlainSavePlanner(),
+        no_dist=True,
+    )
+    assert (tmp_path / "shards-00000.pt").exists()
+    assert torch.equal(weights_of("dcp", tmp_path)["w"], whole)
 
 
 def test_shared_memory_is_stored_once(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         )
     files = sorted(tagged.glob("*.pt"))
     if not list(tagged.glob("*model_states.pt")):
-        for each in [tagged] if tag else [tagged, folder]:  # `latest` of a trainer may name a folder that was removed
+        for each in [tagged] if tag or tagged.exists() else [folder]:  # `latest` may name a folder that was removed
             if list(each.glob("*.safetensors")):
                 return _of_dcp(each, _read_safetensors)
         raise SpecInvalid(
