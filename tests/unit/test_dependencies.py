@@ -57,6 +57,7 @@ PRIVATE_NAMES = {
         "torch._weights_only_unpickler",
         "torch.distributed.checkpoint._traverse.set_element",
         "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     },
