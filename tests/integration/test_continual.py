@@ -236,5 +236,9 @@ def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instan
     [smaller] = scheduled(instance)
     dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, tags=smaller.tags)
     assert "was cancelled by a person" in scheduled(instance)
+    dagster_run(
+        instance, spec, dg.DagsterRunStatus.FAILURE, tags={NO_RECOVERY_TAG: "RunBusy"}
+    )  # a second *Materialize*
+    assert "was cancelled by a person" in scheduled(instance)
     following(arena, "mended", script=str(script))
     assert "it has no checkpoint yet" in scheduled(instance)  # as it was before: that was trained

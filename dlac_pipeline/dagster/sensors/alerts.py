@@ -146,8 +146,6 @@ def _send_alert(
 
 def _of_failure(context: dg.RunStatusSensorContext) -> Alert | None:
     dead, failed = context.dagster_run, context.for_run_failure()
-    if run_tag(dead, NO_RECOVERY_TAG) == RunBusy.__name__:
-        return None  # it was refused, because another launch trains
     errors = [event.event_specific_data.error for event in failed.get_step_failure_events()]  # type: ignore[union-attr]  # step failures have it
     first = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
     message = first or failed.failure_event.message or "it failed"
@@ -158,6 +156,8 @@ def _of_failure(context: dg.RunStatusSensorContext) -> Alert | None:
     requested = instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
     if requested or any(isinstance(each, dg.RunRequest) for each in found):
         return _alert(context, "recovering", message, "warning")
+    if run_tag(dead, NO_RECOVERY_TAG) == RunBusy.__name__ and len(found) == 1:
+        return None  # it was refused, because another launch trains
     if not run_tag(dead, NO_RECOVERY_TAG):
         reasons = "; ".join(str(each.skip_message) for each in found if isinstance(each, dg.SkipReason))
         message = f"{message} ({reasons})"

@@ -141,7 +141,8 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
     newest = None
     for run in _newest_first(instance, spec.run):
         if newest is None:
-            if not names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
+            refused = run_tag(run, NO_RECOVERY_TAG) == RunBusy.__name__
+            if refused or not names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
             newest, ending = run, _needs_a_person(instance, run, log)
             if not ending:
@@ -166,8 +167,6 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
     if ended.status != dg.DagsterRunStatus.FAILURE:
         return ""
     no_recovery = run_tag(ended, NO_RECOVERY_TAG)
-    if no_recovery == RunBusy.__name__:
-        return ""  # that launch is gone, or it would have been found
     if no_recovery:
         return f"ended with {no_recovery}"
     for recovery in decide_recoveries(instance, ended, noticed_by="continual training", log=log):
