@@ -81,7 +81,7 @@ def test_accelerate_leaves_the_loader_as_it_is(home: Path) -> None:
 
 
 def test_accelerate_loader_is_observed(home: Path) -> None:
-    """A plain DataLoader that Accelerate prepared is one batch ahead; `observe` behind each step keeps the position exact."""
+    """A plain DataLoader that Accelerate prepared is one batch ahead; `observe` after each step keeps the position exact."""
     accelerator = accelerate.Accelerator(cpu=True)
     dataset = opened(home)
     loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
