@@ -5,7 +5,7 @@ opened.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,14 @@ _AUDIT = (
     "rewinds",
     "branches",
 )
+_VIEWS = (*QUESTIONS, *_AUDIT)
+_OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
+"""DLAC's tables. The consumption is read first, because the rows that it names are older."""
+_WORDS = re.compile(r"\w+")
+_LISTING = re.compile(r"\b(show|pragma|information_schema|query_table|(duckdb|sqlite)_\w+)\b")
+"""Words of a query that may use any table or view without its name."""
+_READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
+"""Texts of a query, one of which occurs where it reads a data file."""
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 """The content ids in the JSON of a leg or a claim."""
 _KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
@@ -119,11 +127,38 @@ def open_audit(
     Raises:
         CatalogUnreachable: the catalog does not answer.
     """
-    connection = duckdb.connect()
-    for name, rows in _own_tables(lakehouse, run, until_seq).items():
-        connection.register(name, rows)
     kept = _KEPT if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN)
-    for name in (*QUESTIONS, *_AUDIT):
+    return _define(_own_tables(lakehouse, run, until_seq), _VIEWS, kept)
+
+
+def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
+    """Open a connection with the tables, views and macros that a query needs.
+
+    DuckDB binds the whole tree below a view when it is defined. For all views that takes seconds.
+
+    Raises:
+        CatalogUnreachable: the catalog does not answer.
+    """
+    query = query.casefold()
+    if _LISTING.search(query):
+        return open_audit(lakehouse)
+    needed: set[str] = set()
+    found = set(_WORDS.findall(query))
+    while found:
+        needed |= found
+        found = {word for name in found.intersection(_VIEWS) for word in _WORDS.findall(sql_script(name))} - needed
+    if _READING_FILES.search(query):
+        needed.add("work_units")  # `lock_to_lakehouse` allows its data files
+    tables = {name: lakehouse.read_own(name) for name in _OWN if name in needed}
+    return _define(tables, [name for name in _VIEWS if name in needed], _KEPT)
+
+
+def _define(tables: dict[str, pa.Table], views: Iterable[str], kept: Collection[str]) -> duckdb.DuckDBPyConnection:
+    """Return a connection with these tables and views. Those of `kept` are computed at once."""
+    connection = duckdb.connect()
+    for name, rows in tables.items():
+        connection.register(name, rows)
+    for name in views:
         connection.execute(sql_script(name))
         if name in kept:
             connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
@@ -148,7 +183,7 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
                     connection.register(f"arrow_{name}", rows)
                     connection.execute(f"CREATE TABLE {name} AS FROM arrow_{name}")
                     connection.unregister(f"arrow_{name}")
-                for name in (*QUESTIONS, *_AUDIT):
+                for name in _VIEWS:
                     connection.execute(sql_script(name))
             temporary.rename(path)
     except (duckdb.IOException, OSError) as err:
@@ -158,7 +193,6 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
 def _own_tables(lakehouse: Lakehouse, run: str | None, until_seq: int | None) -> dict[str, pa.Table]:
     """Return DLAC's tables, with a run only the rows that it needs."""
     everything = AlwaysTrue()
-    # The consumption is read first, because the rows that it names are older.
     mine: BooleanExpression = everything if run is None else equals("run", run)
     if run is not None and until_seq is not None:
         mine = And(mine, at_most("seq", until_seq))
@@ -171,13 +205,7 @@ def _own_tables(lakehouse: Lakehouse, run: str | None, until_seq: int | None) ->
         "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
     )
     recoveries = lakehouse.read_own("recoveries", mine)
-    return {
-        "consumption": consumption,
-        "slices": slices,
-        "plans": plans,
-        "work_units": units,
-        "recoveries": recoveries,
-    }
+    return dict(zip(_OWN, (consumption, slices, plans, units, recoveries), strict=True))
 
 
 def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> None:
@@ -186,7 +214,8 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
     No extension is loaded, no variable of this process is found by its name, and no setting can be changed any more.
     """
     folders = _local_paths(lakehouse.config.warehouse)
-    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall()
+    is_loaded = connection.execute("FROM duckdb_views() WHERE view_name = 'work_units'").fetchall()
+    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_loaded else []
     planned = sorted(path for (address,) in named for path in _local_paths(address))
     for setting in _LOCKED:
         connection.execute(f"SET {setting}")

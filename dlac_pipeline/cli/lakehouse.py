@@ -4,7 +4,7 @@ import sys
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 if TYPE_CHECKING:
+    import duckdb
+
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.lakehouse.iceberg.pins import Pin
 
 app = typer.Typer()
@@ -118,7 +121,7 @@ def sql(
     """
     import duckdb
 
-    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit, write_database
+    from dlac_pipeline.audit.lakehouse_sql import open_audit, open_query, write_database
 
     query = _read_query(query)
     lakehouse = ui.lakehouse_of(spec, home)
@@ -126,22 +129,33 @@ def sql(
         write_database(lakehouse, database)
         if not query:
             return
-    with open_audit(lakehouse) as connection:
+    try:
         try:
-            if not connection.extract_statements(query):
-                raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
-            if not allow_files:
-                check_reads_only(connection, query)
-                lock_to_lakehouse(connection, lakehouse)
-            result = connection.execute(query)
-            names = [column[0] for column in result.description or []]
-            rows = result.fetchall()
-        except duckdb.Error as err:
-            raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{_advice(err)}") from err
+            names, rows = _answer(open_query(lakehouse, query), lakehouse, query, allow_files)
+        except duckdb.CatalogException:  # it suggests names of all that are defined
+            names, rows = _answer(open_audit(lakehouse), lakehouse, query, allow_files)
+    except duckdb.Error as err:
+        raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{_advice(err)}") from err
     if as_json:
         sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
         return
     ui.show_rows(names, rows)
+
+
+def _answer(
+    connection: "duckdb.DuckDBPyConnection", lakehouse: "Lakehouse", query: str, allow_files: bool
+) -> tuple[list[str], list[Any]]:
+    """Return the column names and rows of the answer."""
+    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse
+
+    with connection:
+        if not connection.extract_statements(query):
+            raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
+        if not allow_files:
+            check_reads_only(connection, query)
+            lock_to_lakehouse(connection, lakehouse)
+        result = connection.execute(query)
+        return [column[0] for column in result.description or []], result.fetchall()
 
 
 def _read_query(query: str) -> str:

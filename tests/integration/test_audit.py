@@ -15,12 +15,13 @@ from rich.console import Console
 
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
-from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.audit.lakehouse_sql import open_audit, open_query, rows_of
 from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_coverage, draw_losses
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import NoSuchRun
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
 from examples.demo.report import write_report
 from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
@@ -244,3 +245,23 @@ def test_the_table_shows_verdict_and_problems(lake: Lake) -> None:
     assert "2 finished of 2 entered" in text
     assert "NO" in text
     assert "before the cursor" in text
+
+
+def test_a_query_opens_only_tables_it_needs(lake: Lake) -> None:
+    """Views and macros answer the same as with everything defined. A query of no table opens none."""
+    queries = {
+        "FROM checkpoints ORDER BY ALL": {"consumption"},
+        "FROM exports ORDER BY ALL": {"consumption"},
+        "SELECT consumed(file_path, 0, (SELECT max(checkpoint_id) FROM lineage)) FROM units ORDER BY ALL": None,
+        "FROM consumed_rows((SELECT max(checkpoint_id) FROM lineage)) ORDER BY ALL": None,
+    }
+    with open_audit(lake.lakehouse) as everything:
+        for query, tables in queries.items():
+            with open_query(lake.lakehouse, query) as connection:
+                assert connection.execute(query).fetchall() == everything.execute(query).fetchall(), query
+                shown = {name for (name,) in connection.execute("SHOW TABLES").fetchall()}
+            assert tables is None or shown & set(TABLES) == tables
+        shown = {name for (name,) in everything.execute("SHOW TABLES").fetchall()}
+    for query, expected in {"SELECT 1": set(), "SHOW TABLES": shown}.items():
+        with open_query(lake.lakehouse, query) as connection:
+            assert {name for (name,) in connection.execute("SHOW TABLES").fetchall()} == expected
