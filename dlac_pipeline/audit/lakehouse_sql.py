@@ -6,6 +6,7 @@ opened.
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ _VIEWS = (*QUESTIONS, *_AUDIT)
 _OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
+_DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
 _LISTING = re.compile(r"\b(show|pragma|information_schema|query_table|(duckdb|sqlite)_\w+)\b")
 """Words of a query that may use any table or view without its name."""
 _READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
@@ -142,15 +144,22 @@ def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
     query = query.casefold()
     if _LISTING.search(query):
         return open_audit(lakehouse)
-    needed: set[str] = set()
-    found = set(_WORDS.findall(query))
-    while found:
-        needed |= found
-        found = {word for name in found.intersection(_VIEWS) for word in _WORDS.findall(sql_script(name))} - needed
+    scripts = {name: _words_and_names(name) for name in _VIEWS}
+    needed = words = set(_WORDS.findall(query))
+    while words:
+        words = set().union(*(uses for uses, defines in scripts.values() if words & defines)) - needed
+        needed = needed | words
     if _READING_FILES.search(query):
         needed.add("work_units")  # `lock_to_lakehouse` allows its data files
     tables = {name: lakehouse.read_own(name) for name in _OWN if name in needed}
-    return _define(tables, [name for name in _VIEWS if name in needed], _KEPT)
+    return _define(tables, [name for name, (_, defines) in scripts.items() if needed & defines], _KEPT)
+
+
+@cache
+def _words_and_names(script: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return all words of a script, and the names of the views and macros that it defines."""
+    text = sql_script(script)
+    return frozenset(_WORDS.findall(text)), frozenset(_DEFINITION.findall(text))
 
 
 def _define(tables: dict[str, pa.Table], views: Iterable[str], kept: Collection[str]) -> duckdb.DuckDBPyConnection:
