@@ -31,10 +31,12 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow,
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.empty_lakehouse import make_empty_lakehouse
+from tests.forked import fork_the_fork_server
 from tests.launches import Launch, wait_until
 
 __all__ = ["Launch", "wait_until"]  # test modules import them from here
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
+fork_the_fork_server()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 

@@ -3,15 +3,20 @@
 `Forked` is used like `subprocess.Popen`, for a Python command. The program is a separate process: with its own arguments,
 environment, streams and session, and with the test as its parent. A test about imports, or about the interpreter's options,
 starts a new Python.
+
+multiprocessing's fork server, which imports everything again for each supervisor, is forked in the same way: in this process
+after `fork_the_fork_server`, and in programs that were forked. With NEW_FORK_SERVER in the environment it is a new Python.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -19,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
+
+from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 
 _IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
@@ -37,6 +45,8 @@ _IMPORTS = (
     "dlac_pipeline.launchers.serve",
     "dlac_pipeline.cli.main",
 )
+NEW_FORK_SERVER = "TESTS_NEW_FORK_SERVER"
+_PRELOAD = "dlac_pipeline.elastic.preload"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOCK = threading.Lock()
 
@@ -52,21 +62,30 @@ class Forked(subprocess.Popen[Any]):
             own if own != -1 else shared
             for own, shared in zip((stdin_end, stdout_end, stderr_end), range(3), strict=True)
         ]
-        self.pid = _fork([*map(os.fspath, args)], env=env, cwd=cwd, new_session=rest[20], streams=streams)
+        request = _request([*map(os.fspath, args)], env=env, cwd=cwd, new_session=rest[20])
+        self.pid = _fork(request, streams)
         self._child_created = True
         self._close_pipe_fds(*rest[9:15])  # type: ignore[attr-defined]  # Popen's own, without a type
 
 
-def _fork(
-    arguments: list[str], *, env: Mapping[str, str] | None, cwd: str | None, new_session: bool, streams: list[int]
-) -> int:
-    """Fork a program, and return its process id. Its parent is this process."""
-    request = {
+def fork_the_fork_server() -> None:
+    """Let multiprocessing start its fork server in this process as a forked program."""
+    multiprocessing.util.spawnv_passfds = _fork_apart  # type: ignore[attr-defined]  # no part of typeshed
+
+
+def _request(
+    arguments: list[str], *, env: Mapping[str, str] | None, cwd: str | None, new_session: bool
+) -> dict[str, Any]:
+    return {
         "arguments": arguments[1:] if arguments[0] == sys.executable else arguments,
         "environment": dict(os.environ if env is None else env),
         "folder": os.fspath(cwd or Path.cwd()),
         "new_session": new_session,
     }
+
+
+def _fork(request: dict[str, Any], streams: list[int]) -> int:
+    """Fork a program with these files as 0, 1, 2 and so on, and return its process id. Its parent is this process."""
     with _LOCK:
         _adopt_orphans(True)
         try:
@@ -75,6 +94,44 @@ def _fork(
             return int(server.recv(100))
         finally:
             _adopt_orphans(False)
+
+
+_spawn: Callable[[str, list[str], list[int]], int] = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+def _is_fork_server(arguments: list[str]) -> bool:
+    return "multiprocessing.forkserver" in arguments[-1] and NEW_FORK_SERVER not in os.environ
+
+
+def _fork_apart(path: str, arguments: list[str], files: list[int]) -> int:
+    """Start multiprocessing's fork server, or another program of it. Replaces `multiprocessing.util.spawnv_passfds`."""
+    if not _is_fork_server(arguments):
+        return _spawn(path, arguments, files)
+    request = _request([sys.executable, *arguments[-2:]], env=None, cwd=None, new_session=False)
+    blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    return _fork({**request, "files": files, "blocked": blocked}, [0, 1, 2, *files])
+
+
+def _fork_here(path: str, arguments: list[str], files: list[int]) -> int:
+    """Do as `_fork_apart` in a program that was forked itself, unless it has begun threads since."""
+    if not _is_fork_server(arguments) or len(os.listdir("/proc/self/task")) > 1:
+        return _spawn(path, arguments, files)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        for file in sorted(int(name) for name in os.listdir("/proc/self/fd")):
+            if file > 2 and file not in files:
+                with suppress(OSError):
+                    os.close(file)
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, signal.Handlers | type(signal.default_int_handler)):
+                signal.signal(number, signal.SIG_DFL)
+        sys.modules.pop(_PRELOAD, None)  # it imports for each server
+        os._exit(_status_of(lambda: _run(arguments[-2:])))
+    return pid
 
 
 def _adopt_orphans(yes: bool) -> None:
@@ -90,7 +147,8 @@ def _server() -> socket.socket:
     # Neither OpenMP nor OpenBLAS may begin threads before the fork.
     alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", "tests.forked", str(its.fileno())]
-    process = subprocess.Popen(command, env={**os.environ, **alone}, pass_fds=[its.fileno()], start_new_session=True)
+    environment = {name: value for name, value in os.environ.items() if name != PRELOAD_VARIABLE}
+    process = subprocess.Popen(command, env={**environment, **alone}, pass_fds=[its.fileno()], start_new_session=True)
     its.close()
     process.returncode = 0  # it is never waited for
     return mine
@@ -99,14 +157,17 @@ def _server() -> socket.socket:
 def _serve(requests: socket.socket) -> dict[str, Any]:
     """Fork once for each request. Return in each program, with its request. The server itself never returns."""
     while True:
-        content, streams, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+        content, streams, _, _ = socket.recv_fds(requests, 1 << 20, 5)
         if not content:
             os._exit(0)
         stdin_end, stdout_end = os.pipe()
         between = os.fork()
         if between == 0:
+            parent = os.getpid()
             program = os.fork()
             if program == 0:
+                while os.getppid() == parent:  # a program may ask for a signal when its parent ends
+                    time.sleep(0.0005)
                 os.close(stdin_end)
                 os.close(stdout_end)
                 requests.close()
@@ -128,9 +189,15 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    for target, stream in enumerate(request["streams"]):
+    multiprocessing.util.spawnv_passfds = _fork_here  # type: ignore[attr-defined]  # no part of typeshed
+    signal.pthread_sigmask(signal.SIG_BLOCK, request.get("blocked", ()))
+    apart = [fcntl.fcntl(stream, fcntl.F_DUPFD, 1000) for stream in request["streams"]]
+    os.closerange(3, 1000)
+    for target, stream in zip((0, 1, 2, *request.get("files", ())), apart, strict=True):
         os.dup2(stream, target)
         os.close(stream)
+    if "files" in request:
+        sys.modules.pop(_PRELOAD, None)  # it imports for each server
     sys.stdin = open(0)  # noqa: SIM115 - as long as the program
     for target, name in enumerate(("stdout", "stderr"), 1):
         stream = open(target, "w", encoding="utf-8", buffering=1 if os.isatty(target) or target == 2 else -1)  # noqa: SIM115
@@ -160,6 +227,7 @@ def main() -> None:
     """Import the libraries, and serve the requests of a socket."""
     for name in _IMPORTS:
         importlib.import_module(name)
+    setproctitle("tests.forked")  # it finds its place as long as the environment is the first one
     gc.collect()
     gc.freeze()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))

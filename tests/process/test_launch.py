@@ -31,6 +31,7 @@ from dlac_pipeline.supervise.ranks import local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
+from tests.forked import NEW_FORK_SERVER
 
 STARTS = ["fork", pytest.param("spawn", marks=pytest.mark.soak)]
 SLEEPS = "import time\ntime.sleep(60)\n"
@@ -336,6 +337,7 @@ def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pyt
     (tmp_path / "tenacity.py").write_text("own = True")
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "own_library.py").touch()
+    monkeypatch.setenv(NEW_FORK_SERVER, "yes")
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "9")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
