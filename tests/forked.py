@@ -70,7 +70,7 @@ class Forked(subprocess.Popen[Any]):
 
 def fork_the_fork_server() -> None:
     """Let multiprocessing start its fork server in this process as a forked program."""
-    multiprocessing.util.spawnv_passfds = _fork_apart  # type: ignore[attr-defined]  # no part of typeshed
+    multiprocessing.util.spawnv_passfds = _fork_apart
 
 
 def _request(
@@ -96,23 +96,23 @@ def _fork(request: dict[str, Any], streams: list[int]) -> int:
             _adopt_orphans(False)
 
 
-_spawn: Callable[[str, list[str], list[int]], int] = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+_spawn = multiprocessing.util.spawnv_passfds
 
 
-def _is_fork_server(arguments: list[str]) -> bool:
+def _is_fork_server(arguments: Sequence[Any]) -> bool:
     return "multiprocessing.forkserver" in arguments[-1] and NEW_FORK_SERVER not in os.environ
 
 
-def _fork_apart(path: str, arguments: list[str], files: list[int]) -> int:
+def _fork_apart(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
     """Start multiprocessing's fork server, or another program of it. Replaces `multiprocessing.util.spawnv_passfds`."""
     if not _is_fork_server(arguments):
         return _spawn(path, arguments, files)
     request = _request([sys.executable, *arguments[-2:]], env=None, cwd=None, new_session=False)
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-    return _fork({**request, "files": files, "blocked": blocked}, [0, 1, 2, *files])
+    return _fork({**request, "files": list(files), "blocked": blocked}, [0, 1, 2, *files])
 
 
-def _fork_here(path: str, arguments: list[str], files: list[int]) -> int:
+def _fork_here(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
     """Do as `_fork_apart` in a program that was forked itself, unless it has begun threads since."""
     if not _is_fork_server(arguments) or len(os.listdir("/proc/self/task")) > 1:
         return _spawn(path, arguments, files)
@@ -130,7 +130,7 @@ def _fork_here(path: str, arguments: list[str], files: list[int]) -> int:
             if callable(handler) and not isinstance(handler, signal.Handlers | type(signal.default_int_handler)):
                 signal.signal(number, signal.SIG_DFL)
         sys.modules.pop(_PRELOAD, None)  # it imports for each server
-        os._exit(_status_of(lambda: _run(arguments[-2:])))
+        os._exit(_status_of(lambda: _run(list(arguments[-2:]))))
     return pid
 
 
@@ -189,13 +189,13 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    multiprocessing.util.spawnv_passfds = _fork_here  # type: ignore[attr-defined]  # no part of typeshed
+    multiprocessing.util.spawnv_passfds = _fork_here
     signal.pthread_sigmask(signal.SIG_BLOCK, request.get("blocked", ()))
     apart = [fcntl.fcntl(stream, fcntl.F_DUPFD, 1000) for stream in request["streams"]]
     os.closerange(3, 1000)
-    for target, stream in zip((0, 1, 2, *request.get("files", ())), apart, strict=True):
-        os.dup2(stream, target)
-        os.close(stream)
+    for target, source in zip((0, 1, 2, *request.get("files", ())), apart, strict=True):
+        os.dup2(source, target)
+        os.close(source)
     if "files" in request:
         sys.modules.pop(_PRELOAD, None)  # it imports for each server
     sys.stdin = open(0)  # noqa: SIM115 - as long as the program
