@@ -103,25 +103,25 @@ def _is_fork_server(arguments: Sequence[Any]) -> bool:
     return "multiprocessing.forkserver" in arguments[-1] and NEW_FORK_SERVER not in os.environ
 
 
-def _fork_apart(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
+def _fork_apart(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Start multiprocessing's fork server, or another program of it. Replaces `multiprocessing.util.spawnv_passfds`."""
-    if not _is_fork_server(arguments):
-        return _spawn(path, arguments, files)
-    request = _request([sys.executable, *arguments[-2:]], env=None, cwd=None, new_session=False)
+    if not _is_fork_server(args):
+        return _spawn(path, args, passfds)
+    request = _request([sys.executable, *args[-2:]], env=None, cwd=None, new_session=False)
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-    return _fork({**request, "files": list(files), "blocked": blocked}, [0, 1, 2, *files])
+    return _fork({**request, "files": list(passfds), "blocked": blocked}, [0, 1, 2, *passfds])
 
 
-def _fork_here(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
+def _fork_here(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Do as `_fork_apart` in a program that was forked itself, unless it has begun threads since."""
-    if not _is_fork_server(arguments) or len(os.listdir("/proc/self/task")) > 1:
-        return _spawn(path, arguments, files)
+    if not _is_fork_server(args) or len(os.listdir("/proc/self/task")) > 1:
+        return _spawn(path, args, passfds)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         for file in sorted(int(name) for name in os.listdir("/proc/self/fd")):
-            if file > 2 and file not in files:
+            if file > 2 and file not in passfds:
                 with suppress(OSError):
                     os.close(file)
         signal.set_wakeup_fd(-1)
@@ -130,7 +130,7 @@ def _fork_here(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> i
             if callable(handler) and not isinstance(handler, signal.Handlers | type(signal.default_int_handler)):
                 signal.signal(number, signal.SIG_DFL)
         sys.modules.pop(_PRELOAD, None)  # it imports for each server
-        os._exit(_status_of(lambda: _run(list(arguments[-2:]))))
+        os._exit(_status_of(lambda: _run(list(args[-2:]))))
     return pid
 
 
