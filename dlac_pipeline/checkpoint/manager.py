@@ -285,7 +285,7 @@ class CheckpointManager:
         taken = staged.taken
         return {
             "failure": failure,
-            "node": "" if self._tiers.store is None else node_name(),
+            "node": node_name(),
             "files": [asdict(entry) for entry in entries],
             "phases": staged.phases,
             "step": taken.step,

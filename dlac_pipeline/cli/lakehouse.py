@@ -149,6 +149,10 @@ def _answer(
     from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse
 
     with connection:
+        if "rows_of_step" in query.casefold():
+            from dlac_pipeline.operations.step_rows import define_rows_of_step
+
+            define_rows_of_step(connection, lakehouse, query)
         if not connection.extract_statements(query):
             raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
         if not allow_files:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -181,10 +181,25 @@ class Run:
     cursors: Ints
 
 
+class Walk(Protocol):
+    """Iterator over the blocks of a key group, whose rows are samples."""
+
+    def __next__(self) -> tuple[RowRange, Columns]: ...
+
+    @property
+    def is_ended(self) -> bool:
+        """True if no block follows."""
+        ...
+
+    def close(self) -> None:
+        """Forget held blocks and requests."""
+        ...
+
+
 class RowStream:
     """Live rows as samples."""
 
-    def __init__(self, walk: BlockWalk[Columns], cursor: Cursor) -> None:
+    def __init__(self, walk: Walk, cursor: Cursor) -> None:
         self._walk = walk
         self._row_range: RowRange | None = None
         self._columns: Columns = {}

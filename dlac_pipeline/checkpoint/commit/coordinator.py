@@ -10,7 +10,7 @@ from typing import Any
 
 from dlac_pipeline.checkpoint.collectives import failure_named, name_failure
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vote, agreed_reader_state
-from dlac_pipeline.checkpoint.commit.local_copies import holders_of
+from dlac_pipeline.checkpoint.commit.local_copies import holders_of, nodes_of_ranks
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_uri, storing
@@ -71,7 +71,7 @@ class Committer:
         self._config_digest = config_digest
         self._tiers = tiers
         self._retention: Retention | None = None
-        self._holders_known = False
+        self._nodes_known = False
         """True if a row of this attempt records the nodes with local copies."""
         self._seq = 0
         """The run's last that is known here."""
@@ -132,7 +132,8 @@ class Committer:
             model_digest=manifest.model_digest,
             bytes=sum(entry.bytes for entry in manifest.files),
             phases=dict(phases),
-            nodes=() if self._holders_known else holders_of(votes),
+            nodes=() if self._nodes_known or self._tiers.store is None else holders_of(votes),
+            rank_nodes=() if self._nodes_known else nodes_of_ranks(votes),
             **prepared.note,
         )
         started = time.monotonic()
@@ -145,7 +146,7 @@ class Committer:
             seq=self._seq,
         )
         mark_committed(manifest, self._tiers.durable_run(), self._tiers.files.hurried())
-        self._holders_known = True
+        self._nodes_known = True
         self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
         retention.committed(checkpoint, retired)
         phases["commit"] = time.monotonic() - started

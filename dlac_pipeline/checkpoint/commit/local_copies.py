@@ -10,6 +10,7 @@ import shutil
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,14 @@ def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the nodes whose ranks wrote local copies, those with the most bytes first."""
     bytes_of: dict[str, int] = {}
     for vote in votes:
-        if node := vote.get("node", ""):
-            bytes_of[node] = bytes_of.get(node, 0) + sum(entry["bytes"] for entry in vote["files"])
+        node = vote["node"]
+        bytes_of[node] = bytes_of.get(node, 0) + sum(entry["bytes"] for entry in vote["files"])
     return sorted(bytes_of, key=lambda node: (-bytes_of[node], node))
+
+
+def nodes_of_ranks(votes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """Return the nodes of the ranks in order, each with its number of consecutive ranks. `votes` are in order of ranks."""
+    return [(node, len(list(same))) for node, same in groupby(vote["node"] for vote in votes)]
 
 
 def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:

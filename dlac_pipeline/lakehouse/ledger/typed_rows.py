@@ -140,6 +140,8 @@ class CheckpointRow(LedgerRow):
     """Seconds of each phase, of the slowest rank. Without the commit itself."""
     nodes: Sequence[str] = ()
     """Nodes with local copies. Only the first checkpoint of an attempt records them."""
+    rank_nodes: Sequence[tuple[str, int]] = ()
+    """Nodes of the ranks in order, each with its number of ranks. Only the first checkpoint of an attempt records them."""
     reason: str | None = None
     """Reason for which it was taken."""
     interval_s: float | None = None
@@ -406,6 +408,7 @@ HEAD_KINDS = tuple(kind for kind in KINDS.values() if kind not in (AdvanceRow, O
 """Every kind but advances: the state of a run, without its consumption."""
 _READERS: dict[str, Callable[[Any], object]] = {
     "quarantined": lambda reasons: tuple((int(position), reason) for position, reason in reasons.items()),
+    "rank_nodes": lambda each: [(node, ranks) for node, ranks in each],
     "planned": lambda each: [PlannedSnapshot(**snapshot) for snapshot in each],
     "exclude": lambda each: [Exclusion(**exclusion) for exclusion in each],
 }
