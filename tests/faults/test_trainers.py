@@ -122,6 +122,7 @@ def check_killed_run(lake: Lake, script: str, ranks: int) -> None:
     assert not recoveries_of(lake.lakehouse, alone)
 
 
+@pytest.mark.soak
 def test_ddp_resumes_exactly_after_kill(lake: Lake) -> None:
     """Two ranks of plain DistributedDataParallel."""
     check_killed_run(lake, "train_ddp.py", ranks=2)

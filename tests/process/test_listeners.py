@@ -318,6 +318,7 @@ def test_missing_listener_ends_launch(campaign: Arena) -> None:
     assert campaign.rows("misspelled") == []
 
 
+@pytest.mark.soak
 def test_torchrun_emits_same_events(campaign: Arena, strangers: None, tmp_path: Path) -> None:
     """Without a supervisor rank 0 passes on its events, and its death ends the attempt as lost."""
     file, events = tmp_path / "job.yaml", tmp_path / "events.jsonl"
