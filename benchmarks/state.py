@@ -81,7 +81,7 @@ def _say(**figures: tuple[float, str, str | None]) -> None:
 def _state(units: int) -> None:
     """Measure the state's bytes in the middle of the second pass, packed, with a token offset in each of 4 sources."""
     table = _units(units)
-    order = _leg(_source("p", passes=4)).order({"p": table})
+    order = leg_of_tokens(source_of_tokens("p", passes=4)).order({"p": table})
     steps = 3 * int(table.rows.sum()) // _BATCH // 2
     mine = _bytes(order.reader_state(steps))
     random = np.random.default_rng(0)
@@ -146,9 +146,9 @@ def _plan(units: int) -> None:
         plan = planner._find_or_write(lakehouse, groups, **_FACTS)
         written_s = time.perf_counter() - started - listed_s
         planned_peak = _peak() - before
-        plan_bytes = _bytes_on_disk(lakehouse, "work_units")
+        plan_bytes = bytes_on_disk(lakehouse, "work_units")
         del groups
-        order = _leg(_source(plan.row.plan_id, passes=4)).order({plan.row.plan_id: plan.units})
+        order = leg_of_tokens(source_of_tokens(plan.row.plan_id, passes=4)).order({plan.row.plan_id: plan.units})
         started = time.perf_counter()
         write_cut(lakehouse, plan.row.plan_id, order.sources[0].cut_of(0))
         cut_s = time.perf_counter() - started
@@ -159,7 +159,7 @@ def _plan(units: int) -> None:
             plan_bytes=(plan_bytes, "bytes", None),
             plan_share_of_data=(100 * plan_bytes / (units * _GROUP_BYTES), "%", None),
             slices_writing_s=(cut_s, "s", None),
-            slices_bytes=(_bytes_on_disk(lakehouse, "slices"), "bytes", None),
+            slices_bytes=(bytes_on_disk(lakehouse, "slices"), "bytes", None),
             slices_peak_mb=((_peak() - before) / 2**20, "MiB", None),
         )
 
@@ -167,12 +167,12 @@ def _plan(units: int) -> None:
 def _open(units: int) -> None:
     """Load a written plan, and open the order at 99 % of the third pass, like a rank before it reads."""
     with tempfile.TemporaryDirectory(prefix="dlac-state-") as home:
-        row = _write_elsewhere(Path(home), units)
+        row = write_plan_elsewhere(Path(home), units)
         lakehouse = connect(LakehouseConfig().at_home(Path(home)))
         before, started = _rss(), time.perf_counter()
         plan = unit_table(read_units(lakehouse, row))
         loaded_s = time.perf_counter() - started
-        order = _leg(_source("p", passes=4)).order({"p": plan})
+        order = leg_of_tokens(source_of_tokens("p", passes=4)).order({"p": plan})
         late = int(2.99 * int(plan.rows.sum())) // _BATCH
         per_rank = _KEY_GROUPS // _RANKS
         started = time.perf_counter()
@@ -191,7 +191,7 @@ def _open(units: int) -> None:
         )
 
 
-def _write_elsewhere(home: Path, units: int) -> PlanRow:
+def write_plan_elsewhere(home: Path, units: int) -> PlanRow:
     """Return the plan, written by a process that has ended, so that its memory does not count."""
     command = [sys.executable, "-m", "benchmarks.state", "--part", f"write:{home}", str(units)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -244,7 +244,8 @@ def _units(units: int) -> UnitTable:
     )
 
 
-def _source(plan_id: str, *, passes: int) -> LegSource:
+def source_of_tokens(plan_id: str, *, passes: int) -> LegSource:
+    """Return a source of which nothing was read."""
     return LegSource(
         name="tokens",
         table="lake.tokens",
@@ -259,7 +260,8 @@ def _source(plan_id: str, *, passes: int) -> LegSource:
     )
 
 
-def _leg(*sources: LegSource) -> Leg:
+def leg_of_tokens(*sources: LegSource) -> Leg:
+    """Return the first leg of a run over the sources."""
     return Leg(
         index=0,
         start_step=0,
@@ -272,7 +274,8 @@ def _leg(*sources: LegSource) -> Leg:
     )
 
 
-def _bytes_on_disk(lakehouse: Lakehouse, name: str) -> int:
+def bytes_on_disk(lakehouse: Lakehouse, name: str) -> int:
+    """Return the bytes of the current data files of one of DLAC's tables."""
     return sum(task.file.file_size_in_bytes for task in lakehouse.own(name).scan().plan_files())
 
 

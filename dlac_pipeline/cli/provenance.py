@@ -1,7 +1,6 @@
 """Questions about data: the rows of a step."""
 
 import sys
-from dataclasses import asdict
 from textwrap import shorten
 from typing import Annotated
 
@@ -38,7 +37,7 @@ def rows(
     found = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, column=text)
     mine = [each for each in found if rank is None or each.rank == rank]
     if as_json:
-        sys.stdout.write(strict_json([asdict(each) for each in mine], default=str) + "\n")
+        sys.stdout.write(strict_json([each.to_json() for each in mine], default=str) + "\n")
         return
     names = ["rank", "node", "slot", "table", "file", "row group", "row", "items", *([text] if text else ())]
     cells = [

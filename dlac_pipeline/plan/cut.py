@@ -102,9 +102,14 @@ class Block:
 
     def place_of(self, position: int) -> tuple[int, int]:
         """Unit, and row in the unit, of a position."""
-        row = int(self.permutation.rows_at(np.array([position]))[0])
-        index = int(np.searchsorted(self.base, row, side="right")) - 1
-        return int(self.slices.unit[index]), int(self.slices.first[index] + row - self.base[index])
+        units, rows = self.places_of(np.array([position]))
+        return int(units[0]), int(rows[0])
+
+    def places_of(self, positions: Ints) -> tuple[Ints, Ints]:
+        """Units, and rows in the units, of positions: int64, same shape."""
+        rows = self.permutation.rows_at(positions)
+        index = np.searchsorted(self.base, rows, side="right") - 1
+        return self.slices.unit[index], self.slices.first[index] + rows - self.base[index]
 
     def positions_of(self, live_start: int, live_stop: int) -> Ints:
         """Positions of the live samples live_start..live_stop-1, int64, increasing."""

@@ -4,15 +4,17 @@ The samples of each key group are drawn one by one, by the reader's own `GroupRe
 Those of streamed legs are, from the given reader state on, because a transform or packing decides how many items they have.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
 from dlac_pipeline.plan.cut import Block
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor, RowRange, SourceOrder
-from dlac_pipeline.read.group import GroupReader, GroupSlots, OpenStream
+from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
 from dlac_pipeline.read.line import BlockAdvance
 from dlac_pipeline.read.streams import Columns, RowStream
 
@@ -75,49 +77,66 @@ def sample_rows(
 ) -> Iterator[SampleRow]:
     """Yield the rows of the samples of a step, by slot. `state` has the cursors after step `since`, which is before `step`."""
     per_group = order.settings.samples_per_group
+    at_once = per_group if order.counted else 1  # one advance may be about several samples of a streamed source
     for group in range(order.settings.key_groups):
         reader = GroupReader(
             order.mixture,
             order.active,
-            GroupSlots(group=group, slots=1, low=0, high=1),
+            GroupSlots(group=group, slots=at_once, low=0, high=at_once),
             samples_before=order.samples(since),
             cursors=[cursors[group] for cursors in state],
             open_stream=open_stream,
         )
-        for _ in range((step - 1 - since) * per_group):
+        for _ in range((step - 1 - since) * per_group // at_once):
             reader.take(give=False)
-        for index in range(per_group):
-            for source, advance in reader.take().advances:
-                yield from _rows_of(order.sources[source], source, group, group * per_group + index, advance)
+        for first in range(group * per_group, (group + 1) * per_group, at_once):
+            taken = reader.take()
+            slots = [_slots_of(taken, source, first, counted=order.counted) for source in range(len(state))]
+            rows = [
+                row
+                for source, advance in taken.advances
+                for row in _rows_of(order.sources[source], source, group, slots[source], advance)
+            ]
+            yield from sorted(rows, key=lambda each: each.slot)
 
 
-def _rows_of(order: SourceOrder, source: int, group: int, slot: int, advance: BlockAdvance) -> Iterator[SampleRow]:
-    """Yield the rows that an advance of one sample consumed."""
+def _slots_of(taken: GroupBatch, source: int, first: int, *, counted: bool) -> Iterator[int]:
+    """Return the slots of the rows of a source, in their order. A streamed sample, taken alone, has all of its rows."""
+    return iter((np.flatnonzero(taken.source_of == source) + first).tolist()) if counted else repeat(first)
+
+
+def _rows_of(
+    order: SourceOrder, source: int, group: int, slots: Iterator[int], advance: BlockAdvance
+) -> Iterator[SampleRow]:
+    """Yield the rows that an advance consumed."""
     cut = order.cut_of(advance.pass_index)
     block = cut.block(group, advance.block)
-    for position in _positions_of(block, advance):
-        unit, unit_row = block.place_of(position)
+    plan_id = order.open_cut_of(advance.pass_index).plan_id
+    positions = _positions_of(block, advance)
+    units, unit_rows = block.places_of(positions)
+    rows = cut.units.first_row[units] + unit_rows
+    for position, unit, unit_row, row in zip(
+        *(each.tolist() for each in (positions, units, unit_rows, rows)), strict=True
+    ):
         file_path, row_group = cut.units.place(unit)
-        is_first, is_last = position == advance.position_start, position == advance.position_end - 1
         yield SampleRow(
-            slot=slot,
+            slot=next(slots),
             source=source,
             key_group=group,
             pass_index=advance.pass_index,
             unit=unit,
-            plan_id=order.open_cut_of(advance.pass_index).plan_id,
+            plan_id=plan_id,
             unit_row=unit_row,
             file_path=file_path,
             row_group=row_group,
-            row=int(cut.units.first_row[unit]) + unit_row,
-            first_item=advance.token_start if is_first else None,
-            end_item=advance.token_end if is_last else None,
+            row=row,
+            first_item=advance.token_start if position == advance.position_start else None,
+            end_item=advance.token_end if position == advance.position_end - 1 else None,
         )
 
 
-def _positions_of(block: Block, advance: BlockAdvance) -> Sequence[int]:
+def _positions_of(block: Block, advance: BlockAdvance) -> Ints:
     """Return the positions of the live rows of an advance of which a sample has items."""
     live = block.positions_of(block.live_until(advance.position_start), block.live_until(advance.position_end))
     left_out = [*advance.filtered.tolist(), *(position for position, _ in advance.quarantined)]
-    found: list[int] = np.setdiff1d(live, left_out).tolist()
-    return found
+    return np.setdiff1d(live, left_out) if left_out else live
