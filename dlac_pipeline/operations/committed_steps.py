@@ -1,0 +1,113 @@
+"""Committed steps of a run: the checkpoint, the leg and the nodes of each, and the reader state before it, by the ledger."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ForkRow
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.supervise.choose_leg import leg_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommittedStep:
+    """A committed step, the leg that it belongs to, and the checkpoints around it."""
+
+    step: int
+    leg: Leg
+    checkpoint: CheckpointRow
+    """The first checkpoint of the surviving lineage that includes the step."""
+    parent: CheckpointRow | None
+    nodes: Sequence[str]
+    """Node of each rank. Empty: the ledger does not have them."""
+
+
+class CommittedSteps:
+    """The committed steps of one run. Its ledger rows are read once."""
+
+    def __init__(self, lakehouse: Lakehouse, run: str) -> None:
+        """Raise NoSuchRun if the ledger has no row of the run."""
+        self._ledger = Ledger(lakehouse)
+        self._run = run
+        self.rows = self._ledger.head_rows(run)
+        self._checkpoints = checkpoint_rows(self.rows)
+        self._lineage = [self._checkpoints[each] for each in lineage_of(self.rows, fence_of_rows(self.rows).head)]
+
+    @property
+    def last(self) -> int:
+        """The last committed step."""
+        return self._lineage[0].step if self._lineage else 0
+
+    def find(self, step: int) -> CommittedStep:
+        """Return a step of the surviving lineage.
+
+        Raises:
+            SpecInvalid: the run has not trained the step, or not committed it.
+        """
+        covering = [each for each in self._lineage if each.step >= step]
+        if not covering or step < 1:
+            raise SpecInvalid(
+                f"expected a committed step of run {self._run!r}, 1 to {self.last}, found {step}: name one of these"
+            )
+        checkpoint = covering[-1]
+        parent = self._checkpoints.get(checkpoint.parent or "")
+        if parent is None:
+            self._check_trained(checkpoint, step)
+        return CommittedStep(
+            step=step,
+            leg=leg_of(self.rows, checkpoint.checkpoint_id),
+            checkpoint=checkpoint,
+            parent=parent,
+            nodes=self._nodes_of(checkpoint.attempt),
+        )
+
+    def _check_trained(self, first: CheckpointRow, step: int) -> None:
+        """Check that the run itself trained the steps of its first checkpoint."""
+        fork = next((each for each in self.rows if isinstance(each, ForkRow)), None)
+        if fork is None and first.adopted is None:
+            return
+        origin = (
+            f"forked from run {fork.parent_run!r}, which trained" if fork else f"adopted from {first.adopted!r}, with"
+        )
+        raise SpecInvalid(
+            f"expected a step that run {self._run!r} trained, {first.step + 1} or later, found {step}: its first checkpoint "
+            f"was {origin} that step"
+        )
+
+    def state_before(self, found: CommittedStep) -> tuple[ReaderState, int]:
+        """Return the cursors after the last checkpoint before a step of a streamed leg, and the step of that checkpoint.
+
+        They are where the advances of the leg until then ended, or those with which the leg begins.
+        """
+        leg, parent = found.leg, found.parent
+        state = start_of(leg)
+        if parent is None or parent.step <= leg.start_step:
+            return state, leg.start_step
+        lineage = set(lineage_of(self.rows, parent.checkpoint_id))
+        for row in self._ledger.rows(self._run, kinds=(AdvanceRow,)):
+            if row.checkpoint_id in lineage and row.leg == leg.index:
+                groups = state[row.source]
+                groups[row.key_group] = max(groups[row.key_group], _cursor_after(row))
+        return state, parent.step
+
+    def _nodes_of(self, attempt: int) -> list[str]:
+        """Return the node of each rank of an attempt. Empty: the ledger does not have them."""
+        known = (each for each in self._checkpoints.values() if each.attempt == attempt and each.rank_nodes)
+        first = next(known, None)
+        return [node for node, ranks in first.rank_nodes for _ in range(ranks)] if first else []
+
+
+def start_of(leg: Leg) -> ReaderState:
+    """Return the cursors with which a leg begins."""
+    return [list(source.start.cursors) for source in leg.sources]
+
+
+def _cursor_after(row: AdvanceRow) -> Cursor:
+    if row.token_end is None:
+        return Cursor(row.pass_index, row.block, row.position_end)
+    return Cursor(row.pass_index, row.block, row.position_end - 1, row.token_end)
