@@ -1,26 +1,22 @@
 """Values of columns in rows that are known by their work units."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
-from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.step_rows import SampleRow
 
 
-def values_of(
-    lakehouse: Lakehouse, leg: Leg, units: Mapping[str, UnitTable], samples: Sequence[SampleRow], column: str
-) -> list[Any]:
-    """Return the values of a column, one for each row. `units` has the work units by plan.
+def values_of(plans: Plans, leg: Leg, samples: Sequence[SampleRow], column: str) -> list[Any]:
+    """Return the values of a column, one for each row.
 
     Raises:
         NoSuchColumn: a source has no such column.
@@ -31,23 +27,23 @@ def values_of(
     for index, each in enumerate(samples):
         parts.setdefault((each.source, each.plan_id), []).append(index)
     for (source, plan_id), mine in parts.items():
-        decoder = _decoder(lakehouse, leg.sources[source], column)
+        decoder = _decoder(plans, leg.sources[source], column)
         ones = np.ones(len(mine), dtype=np.int64)
         chosen, first = (np.array([getattr(samples[i], name) for i in mine]) for name in ("unit", "unit_row"))
-        table = decoder.decode(units[plan_id], Slices(chosen, first, ones, ones))
+        table = decoder.decode(plans.read(plan_id).units, Slices(chosen, first, ones, ones))
         for index, value in zip(mine, table[column].to_pylist(), strict=True):
             values[index] = value
     return values
 
 
-def _decoder(lakehouse: Lakehouse, source: LegSource, column: str) -> BlockDecoder:
+def _decoder(plans: Plans, source: LegSource, column: str) -> BlockDecoder:
     """Return the decoder of one column of a source."""
-    table = lakehouse.load(source.table)
+    table = plans.lakehouse.load(source.table)
     check_same_table(source.table, planned_uuid=source.table_uuid, uuid=str(table.metadata.table_uuid))
     names = [field.name for field in table.schemas()[source.schema_id].fields]
     if column not in names:
         raise NoSuchColumn(
             f"expected one of the columns {names!r} of {source.table!r}, found {column!r}: name one of these"
         )
-    snapshots = {get_plan(lakehouse, plan_id).snapshot_id for plan_id in source.start.plan_ids}
+    snapshots = {plans.row(plan_id).snapshot_id for plan_id in source.start.plan_ids}
     return open_decoder(table, replace(source, columns=(column,)), snapshots)

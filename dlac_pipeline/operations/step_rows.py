@@ -15,13 +15,11 @@ import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.plans import get_plan, read_units
 from dlac_pipeline.operations.committed_steps import CommittedStep, CommittedSteps, start_of
 from dlac_pipeline.operations.row_values import values_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.plan import Plans, unit_table
-from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -93,7 +91,7 @@ class StepRows:
         self._run = run
         self._spec = spec
         self._steps = CommittedSteps(lakehouse, run)
-        self._units: dict[str, UnitTable] = {}
+        self._plans = Plans(lakehouse)
         self._orders: dict[int, LegOrder] = {}
 
     @property
@@ -114,7 +112,7 @@ class StepRows:
         samples = self._samples(found)
         values: Sequence[Any] = [None] * len(samples)
         if column is not None:
-            values = values_of(self._lakehouse, found.leg, self._units, samples, column)
+            values = values_of(self._plans, found.leg, samples, column)
         ranks = found.checkpoint.world_size
         return [
             StepRow(
@@ -153,8 +151,7 @@ class StepRows:
 
         leg = found.leg
         spec = self._spec or spec_of_attempt(self._lakehouse, self._steps.rows, self._run, found.checkpoint.attempt)
-        opened = open_leg(Plans(self._lakehouse), leg, spec)
-        self._units.update(opened.units)
+        opened = open_leg(self._plans, leg, spec)
         state, since = self._steps.state_before(found)
         budget = spec.read.budget_mb * 2**20
         with closing(Prefetcher(threads=spec.read.threads, budget_bytes=budget)) as prefetch:
@@ -164,8 +161,5 @@ class StepRows:
     def _order(self, leg: Leg) -> LegOrder:
         """Return the order of a counted leg. It needs no table and no pin."""
         if leg.index not in self._orders:
-            for plan_id in leg.plan_ids:
-                if plan_id not in self._units:
-                    self._units[plan_id] = unit_table(read_units(self._lakehouse, get_plan(self._lakehouse, plan_id)))
-            self._orders[leg.index] = leg.order(self._units)
+            self._orders[leg.index] = leg.order({each: self._plans.read(each).units for each in leg.plan_ids})
         return self._orders[leg.index]

@@ -94,8 +94,17 @@ class Plans:
 
     def load(self, plan_id: str, *, table: str | None = None) -> Plan:
         """Return a plan with its units, after the checks of `check`."""
-        row = self.check(plan_id, table=table)
+        self.check(plan_id, table=table)
+        return self.read(plan_id)
+
+    def read(self, plan_id: str) -> Plan:
+        """Return a plan with its units, whether or not its table and pin still exist.
+
+        Raises:
+            SpecInvalid: no such plan was written.
+        """
         if plan_id not in self._plans:
+            row = self.row(plan_id)
             self._plans[plan_id] = Plan(row=row, units=unit_table(read_units(self.lakehouse, row)))
         return self._plans[plan_id]
 
