@@ -5,12 +5,16 @@ from typing import Any
 
 import numpy as np
 
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.commit.coordinator import Committer
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
+from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.manager import CheckpointManager
-from dlac_pipeline.checkpoint.open_manager import open_manager
 from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
 from dlac_pipeline.lakehouse.errors import CursorMismatch
-from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
@@ -61,14 +65,17 @@ class OpenAttempt:
         unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
+    def end_run(self, lakehouse: Lakehouse, tree: RankTree, *, stopped: bool) -> str:
+        """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
+        finished = not stopped and self.ends_run
+        if finished and tree.rank == 0:
+            finish(Ledger(lakehouse), self.name, step=self.step)
+        tree.broadcast(b"done" if tree.rank == 0 else None)
+        return "finished" if finished else "stopped" if stopped else "caught_up"
+
 
 def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: Communicator) -> OpenAttempt:
-    """Open this rank's part of the attempt that begins at a resume point. Collective.
-
-    Raises:
-        CursorMismatch: a restored cursor differs from the order.
-        DlacError: from `open_leg`.
-    """
+    """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`."""
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
     state = opened.start_state() if point.leg_is_new else point.cursors
@@ -85,21 +92,27 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     tracker = ReaderStateTracker(
         committed_step=point.step, groups=reader.groups, cursors=np.array(cursors, dtype=np.int64)
     )
-    manager = open_manager(
-        spec,
-        AttemptLeg(
-            attempt=attempt,
-            leg=opened.leg,
-            is_new=point.leg_is_new,
-            order=opened.order_apart(),
-            parent=point.checkpoint_id,
-            parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
-        ),
-        lakehouse=plans.lakehouse,
-        tiers=tiers_of(spec),
+    trained = AttemptLeg(
+        attempt=attempt,
+        leg=opened.leg,
+        is_new=point.leg_is_new,
+        order=opened.order_apart(),
+        parent=point.checkpoint_id,
+    )
+    tiers, settings = tiers_of(spec), spec.checkpoint
+    manager = CheckpointManager(
+        attempt=attempt,
+        head=point.checkpoint_id,
+        committer=Committer(trained, spec, plans.lakehouse, tiers),
         tree=communicator.tree,
         background_tree=communicator.background_tree,
-        evicts=communicator.is_first_of_node,
+        tiers=tiers,
+        copies=LocalCopies(
+            tiers,
+            keep=min(settings.local_keep, settings.keep_last or settings.local_keep),
+            evicts=communicator.is_first_of_node,
+            resumed_from=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+        ),
     )
     return OpenAttempt(
         name=attempt,
@@ -115,8 +128,7 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
     """Check restored cursors against the order. For streamed sources only the checkpoint's digest proves them.
 
-    Raises:
-        CursorMismatch: a cursor differs.
+    Raise `CursorMismatch` if one differs.
     """
     if not order.counted:
         return

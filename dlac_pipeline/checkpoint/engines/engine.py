@@ -36,8 +36,7 @@ class Engine(Protocol):
     def conversion(self, saved_world_size: int) -> Convert | None:
         """Return the conversion of a checkpoint of so many ranks for these ranks. None (most engines): `load` takes it as it is.
 
-        Raises:
-            WorldSizeUnsupported: no conversion exists.
+        Raise `WorldSizeUnsupported` if no conversion exists.
         """
         return None
 

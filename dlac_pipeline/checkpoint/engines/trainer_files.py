@@ -1,8 +1,4 @@
-"""Files that a trainer writes and reads itself, as the state of a checkpoint.
-
-In: a function by which the trainer saves. Out: its files in the checkpoint's folder, and after a restart the verified folder
-to load from. Their format is the trainer's, and so is the loading.
-"""
+"""Files that a trainer writes and reads itself, as the state of a checkpoint. Their format and loading are the trainer's."""
 
 import json
 from collections.abc import Callable, Mapping
