@@ -1,7 +1,7 @@
 """Records of a run in the store: the lease of the leader, other nodes as it has read them, and the plan of a round.
 
-A node that leads reads the whole plan. Each other member reads its own part, which has one size for any number of nodes, and is
-written over that of the round before. A member whose part a stranger has overwritten reads the whole plan.
+Each member that does not lead reads its own part of the plan, which has one size for any number of nodes. A member whose part a
+stranger has overwritten reads the whole plan.
 """
 
 import time

@@ -1,7 +1,4 @@
-"""Supervisor of a node's ranks: it launches an attempt, watches it, ends all its ranks when one dies, and recovers.
-
-In: a job spec. Out: events for listeners, a row in `recoveries` per recovery, and the end of the run.
-"""
+"""Supervisor of a node's ranks: it launches an attempt, watches it, ends all its ranks when one dies, and recovers."""
 
 import threading
 import time
@@ -33,9 +30,7 @@ class Outcome:
     """The end of a supervised run."""
 
     ending: Ending
-    """One of: finished, caught up (no appended rows are left), stopped (on request, after a checkpoint), left (the script
-    returned early).
-    """
+    """Caught up: no appended rows are left. Stopped: on request, after a checkpoint. Left: the script returned early."""
     attempts: int
     """Attempts that this supervisor launched."""
     step: int
@@ -163,12 +158,7 @@ class Supervisor:
         return Outcome(ending=ending, attempts=self._attempts, step=self._step)
 
     def _next_round(self, launch: _Launch) -> Round | None:
-        """Return the round of the next attempt, or None if a stop was requested.
-
-        Raises:
-            NodesMissing: too few nodes came.
-            RunFinished, EndedElsewhere: the run has ended without this node.
-        """
+        """Return the round of the next attempt, or None if a stop was requested. Raises as `Membership.next_round`."""
         takeover = launch.takeover
         try:
             return launch.membership.next_round(takeover.replaces or 0, self._stop, takeover.check_unfinished)
@@ -178,11 +168,7 @@ class Supervisor:
             raise
 
     def _lead(self, launch: _Launch, round_: Round) -> AttemptVerdict:
-        """Run an attempt and decide its consequence for all nodes.
-
-        Raises:
-            DlacError: the error that ends the run. The other nodes have received it.
-        """
+        """Run an attempt and decide its consequence for all nodes. They have received an error that this raises."""
         error: errors.DlacError | None = None
         try:
             verdict = self._attempt(launch, round_)
@@ -235,12 +221,7 @@ class Supervisor:
                 self._attempts -= 1  # a launch that stepped aside was no attempt
 
     def _run_attempt(self, launch: _Launch, attempt: SupervisedAttempt) -> AttemptVerdict:
-        """Run an attempt, and decide if another one follows.
-
-        Raises:
-            NoProgress: no attempt follows, because several in a row committed nothing.
-            DlacError: no attempt follows, because it would end in the same way.
-        """
+        """Run an attempt, and decide if another one follows. Raises as `RestartPolicy.plan_restart` if none does."""
         try:
             end = attempt.run()
         except errors.RunFinished as err:

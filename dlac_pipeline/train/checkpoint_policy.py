@@ -1,8 +1,4 @@
-"""Checkpoint policy of a rank: the steps at which it takes a checkpoint and exits, from messages that all ranks receive.
-
-Every rank receives a message at the same step. Rank 0 keeps the clock and reports that a checkpoint is due, or that more
-nodes want to join. Any rank reports its termination notice.
-"""
+"""Checkpoint policy of a rank: the steps at which it takes a checkpoint and exits, from messages that all ranks receive."""
 
 import logging
 import os
@@ -27,14 +23,6 @@ from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.termination_notice import Notices
-
-
-def fits(sync: StepSync, leave_s: float) -> bool:
-    """Return True if a checkpoint can be committed in the rest of `leave_s`. All ranks use the same message and agree.
-
-    Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends a commit that takes too long.
-    """
-    return sync.notice_age_s + sync.needed_s <= leave_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +97,11 @@ class CheckpointPolicy:
         self._step = self._head_step = point.step
         self._head = point.checkpoint_id
         if self._rank == 0:
-            self._interval = _interval(self._spec, lakehouse)
+            settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()
+            if settings.interval == "auto":
+                rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow, CheckpointRow))
+                cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, run))
+            self._interval = Interval(settings, time.monotonic(), cost=cost, failures=failures)
 
     def training(self) -> None:
         """Start the clock, just before the first batch is requested."""
@@ -118,10 +110,7 @@ class CheckpointPolicy:
             self._report_interval(self._interval)
 
     def step_done(self, step: int, *, in_background: bool) -> RankReport:
-        """Return this rank's report of the step that it has just finished.
-
-        `in_background`: a checkpoint is in progress in the background.
-        """
+        """Return this rank's report of the step that it has just finished. `in_background`: a checkpoint is in progress."""
         now, notice = time.monotonic(), self._notices.first
         self._step = step
         report = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
@@ -129,7 +118,10 @@ class CheckpointPolicy:
             return report
         self._interval.step_done(now, in_background=in_background)
         needed_s = self._interval.needed_s(now, in_background=in_background)
-        return replace(report, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
+        # The supervisor asks to make room only where nodes may join.
+        folder = self._folder if self._spec.launch.max_nodes > 1 else None
+        makes_room = folder is not None and os.access(room_file(folder), os.F_OK)
+        return replace(report, due=self._interval.is_due(now), needed_s=needed_s, makes_room=makes_room)
 
     def on_sync(self, sync: StepSync) -> None:
         """Note a message that all ranks receive at this step."""
@@ -144,8 +136,9 @@ class CheckpointPolicy:
         """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint
         if self.leaving is not None:
-            notice = self.leaving.notice
-            return NODES if notice is None else notice if fits(self.leaving, self._spec.launch.leave_s) else None
+            # Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends one that takes too long.
+            fits = self.leaving.notice_age_s + self.leaving.needed_s <= self._spec.launch.leave_s
+            return NODES if self.leaving.notice is None else self.leaving.notice if fits else None
         if settings.steps_between is not None and self._step % settings.steps_between == 0:
             return "steps"
         return ("auto" if settings.interval == "auto" else "seconds") if self._due else None
@@ -188,12 +181,6 @@ class CheckpointPolicy:
             )
             _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.reason)
 
-    def _makes_room(self) -> bool:
-        """Return True if the supervisor has asked to make room. It asks only where nodes may join."""
-        return (
-            self._folder is not None and self._spec.launch.max_nodes > 1 and os.access(room_file(self._folder), os.F_OK)
-        )
-
     @property
     def _notice_name(self) -> str | None:
         """The notice by which all ranks exit, or the one that this rank received."""
@@ -218,11 +205,3 @@ class CheckpointPolicy:
         self._events.write(preemption.event())
         if self._folder is not None:
             leave_reason(Preempted(preemption.message()))
-
-
-def _interval(spec: JobSpec, lakehouse: Lakehouse) -> Interval:
-    settings, cost, failures = spec.checkpoint, None, Failures()
-    if settings.interval == "auto":
-        rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow, CheckpointRow))
-        cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, spec.run))
-    return Interval(settings, time.monotonic(), cost=cost, failures=failures)

@@ -27,7 +27,12 @@ class Communicator:
         self.is_first_of_node = int(os.environ.get("LOCAL_RANK", rank)) == 0
         self._waits = waits
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
-        self._group = self._join()
+        self._group: dist.ProcessGroup | None = None
+        if self.world_size == 1:
+            serve_group_store()  # DeepSpeed makes a group of one rank
+        else:
+            join()
+            self._group = self._new_group()
         self.tree = RankTree(self.rank, self.world_size, self._group)
         self.background_tree = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
         self.step_syncs = StepSyncs(self.world_size, self._group)
@@ -48,13 +53,6 @@ class Communicator:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _join(self) -> dist.ProcessGroup | None:
-        if self.world_size == 1:
-            serve_group_store()  # DeepSpeed makes a group of one rank
-            return None
-        join()
-        return self._new_group()
 
     def _new_group(self) -> dist.ProcessGroup:
         """Make a group of all ranks for messages between CPUs. Collective."""

@@ -1,5 +1,6 @@
-"""From a resume point to an open attempt of one rank: the reader of its leg, the tracker, and the checkpoint manager."""
+"""An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
-from dlac_pipeline.lakehouse.errors import CursorMismatch
+from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
@@ -24,6 +26,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +127,15 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         tracker=tracker,
         manager=manager,
     )
+
+
+def release_old_pins(lakehouse: Lakehouse, spec: JobSpec) -> None:
+    """Release the pins of earlier legs. A failure is left to the next launch, because all rows were committed."""
+    for source in spec.sources:
+        try:
+            release_pins(lakehouse, spec.run, source.table)
+        except (DlacError, OSError) as err:
+            _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:

@@ -74,10 +74,9 @@ class OwnRecoveries:
 
 
 def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, claimed_at: float) -> Incident | None:
-    """Return the incident from which rank 0 recovers without a supervisor, or None if no attempt had failed.
+    """Return the incident from which rank 0 recovers, or None if no attempt had failed. It began to claim at `claimed_at`.
 
-    torchrun detects a dead rank. Otherwise an operator starts the ranks again. `claimed_at` is the moment at which rank 0
-    began to claim the run.
+    torchrun detects a dead rank. Otherwise an operator starts the ranks again.
     """
     if not point.replaces or LAUNCHED_VARIABLE not in os.environ:
         return None

@@ -1,9 +1,7 @@
-"""Startup of a rank: its job spec, its lakehouse, and its resume point.
-
-Without a supervisor rank 0 claims the run and notifies the other ranks.
-"""
+"""Startup of a rank: its job spec, its lakehouse, and its resume point. Without a supervisor rank 0 claims the run."""
 
 import json
+import logging
 import os
 import time
 from contextlib import ExitStack
@@ -13,6 +11,7 @@ from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.lakehouse.store_files import make_below
@@ -22,10 +21,13 @@ from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.train.communicator import Communicator
 
+_log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""
 LAUNCHED_VARIABLE = "LOCAL_RANK"
@@ -35,8 +37,7 @@ LAUNCHED_VARIABLE = "LOCAL_RANK"
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
     """Return the job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
 
-    Raises:
-        SpecInvalid: neither exists, or it does not allow this number of ranks.
+    Raise `SpecInvalid` if neither exists, or if the job spec does not allow this number of ranks.
     """
     if folder is not None:
         return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
@@ -51,22 +52,40 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
 
 
 def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
-    """Return the plans of the lakehouse. A supervised rank waits for an unavailable catalog, as its supervisor's claim does.
+    """Return the plans of the lakehouse. Raise `CatalogUnreachable` if the catalog does not answer.
 
-    The supervisor has opened the catalog before, so an error during a failover is an outage.
-
-    Raises:
-        CatalogUnreachable: the catalog does not answer, or was unavailable for too long.
+    A supervised rank waits for it, as its supervisor's claim does: that has opened the catalog, so an error is an outage.
     """
     within_s = RETRY_WITHIN_S if supervised else 0.0
     return Plans(retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
 
 
+def start_listeners(
+    plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
+) -> None:
+    """Pass the events of rank 0, which leads without a supervisor, to the listeners of the job spec. `held` ends them.
+
+    An outage of the catalog is only logged. The attempt then has no listeners.
+    """
+    if not spec.listeners.chosen():
+        return
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    try:
+        start = describe_attempt(point, plans, world_size=spec.launch.world_size, nodes=nodes, folder=folder)
+        start["ledger"] = Ledger(plans.lakehouse).table_uuid
+    except DlacError as err:
+        _log.warning("attempt %d of run %r has no listeners: %s", point.attempt, spec.run, err)
+        return
+    process = held.enter_context(ListenerProcess(spec))
+    process.send(start)
+    events.pass_to(process.send)
+
+
 def await_resume_point(folder: Path) -> ResumePoint:
     """Wait for the supervisor's resume point and return it. The supervisor may have a large checkpoint to verify.
 
-    The wait has no limit, because no rank outlives its supervisor. Every rank polls, perhaps on a network file system. Its
-    pauses grow to a twentieth of the wait, up to 0.2 seconds.
+    The wait has no limit, because no rank outlives its supervisor. Pauses grow to a twentieth of the wait, up to 0.2 seconds,
+    because every rank polls, perhaps on a network file system.
     """
     path, pause_s = folder / "resume.json", _FIRST_LOOK_S
     while not path.exists():
@@ -78,14 +97,10 @@ def await_resume_point(folder: Path) -> ResumePoint:
 def claim_run(
     plans: Plans, spec: JobSpec, communicator: Communicator, *, takeover: bool, held: ExitStack
 ) -> ResumePoint:
-    """Claim the run on rank 0, without a supervisor.
+    """Claim the run on rank 0, without a supervisor. The first rank of a node checks its checkpoint store.
 
-    `held` keeps the run's lock. The first rank of a node checks its checkpoint store.
-
-    From then on rank 0 watches the ledger. If an older backup replaces the catalog, it logs that, and the next commit fails.
-
-    Raises:
-        DlacError: on rank 0 the cause, on the other ranks that rank 0 failed.
+    `held` keeps the run's lock, and rank 0's watch of the ledger: if an older backup replaces the catalog, it logs that, and the
+    next commit fails. Raise a `DlacError`: on rank 0 the cause, on the other ranks that rank 0 failed.
     """
     tree = communicator.tree
     with failing_together(tree, doing="looking at the checkpoint store"):
@@ -104,10 +119,10 @@ def claim_run(
             tree.broadcast(json.dumps({"error": str(err)}).encode())
             raise
         held.callback(LedgerWatch(plans.lakehouse).close)
-    received = tree.broadcast(None if answer is None else answer.encode()).decode()
-    if "error" in json.loads(received):
-        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(received)['error']}")
-    return ResumePoint.from_json(received)
+    received = json.loads(tree.broadcast(None if answer is None else answer.encode()))
+    if "error" in received:
+        raise TrainingFailed(f"rank 0 could not take over the run: {received['error']}")
+    return ResumePoint(**received)
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:
@@ -116,11 +131,7 @@ def own_folder(spec: JobSpec, nonce: str) -> Path | None:
 
 
 def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
-    """Make the launch folder of ranks that another launcher started: their heartbeat is written to it.
-
-    Raises:
-        StoreUnavailable: the folder cannot be made.
-    """
+    """Make the launch folder of ranks that another launcher started, for their heartbeats. Raises as `storing`."""
     folder = own_folder(spec, nonce)
     if folder is not None:
         with storing(folder):

@@ -1,6 +1,6 @@
 """The record of an exception that ends a rank: what it was, where it was raised, and which party it blames.
 
-In: an exception. Out: fields of `ranks.group.Exit`. Standard library only, because every rank imports this before its script.
+Standard library only, because every rank imports this before its script.
 """
 
 import errno
