@@ -49,10 +49,7 @@ class RankTree:
         return None
 
     def lowest(self, payload: bytes) -> bytes:
-        """Return the payload of the lowest rank that has one at the root, b"" elsewhere and if none has. Collective.
-
-        No message is longer than one payload, for any number of ranks.
-        """
+        """Return the payload of the lowest rank that has one at the root, else b"". No message is longer. Collective."""
         found = [payload, *map(self._receive, self.children)]  # the ranks below a child come before the next child
         lowest = next(filter(None, found), b"")
         if self.rank == 0:

@@ -92,12 +92,8 @@ def verify_checkpoints(
 ) -> Iterator[Verification]:
     """Re-read what can still be restored from the store, the newest first, or only the checkpoint of one step.
 
-    `progress` receives the number of finished checkpoints and their total.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-        NoSuchCheckpoint: the run keeps no such checkpoint.
-        StoreUnavailable: the store does not answer. The current checkpoint and those after it were not verified.
+    `progress` receives the number of finished checkpoints and their total. Raise `NoSuchRun`, `NoSuchCheckpoint` if the run keeps
+    none of that step, or `StoreUnavailable`: the current checkpoint and those after it were not verified.
     """
     listed = [each for each in list_checkpoints(lakehouse, run) if each.state in ("head", "kept", "left")]
     chosen = [each for each in reversed(listed) if step in (None, each.step)]

@@ -175,11 +175,7 @@ class CheckpointManager:
         return self.settle() if self._pending is None or self._pending.done() else None
 
     def settle(self) -> Committed | None:
-        """Wait for the checkpoint in progress, if one exists. It is returned once.
-
-        Raises:
-            CheckpointError, LedgerError: it failed. The one before is untouched.
-        """
+        """Wait for the checkpoint in progress, if any, and return it once. Raise its `CheckpointError` or `LedgerError`."""
         if self._failure is not None:
             raise self._failure
         pending, self._pending = self._pending, None

@@ -93,12 +93,9 @@ def content_digest(content: bytes) -> str:
 
 
 def read_manifest(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> Manifest:
-    """Return the manifest at this address, or the same from the folder `copy`.
+    """Return the manifest at this address, or the same from the folder `copy`. Raises as `parse_manifest` and `check_there`.
 
-    Raises:
-        CheckpointDamaged: it is missing or differs from the committed one.
-        StoreUnavailable: its store does not exist.
-        FormatTooNew: a newer DLAC wrote it.
+    Raise `CheckpointDamaged` if it is missing or differs from the committed one.
     """
     return parse_manifest(manifest_content(manifest_uri, digest, files, copy=copy), origin=manifest_uri)
 
@@ -123,11 +120,9 @@ def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy:
 
 
 def parse_manifest(content: bytes, *, origin: str) -> Manifest:
-    """A manifest as it was stored.
+    """Return a manifest as it was stored. Raise `FormatTooNew` if a newer DLAC wrote it.
 
-    Raises:
-        CheckpointDamaged: it is no manifest, or names a file that is not in its folder.
-        FormatTooNew: a newer DLAC wrote it.
+    Raise `CheckpointDamaged` if it is no manifest, or names a file that is not in its folder.
     """
     try:
         raw = json.loads(content)
@@ -178,9 +173,8 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
 def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done = lambda done, total: None) -> None:
     """Re-read every file in the folder at this address, and compare size and digest. `done` receives the progress.
 
-    Raises:
-        CheckpointDamaged: a file is missing, truncated or altered. The message names the first one.
-        StoreUnavailable: a file cannot be read for another reason, or the store does not exist any more.
+    Raise `CheckpointDamaged` with the first file that is missing, truncated or altered, `StoreUnavailable` if a file cannot be
+    read for another reason.
     """
     with store_there(below(folder, MANIFEST), files):
         verify_entries(manifest.files, folder, files, done)

@@ -87,8 +87,6 @@ class StepSync(RankReport):
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A message in flight."""
-
     step: int
     """The last finished step of this rank."""
     covered_step: int

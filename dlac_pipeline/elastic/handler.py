@@ -46,13 +46,11 @@ class DlacRendezvous(rendezvous.RendezvousHandler):
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait for the next round, and return this node's place in it.
 
-        Raises:
-            RendezvousClosedError: the run has ended without this node.
-            RendezvousTimeoutError: too few nodes came.
-            SpecInvalid: nodes of another number of ranks, or no secret that they share.
+        Raise `RendezvousClosedError` if the run has ended without this node, `RendezvousTimeoutError` if too few nodes came, and
+        `SpecInvalid` for nodes of another number of ranks, or no secret that they share.
         """
         if self._round is not None:
-            self._round.__exit__(None, None, None)
+            self._round.close()
             if self._round.cut_off:
                 self._membership.forget()
         try:

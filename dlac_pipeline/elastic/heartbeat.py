@@ -281,7 +281,6 @@ class NodeHeartbeat:
                 self._depart()
 
     def _pause_s(self) -> float:
-        """Return the time until the next beat."""
         with self._lock:
             if self.leads:
                 return _EVERY_S * max(1.0, len(self._peers) / _READ_OFTEN)
@@ -405,7 +404,6 @@ class NodeHeartbeat:
                 self._store.publish(name, published)
 
     def _ids_of(self, slots: Iterable[int]) -> dict[int, str]:
-        """Return the ids of nodes, this one among them or not."""
         return {slot: self._id if slot == self._slot else self._peers[slot].id for slot in slots}
 
     def _uninformed(self) -> list[str]:
@@ -505,7 +503,8 @@ class NodeHeartbeat:
         plan = RoundPlan.form(members, number=records.later_number(lease["round"]), port=free_port())
         self._published = {}
         self._publish(records.name_of_plan(plan.number, self._slot), asdict(plan))
-        records.publish_parts(self._store, plan, formed_by=self._slot)
+        parts = {f"member/{each.slot}": asdict(plan.part(each.place)) for each in plan.members}
+        self._store.publish_all({name: {**part, "formed_by": self._slot} for name, part in parts.items()})
         return {**state, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 
     def _members_before(self, lease: Message) -> list[int]:

@@ -73,7 +73,7 @@ class Membership:
 
     @classmethod
     def of_job(cls, spec: JobSpec, *, ledger: str) -> Membership:
-        """Return the membership in a job's run. `ledger` tells runs of the same name in other lakehouses apart."""
+        """Return the membership in a job's run. `ledger` identifies it among runs of the same name in other lakehouses."""
         config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
         return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
 

@@ -91,15 +91,9 @@ class RoundPlan:
         """Return the place of a node by its slot and its id, or None if it is not a known member."""
         return next((member.place for member in self.members if (member.slot, member.id) == (slot, id_)), None)
 
-    def member(self, place: int) -> Member:
-        """Return the node at a place, which is known."""
-        if self.is_whole:
-            return self.members[place]
-        return next(member for member in self.members if member.place == place)
-
     def share(self, place: int) -> Share:
         """Return the ranks of the node at a place, which is known."""
-        member = self.member(place)
+        member = next(member for member in self.members if member.place == place)
         return Share(
             world_size=self.world_size,
             ranks=member.ranks,

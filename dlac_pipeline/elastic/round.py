@@ -22,7 +22,7 @@ _PART_S = 5.0
 
 
 class Round:
-    """Nodes of one attempt, by their places. A context manager."""
+    """Nodes of one attempt, by their places."""
 
     def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: NodeHeartbeat | None = None) -> None:
         """`share` is this node's. A single node has neither plan nor heartbeat."""
@@ -113,9 +113,7 @@ class Round:
         moved_on = self.leads and beat.has_moved_on(slot)
         return beat.is_lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))
 
-    def __enter__(self) -> "Round":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the part of this node in the round."""
         if self._heartbeat is not None:
             self._heartbeat.end_round()

@@ -298,7 +298,6 @@ class SupervisedAttempt:
         return failure
 
     def _read_ranks(self, ranks: AllRanks) -> None:
-        """Read the events and the heartbeats of the ranks."""
         self._forward_events()
         self._monitor.observe(ranks.heartbeats())
 

@@ -164,10 +164,7 @@ def excluding(spec: JobSpec, exclusions: Sequence[typed_rows.Exclusion]) -> JobS
 
 
 def _as_it_began(spec: JobSpec, rows: Sequence[typed_rows.LedgerRow]) -> JobSpec:
-    """Return the spec with the snapshots of the run's first leg where it names none.
-
-    A followed table is read at its current snapshot.
-    """
+    """Return the spec with the snapshots of the run's first leg where it names none and follows no appends."""
     first = first_leg_of(rows)
     if first is None or len(first.sources) != len(spec.sources):
         return spec

@@ -122,7 +122,10 @@ class Supervisor:
             leaving=self._leaving,
             launched_at=self._launched_at,
         )
-        with closing(Membership.of_job(self._spec, ledger=ledger)) as membership, Takeover(supervision) as takeover:
+        with (
+            closing(Membership.of_job(self._spec, ledger=ledger)) as membership,
+            closing(Takeover(supervision)) as takeover,
+        ):
             launch = _Launch(
                 supervision=supervision,
                 membership=membership,
@@ -138,7 +141,7 @@ class Supervisor:
                     return self._conclude(AttemptVerdict.from_message(ended.message))
                 if round_ is None:
                     return self._outcome("stopped")
-                with round_:
+                with closing(round_):
                     verdict = self._lead(launch, round_) if round_.leads else self._follow(launch, round_)
                     if verdict.restart is None or self._stop.is_set():
                         round_.part()
@@ -147,7 +150,6 @@ class Supervisor:
                         membership.forget()
 
     def _conclude(self, verdict: AttemptVerdict) -> Outcome:
-        """Return the run's end for this node, or raise its error."""
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +23,6 @@ from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.termination_notice import Notices
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preemption:
-    """The end of a preempted run."""
-
-    notice: str
-    deadline_s: float
-    step: int
-    """The last finished step."""
-    head: str | None
-    head_step: int
-    batch_size: int
-
-    @property
-    def lost_steps(self) -> int:
-        """Steps that the next attempt repeats."""
-        return self.step - self.head_step
-
-    def event(self) -> dict[str, Any]:
-        """Return the event for listeners."""
-        return {
-            "event": "preempted",
-            "notice": self.notice,
-            "deadline_s": self.deadline_s,
-            "step": self.step,
-            "committed": self.lost_steps == 0,
-            "lost_steps": self.lost_steps,
-            "lost_rows": self.lost_steps * self.batch_size,
-            "message": self.message(),
-        }
-
-    def message(self) -> str:
-        """Return the message for the log."""
-        request = f"asked to exit ({self.notice}), within {self.deadline_s:g} s"
-        head = "the start" if self.head is None else f"checkpoint {self.head!r} of step {self.head_step}"
-        if not self.lost_steps:
-            return f"{request}: {head} is committed, nothing is lost"
-        return (
-            f"{request}: no time for a checkpoint of step {self.step}; {head} stays the head, and {self.lost_steps} steps "
-            f"({self.lost_steps * self.batch_size} rows) must be repeated"
-        )
-
 
 _log = logging.getLogger(__name__)
 
@@ -165,9 +122,9 @@ class CheckpointPolicy:
         if self._notice_name is None:
             return
         preemption = self._preemption()
-        self._events.write(preemption.event())
+        self._events.write(preemption)
         if self._rank == 0:
-            _log.warning("run %r was %s", self._spec.run, preemption.message())
+            _log.warning("run %r was %s", self._spec.run, preemption["message"])
 
     def close(self) -> None:
         """Cancel the deadline and restore the signal handlers."""
@@ -188,20 +145,25 @@ class CheckpointPolicy:
         received = None if self.leaving is None else self.leaving.notice
         return received if received is not None or first is None else first.name
 
-    def _preemption(self) -> Preemption:
-        return Preemption(
-            notice=str(self._notice_name),
-            deadline_s=self._spec.launch.leave_s,
-            step=self._step,
-            head=self._head,
-            head_step=self._head_step,
-            batch_size=self._spec.order.batch_size,
-        )
+    def _preemption(self) -> dict[str, Any]:
+        """Return the event of the preemption, with the steps that the next attempt repeats."""
+        notice, deadline_s = str(self._notice_name), self._spec.launch.leave_s
+        lost_steps = self._step - self._head_step
+        lost_rows = lost_steps * self._spec.order.batch_size
+        head = "the start" if self._head is None else f"checkpoint {self._head!r} of step {self._head_step}"
+        message = f"asked to exit ({notice}), within {deadline_s:g} s: "
+        if lost_steps:
+            message += f"no time for a checkpoint of step {self._step}; {head} stays the head, and {lost_steps} steps "
+            message += f"({lost_rows} rows) must be repeated"
+        else:
+            message += f"{head} is committed, nothing is lost"
+        facts = {"notice": notice, "deadline_s": deadline_s, "step": self._step, "committed": not lost_steps}
+        return {"event": "preempted", **facts, "lost_steps": lost_steps, "lost_rows": lost_rows, "message": message}
 
     def _too_late(self) -> None:
         """Report the loss when the deadline ends this rank. A commit that has landed still counts."""
         preemption = self._preemption()
-        _log.warning("rank %d of run %r was %s", self._rank, self._spec.run, preemption.message())
-        self._events.write(preemption.event())
+        _log.warning("rank %d of run %r was %s", self._rank, self._spec.run, preemption["message"])
+        self._events.write(preemption)
         if self._folder is not None:
-            leave_reason(Preempted(preemption.message()))
+            leave_reason(Preempted(preemption["message"]))

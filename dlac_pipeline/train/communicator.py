@@ -1,12 +1,11 @@
 """Communicator of a rank: its place among the ranks, their process group, and the messages that DLAC sends over it."""
 
 import os
-from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSyncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.read.reader import Exchange, Waits, summing_over
@@ -44,10 +43,6 @@ class Communicator:
         """
         apart = None if self._group is None or counted else self._new_group()
         return summing_over(apart, self._waits)
-
-    def failing_together(self, *, doing: str) -> AbstractContextManager[None]:
-        """Return a block that fails on all ranks if it fails on one of them. Collective."""
-        return failing_together(self.tree, doing=doing)
 
     def close(self) -> None:
         """Leave the process group."""

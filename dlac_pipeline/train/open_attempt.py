@@ -139,10 +139,7 @@ def release_old_pins(lakehouse: Lakehouse, spec: JobSpec) -> None:
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
-    """Check restored cursors against the order. For streamed sources only the checkpoint's digest proves them.
-
-    Raise `CursorMismatch` if one differs.
-    """
+    """Check restored cursors against the order, or raise `CursorMismatch`. Of streamed sources only the digest proves them."""
     if not order.counted:
         return
     for source, (expected, cursors) in enumerate(zip(order.reader_state(step), found, strict=True)):

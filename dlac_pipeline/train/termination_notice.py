@@ -55,10 +55,7 @@ class Notices:
         on_deadline: Callable[[], None],
         notice_file: Path | None = None,
     ) -> None:
-        """Listen for notices. `launched`: the end of the launcher, which is no supervisor, is a notice.
-
-        `notice_file`: a file that is made at the first notice.
-        """
+        """Listen for notices, one of which is the end of the launcher if `launched`. The first one makes `notice_file`."""
         self._launch = launch
         self._notice_file = notice_file
         self._on_deadline = on_deadline

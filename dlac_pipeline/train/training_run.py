@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
@@ -106,7 +107,7 @@ class TrainingRun:
         self.resume_point = point = startup.claim_run(
             self._plans, self.spec, self._communicator, takeover=takeover, held=held
         )
-        with self._communicator.failing_together(doing="making the launch folder"):
+        with failing_together(self._communicator.tree, doing="making the launch folder"):
             folder = startup.make_own_folder(self.spec, point.nonce)
             self._heartbeat.close()
             self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)

@@ -35,10 +35,7 @@ class LocalCopies:
         self._copied: set[str] = set()
 
     def committed(self, name: str) -> None:
-        """Remove the local copies that are older than those kept, because the copy of checkpoint `name` is in the store.
-
-        A copy staged for the next checkpoint is newer and stays.
-        """
+        """Remove local copies that are older than those kept, because checkpoint `name` is in the store. A newer one stays."""
         self._kept.append(name)
         self._copied.add(name)
         folders = (self._tiers.local / self._tiers.run).glob("attempt-*/step-*") if self._evicts else ()

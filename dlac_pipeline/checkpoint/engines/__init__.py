@@ -19,11 +19,9 @@ __all__ = ["Engine", "TorchState", "TrainerFiles", "adapt", "skip_shared_memory_
 
 
 def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
-    """The adapter for what a training script holds: a DeepSpeed engine, an adapter, or parts for which `wanted` names one.
+    """Return the adapter for what a training script holds: a DeepSpeed engine, an adapter, or parts for which `wanted` names one.
 
-    Raises:
-        ScriptInvalid: the script holds something that cannot be saved.
-        SpecInvalid: the script holds something else than the job spec's `checkpoint.engine`.
+    Raise `ScriptInvalid` if it cannot be saved, `SpecInvalid` if the job spec's `checkpoint.engine` is another one.
     """
     if engine is not None and parts:
         raise SpecInvalid(

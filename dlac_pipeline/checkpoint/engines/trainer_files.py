@@ -101,7 +101,6 @@ def list_files(folder: Path) -> list[str]:
 
 
 def _owners(listings: list[list[str]]) -> list[list[str]]:
-    """Return each rank's share of the listed files."""
     seen: set[str] = set()
     shares = []
     for names in listings:

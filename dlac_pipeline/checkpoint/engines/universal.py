@@ -31,12 +31,9 @@ def safe_classes() -> list[Any]:
 
 
 def to_universal(source: Path, target: Path) -> None:
-    """Convert DeepSpeed's folder `source`, in this process, so that it ends with it.
+    """Convert DeepSpeed's folder `source`, in this process, so that the conversion ends with it. Raises as `only_tensors`.
 
-    Raises:
-        OSError, RuntimeError: a file cannot be read or written.
-        CheckpointUnsafe: a file has more in it than tensors and plain values.
-        WorldSizeUnsupported: DeepSpeed does not know how to convert this.
+    Raise `WorldSizeUnsupported` if DeepSpeed does not know how to convert this.
     """
     from deepspeed.checkpoint import ds_to_universal
 

@@ -27,11 +27,7 @@ def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
 
     `part` selects one of several models. Names are those of the bare model: without the prefixes of DDP, FSDP,
     `torch.compile` or activation checkpointing. DeepSpeed's tensors are those of its optimizer where it has them in full
-    precision.
-
-    Raises:
-        CheckpointError: the part or the engine does not exist.
-        CheckpointUnsafe: a file contains more than tensors and plain values.
+    precision. Raise `CheckpointError` if the part or the engine does not exist, `CheckpointUnsafe` as `load_tensors`.
     """
     if engine not in _READERS:
         raise CheckpointError(f"expected a checkpoint of one of the engines {sorted(_READERS)!r}, found {engine!r}")

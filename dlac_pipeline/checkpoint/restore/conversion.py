@@ -122,7 +122,6 @@ def _taken(lock: IO[str], parent: Path, patience_s: float) -> bool:
 
 
 def _sizes(parent: Path) -> dict[str, int]:
-    """Bytes of every file below, while others write and remove some."""
     found: dict[str, int] = {}
     for folder, _, names in os.walk(parent):
         for name in names:
@@ -148,7 +147,6 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
 
 
 def _seal(stage: Path) -> None:
-    """Make all files durable, then list them."""
     found = []
     for path in sorted(each for each in stage.rglob("*") if each.is_file()):
         fsync_path(path)

@@ -226,7 +226,6 @@ def _check_whole(folder: Path, metadata: metadatas.Metadata) -> None:
 
 
 def _is_covered(entry: metadatas.TensorStorageMetadata) -> bool:
-    """Return True if each element is in a part."""
     covered = torch.zeros(entry.size, dtype=torch.bool)
     for chunk in entry.chunks:
         covered[box(chunk.offsets, chunk.sizes)] = True

@@ -77,7 +77,6 @@ def _have(entry: manifests.FileEntry, folder: Path, manifest_uri: str, files: St
 
 
 def _fetch(entry: manifests.FileEntry, manifest_uri: str, files: StoreFiles, target: Path) -> None:
-    """One file of the store at `target`, compared with its entry."""
     address = below(folder_uri(manifest_uri), entry.path)
     try:
         files.fetch(address, target)

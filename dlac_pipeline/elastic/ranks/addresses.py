@@ -74,7 +74,6 @@ def interface_of(address: str) -> str:
 
 
 def _binds(family: int, address: str) -> bool:
-    """Return whether a socket of this node can be bound to the address."""
     with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return True

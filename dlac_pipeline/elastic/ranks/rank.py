@@ -189,7 +189,6 @@ def leave_reason(err: BaseException) -> None:
 
 
 def _status_of(err: SystemExit) -> int:
-    """Return the exit status that Python makes of it."""
     return err.code if isinstance(err.code, int) else 0 if err.code is None else 1
 
 

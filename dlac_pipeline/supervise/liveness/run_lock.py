@@ -80,11 +80,10 @@ def _replace(path: Path) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is(path: Path, descriptor: int) -> bool:

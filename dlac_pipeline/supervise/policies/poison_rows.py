@@ -186,7 +186,6 @@ def damaged_row_group(
 
 
 def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
-    """Return why a unit does not decode, or None if it decodes."""
     try:
         decoder.row_group(*plan.units.place(unit), int(plan.units.rows[unit]))
     except errors.DataFileUnreadable as err:

@@ -132,11 +132,10 @@ class RankGroup:
 
     def request_checkpoint(self) -> bool:
         """Ask all ranks of the attempt to exit after a checkpoint, without a deadline. Return True if that was written."""
-        try:
+        with contextlib.suppress(OSError):  # the disk may be full for a moment
             room_file(self.folder).touch()
-        except OSError:  # the disk may be full for a moment
-            return False
-        return True
+            return True
+        return False
 
     def end(self) -> None:
         """Kill every rank's process group with SIGKILL, and wait until all are gone.
@@ -158,11 +157,10 @@ class RankGroup:
 
     def _reason(self, rank: int) -> Reason:
         """Return the reason that the rank recorded, or the reason why it never started. Empty if none is complete."""
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):
             reason: Reason = json.loads(reason_file(self.folder, rank).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return self._processes.reason(rank)
-        return reason
+            return reason
+        return self._processes.reason(rank)
 
     def _was_done(self, rank: int) -> bool:
         heartbeat = read_heartbeat(self.folder, rank)
