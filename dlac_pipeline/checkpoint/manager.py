@@ -18,17 +18,18 @@ import msgpack
 
 from dlac_pipeline.checkpoint.collectives import RankTree, failure_named, name_failure
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
-from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter, Phases
-from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
+from dlac_pipeline.checkpoint.store import stage_name, storing, tiers_of
 from dlac_pipeline.lakehouse.errors import DlacError
-from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -96,30 +97,30 @@ class _Staged:
 
 
 class CheckpointManager:
-    """One rank's part in taking checkpoints. `save`, `begin` and `settle` are collective.
-
-    `background_tree` has the messages of commits in the background only. `committer` works at the coordinator.
-    """
+    """One rank's part in taking checkpoints. `save`, `begin` and `settle` are collective."""
 
     def __init__(
         self,
+        spec: JobSpec,
+        trained: AttemptLeg,
+        lakehouse: Lakehouse,
         *,
-        attempt: Attempt,
-        head: str | None,
-        committer: Committer,
         tree: RankTree,
         background_tree: RankTree,
-        tiers: Tiers,
-        copies: LocalCopies,
+        evicts: bool,
     ) -> None:
-        self._attempt = attempt
-        self.head = head
+        """`background_tree` has the messages of commits in the background. One rank of a node `evicts` its local copies."""
+        settings = spec.checkpoint
+        self._attempt = trained.attempt
+        self.head = trained.parent
         """The last checkpoint that this attempt committed, or resumed from."""
-        self._committer = committer
         self._tree = tree
         self._background_tree = background_tree
-        self._tiers = tiers
-        self._copies = copies
+        self._tiers = tiers_of(spec)
+        self._committer = Committer(trained, spec, lakehouse, self._tiers)
+        """Works at the coordinator."""
+        keep = min(settings.local_keep, settings.keep_last or settings.local_keep)
+        self._copies = LocalCopies(self._tiers, keep=keep, evicts=evicts, resumed_from=trained.parent_folder)
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
         self._failure: Exception | None = None

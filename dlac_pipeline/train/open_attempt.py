@@ -6,14 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.commit.coordinator import Committer
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
-from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.manager import CheckpointManager
-from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
+from dlac_pipeline.checkpoint.store import folder_name_of
 from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -69,12 +65,12 @@ class OpenAttempt:
         unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
-    def end_run(self, lakehouse: Lakehouse, tree: RankTree, *, stopped: bool) -> str:
+    def end_run(self, plans: Plans, communicator: Communicator, *, stopped: bool) -> str:
         """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
-        finished = not stopped and self.ends_run
-        if finished and tree.rank == 0:
-            finish(Ledger(lakehouse), self.name, step=self.step)
-        tree.broadcast(b"done" if tree.rank == 0 else None)
+        finished, is_first = not stopped and self.ends_run, communicator.rank == 0
+        if finished and is_first:
+            finish(Ledger(plans.lakehouse), self.name, step=self.step)
+        communicator.tree.broadcast(b"done" if is_first else None)
         return "finished" if finished else "stopped" if stopped else "caught_up"
 
 
@@ -102,21 +98,15 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         is_new=point.leg_is_new,
         order=opened.order_apart(),
         parent=point.checkpoint_id,
+        parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
     )
-    tiers, settings = tiers_of(spec), spec.checkpoint
     manager = CheckpointManager(
-        attempt=attempt,
-        head=point.checkpoint_id,
-        committer=Committer(trained, spec, plans.lakehouse, tiers),
+        spec,
+        trained,
+        plans.lakehouse,
         tree=communicator.tree,
         background_tree=communicator.background_tree,
-        tiers=tiers,
-        copies=LocalCopies(
-            tiers,
-            keep=min(settings.local_keep, settings.keep_last or settings.local_keep),
-            evicts=communicator.is_first_of_node,
-            resumed_from=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
-        ),
+        evicts=communicator.is_first_of_node,
     )
     return OpenAttempt(
         name=attempt,
@@ -129,11 +119,11 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     )
 
 
-def release_old_pins(lakehouse: Lakehouse, spec: JobSpec) -> None:
+def release_old_pins(plans: Plans, spec: JobSpec) -> None:
     """Release the pins of earlier legs. A failure is left to the next launch, because all rows were committed."""
     for source in spec.sources:
         try:
-            release_pins(lakehouse, spec.run, source.table)
+            release_pins(plans.lakehouse, spec.run, source.table)
         except (DlacError, OSError) as err:
             _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
 

@@ -1,7 +1,6 @@
 """Startup of a rank: its job spec, its lakehouse, and its resume point. Without a supervisor rank 0 claims the run."""
 
 import json
-import logging
 import os
 import time
 from contextlib import ExitStack
@@ -11,7 +10,6 @@ from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.lakehouse.store_files import make_below
@@ -21,13 +19,10 @@ from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
-from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.train.communicator import Communicator
 
-_log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""
 LAUNCHED_VARIABLE = "LOCAL_RANK"
@@ -58,27 +53,6 @@ def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
     """
     within_s = RETRY_WITHIN_S if supervised else 0.0
     return Plans(retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
-
-
-def start_listeners(
-    plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
-) -> None:
-    """Pass the events of rank 0, which leads without a supervisor, to the listeners of the job spec. `held` ends them.
-
-    An outage of the catalog is only logged. The attempt then has no listeners.
-    """
-    if not spec.listeners.chosen():
-        return
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    try:
-        start = describe_attempt(point, plans, world_size=spec.launch.world_size, nodes=nodes, folder=folder)
-        start["ledger"] = Ledger(plans.lakehouse).table_uuid
-    except DlacError as err:
-        _log.warning("attempt %d of run %r has no listeners: %s", point.attempt, spec.run, err)
-        return
-    process = held.enter_context(ListenerProcess(spec))
-    process.send(start)
-    events.pass_to(process.send)
 
 
 def await_resume_point(folder: Path) -> ResumePoint:

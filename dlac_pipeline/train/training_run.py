@@ -35,7 +35,7 @@ from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import open_attempt, release_old_pins
-from dlac_pipeline.train.own_recovery import OwnRecoveries
+from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader
 
 
@@ -113,7 +113,7 @@ class TrainingRun:
             self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
-            startup.start_listeners(self._plans, self.spec, point, self._events, folder, held)
+            start_listeners(self._plans, self.spec, point, self._events, folder, held)
             self._recoveries.begin(point, claimed_at=began)
 
     @property
@@ -285,14 +285,14 @@ class TrainingRun:
         attempt = self._attempt
         if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
             self._checkpointing.take("end", wait=True)
-        ending = attempt.end_run(self._lakehouse, self._communicator.tree, stopped=self.stopped)
+        ending = attempt.end_run(self._plans, self._communicator, stopped=self.stopped)
         if self.stopped:
             self._policy.left()
         self._events.write({"event": ending, "step": attempt.step})
         self._heartbeat.doing(Phase.DONE, attempt.step)
         self._recoveries.observe(self._heartbeat, Phase.DONE)
         if ending == "caught_up" and self.rank == 0:
-            release_old_pins(self._lakehouse, self.spec)
+            release_old_pins(self._plans, self.spec)
 
     def _end_rehearsal(self) -> None:
         """Report the losses of a rehearsal. Nothing is committed."""

@@ -20,8 +20,7 @@ from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanSto
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import check_mine, commit_checkpoint
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.plan.slices import SliceWriter
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -147,17 +146,9 @@ class Committer:
         self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
         retention.committed(checkpoint, retired)
         phases["commit"] = time.monotonic() - started
-        snapshot = state.table.current_snapshot()
         sources = range(len(self._order.sources))
-        return {
-            "error": None,
-            "checkpoint_id": checkpoint_id,
-            "rows_by_source": [sum(row.rows_consumed for row in advances if row.source == each) for each in sources],
-            "bytes": checkpoint.bytes,
-            "location": folder_uri(checkpoint.manifest_uri),
-            "ledger_snapshot_id": 0 if snapshot is None else snapshot.snapshot_id,
-            "phases": phases,
-        }
+        rows_by_source = [sum(row.rows_consumed for row in advances if row.source == each) for each in sources]
+        return {"error": None, "rows_by_source": rows_by_source, "phases": phases, **_facts_of(checkpoint, state)}
 
     def _make_manifest(
         self,
@@ -201,8 +192,8 @@ class Committer:
             rows = self._ledger.rows(self._attempt.run, kinds=typed_rows.HEAD_KINDS)
             self._seq = max(row.seq for row in rows)
             self._retention = Retention(self._settings, self._tiers, self._attempt.number, rows)
-            parent = checkpoint_rows(rows).get(self._parent or "")
-            since = 0 if parent is None else parent.seq
+            checkpoints = [row for row in rows if isinstance(row, typed_rows.CheckpointRow)]
+            since = max((row.seq for row in checkpoints if row.checkpoint_id == self._parent), default=0)
             self._rows_since = typed_rows.repeatable(row for row in rows if row.seq > since)
 
     def _see(self) -> None:
@@ -212,3 +203,14 @@ class Committer:
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)
         self._rows_since += typed_rows.repeatable(rows)
+
+
+def _facts_of(checkpoint: typed_rows.CheckpointRow, state: RunState) -> Decision:
+    """Return the facts of a committed checkpoint. `state` is the ledger's last read of the run."""
+    snapshot = state.table.current_snapshot()
+    return {
+        "checkpoint_id": checkpoint.checkpoint_id,
+        "bytes": checkpoint.bytes,
+        "location": folder_uri(checkpoint.manifest_uri),
+        "ledger_snapshot_id": 0 if snapshot is None else snapshot.snapshot_id,
+    }

@@ -29,6 +29,8 @@ class AttemptLeg:
     order: LegOrder
     parent: str | None = None
     """Id of the checkpoint, or None at the beginning."""
+    parent_folder: str | None = None
+    """Name of the checkpoint in the store."""
 
 
 class RowMaker:
