@@ -111,9 +111,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
             "adopted": self._adopted,
             "tensors": tensors,
             "values": [name for name in metadata.state_dict_metadata if name not in tensors],
-            "places": [
-                [one.index.fqn, one.index.offset and list(one.index.offset), *one.storage_data] for one in places
-            ],
+            "places": [[one.index.fqn, _plain(one.index.offset), *one.storage_data] for one in places],
             "paths": {name: list(path) for name, path in metadata.planner_data.items()},
         }
         self._hand_over(INDEX, lambda: plain_state(index, at="index"))
@@ -274,6 +272,10 @@ def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+def _plain(size: torch.Size | None) -> list[int] | None:
+    return None if size is None else list(size)
 
 
 def _tensor_metadata(entry: dict[str, Any]) -> metadatas.TensorStorageMetadata:

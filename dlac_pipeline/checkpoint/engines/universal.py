@@ -76,7 +76,7 @@ def load_rest(engine: Any, folder: Path) -> None:
         trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
         wanted |= state["module"].keys() - trained
     engine.module.load_state_dict({name: state["module"][name] for name in wanted}, strict=False)
-    if engine.zero_optimization_partition_weights():  # every parameter group has the settings of the first
+    if engine.zero_optimization_partition_weights():  # DeepSpeed gave every parameter group the settings of the first
         optimizer = load_tensors(folder / "zero" / "optimizer_state.pt", safe_classes(), mmap=True)
         saved = optimizer["optimizer_state_dict"]["param_groups"]
         for group, settings in zip(engine.optimizer.param_groups, saved, strict=True):
