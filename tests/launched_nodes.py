@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def rounds(count: int, *, timeout_s: int = 60) -> Iterator[list[Round]]:
                 wait_until(lambda: beats[0].leads, what="the first node's lease")
             wait_until(lambda: beats[-1].slot > 0, what="a slot")
         wait_until(lambda: all(beat.plan is not None for beat in beats), what="the round")
-        yield [stack.enter_context(round_of(beat)) for beat in beats]
+        yield [stack.enter_context(closing(round_of(beat))) for beat in beats]
 
 
 def heartbeat(port: int, launch: LaunchSpec, *, batch_size: int = 2, secret: str = SECRET) -> NodeHeartbeat:

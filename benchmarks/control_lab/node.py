@@ -28,7 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 from benchmarks.control_lab.stub_starter import StubStarter
 from dlac_pipeline.elastic import endpoint, heartbeat
 from dlac_pipeline.elastic.preload import end_with_parent
-from dlac_pipeline.elastic.timing import LastCall
+from dlac_pipeline.elastic.rank_assignment import LastCall
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks.launch_folder import pid_file, progress_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, read_record
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup

@@ -2,8 +2,6 @@
 
 Over torch.distributed's point-to-point messages on a CPU (gloo) group of DLAC's own, so nothing interleaves with training.
 Trees of several threads share a group: each one's messages have a tag.
-
-A failure of one rank is shared with all ranks, so that none waits for it.
 """
 
 from collections.abc import Iterator
@@ -34,7 +32,11 @@ class RankTree:
     @property
     def children(self) -> list[int]:
         """The ranks that report to this one, nearest first."""
-        return list(self._children())
+        found, bit = [], 1
+        while not self.rank & bit and self.rank + bit < self.world_size:
+            found.append(self.rank + bit)
+            bit <<= 1
+        return found
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         """Return all ranks' payloads in rank order at the root, None elsewhere. Collective."""
@@ -47,10 +49,7 @@ class RankTree:
         return None
 
     def lowest(self, payload: bytes) -> bytes:
-        """Return the payload of the lowest rank that has one at the root, b"" elsewhere and if none has. Collective.
-
-        No message is longer than one payload, for any number of ranks.
-        """
+        """Return the payload of the lowest rank that has one at the root, else b"". No message is longer. Collective."""
         found = [payload, *map(self._receive, self.children)]  # the ranks below a child come before the next child
         lowest = next(filter(None, found), b"")
         if self.rank == 0:
@@ -66,12 +65,6 @@ class RankTree:
         for child in reversed(self.children):
             self._send(payload, child)
         return payload
-
-    def _children(self) -> Iterator[int]:
-        bit = 1
-        while not self.rank & bit and self.rank + bit < self.world_size:
-            yield self.rank + bit
-            bit <<= 1
 
     def _send(self, payload: bytes, to: int) -> None:
         dist.send(torch.tensor([len(payload)]), to, group=self._group, tag=self._tag)
@@ -100,17 +93,12 @@ def name_failure(err: Exception, *, doing: str) -> Named:
 
 def failure_named(named: Named) -> DlacError:
     """Return the failure of a message."""
-    kind, message = named
-    return errors.error_from_kind(kind, message, default=CheckpointError)
+    return errors.error_from_kind(*named, default=CheckpointError)
 
 
 @contextmanager
 def failing_together(tree: RankTree, *, doing: str) -> Iterator[None]:
-    """Raise the failure of any rank at all ranks, once all are done. Collective.
-
-    Raises:
-        DlacError: that of the lowest rank that failed.
-    """
+    """Raise the failure of the lowest rank that failed at all ranks, once all are done. Collective."""
     failure = b""
     try:
         yield

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,7 @@ _WAY_OUT = (
 
 
 class FinitenessCheck:
-    """The checks of one rank for NaN and infinity.
-
-    All ranks have the same verdict on the loss of an applied step. Each rank checks its own weights before a checkpoint.
-    """
+    """The checks of one rank for NaN and infinity. All ranks have the same verdict on the loss of an applied step."""
 
     def __init__(self, run: str, policy: Literal["stop", "warn"], warn: Callable[[str], None]) -> None:
         """`warn` is given a sentence, once for each series of such losses."""
@@ -32,11 +30,7 @@ class FinitenessCheck:
         self._in_series = False
 
     def check_losses(self, sync: StepSync, *, skipped: Collection[int]) -> None:
-        """Check the losses of a step message. Steps that were not applied changed no weight.
-
-        Raises:
-            LossNotFinite: one is not finite, and the policy is to stop.
-        """
+        """Check the losses of a step message. Steps that were not applied changed no weight. Raise `LossNotFinite` by policy."""
         first = sync.step - len(sync.losses) + 1
         for step, loss in enumerate(sync.losses, start=first):
             if math.isfinite(loss):
@@ -45,11 +39,7 @@ class FinitenessCheck:
                 self._report(f"expected a finite loss of run {self._run!r}, found {loss} at step {step}")
 
     def check_weights(self, engine: object, step: int) -> None:
-        """Check the weights that a checkpoint is about to save, of this rank's part.
-
-        Raises:
-            LossNotFinite: one is not finite, and the policy is to stop. No checkpoint is taken.
-        """
+        """Check this rank's part of the weights that a checkpoint is about to save. Raise `LossNotFinite` by policy."""
         if self._policy == "warn":
             return
         for name, tensor in _weights(engine):
@@ -74,30 +64,16 @@ def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(module, Module):
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:  # a constant of the user's may well be infinite
-                    yield f"{part}.{name}", _own_part(parameter.detach())
-
-
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a sharded tensor."""
-    to_local = getattr(tensor, "to_local", None)
-    own: torch.Tensor = tensor if to_local is None else to_local()
-    return own
+                    tensor: Any = parameter.detach()
+                    yield f"{part}.{name}", tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Return True if all numbers are finite, in one pass and without a copy. Minimum and maximum propagate NaN."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    try:
-        least, most = torch.aminmax(tensor)
-    except NotImplementedError:
-        return _is_finite_converted(tensor)
-    return bool(torch.isfinite(least) & torch.isfinite(most))
-
-
-def _is_finite_converted(tensor: torch.Tensor) -> bool:
-    """Return True if all numbers of a type without arithmetic, such as float8, are finite, or if it cannot be converted."""
-    try:
+    with suppress(NotImplementedError):
+        return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+    with suppress(NotImplementedError):  # a type without arithmetic, such as float8
         return bool(torch.isfinite(tensor.float()).all())
-    except NotImplementedError:
-        return True
+    return True  # a type that cannot be converted

@@ -1,7 +1,6 @@
 """Interval between checkpoints: a fixed time, or the optimum of what checkpoints cost and failures lose.
 
-In: the cost of past checkpoints, and the number of failures. Out: an interval, its reason, and whether it has passed. Only
-rank 0 decides. The other ranks receive its decision with a step message.
+Only rank 0 decides. The other ranks receive its decision with a step message.
 """
 
 import math
@@ -67,6 +66,12 @@ class Failures:
         """Mean time between failures. Before the first failure: the prior, or the time without one if that is longer."""
         return self.trained_s / self.count if self.count and self.trained_s else max(prior_s, self.trained_s)
 
+    def describe(self, mtbf_s: float) -> str:
+        """Return the failures as a phrase."""
+        if not self.count:
+            return f"no failure yet, taken as one in {mtbf_s / 3600:.2g} h"
+        return f"{self.count} failure{'s' * (self.count > 1)} in {self.trained_s / 3600:.2g} h of training"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
@@ -104,7 +109,7 @@ def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failu
         return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), reason="the first one shows what they cost")
     mtbf_s = failures.mtbf_s(settings.mtbf_s)
     optimum_s = daly_interval_s(cost.lost_s, mtbf_s)
-    optimum = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {_describe_failures(failures, mtbf_s)}"
+    optimum = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {failures.describe(mtbf_s)}"
     at_least_s, floor = max(
         (cost.lost_s * (1 / MOST_OVERHEAD - 1), f"so that they take {MOST_OVERHEAD:.0%} of the time at the most"),
         (cost.total_s, "as long as one takes"),
@@ -143,10 +148,7 @@ class Interval:
         return now - self._since >= self.choice.interval_s
 
     def needed_s(self, now: float, *, in_background: bool) -> float:
-        """Return how long a checkpoint takes that begins now, measured by the last one.
-
-        `in_background`: one is in progress and comes first.
-        """
+        """Return how long a checkpoint takes that begins now, by the last one. `in_background`: one is in progress."""
         left_s = max(0.0, self._since + self._took_s - now) if in_background else 0.0
         return left_s + self._took_s
 
@@ -169,11 +171,9 @@ class Interval:
         self._took_s = phases["total"]
         lost_s = phases["stall"] + self._busy.slower_than(self._idle)
         self._busy = _Pace()
-        last = self._cost
-        self._cost = Cost(
-            lost_s=lost_s if last is None else (lost_s + last.lost_s) / 2,  # one slow disk does not make a rule
-            total_s=phases["total"],
-        )
+        if self._cost is not None:
+            lost_s = (lost_s + self._cost.lost_s) / 2  # one slow disk does not make a rule
+        self._cost = Cost(lost_s=lost_s, total_s=self._took_s)
         failures = Failures(count=self._before.count, trained_s=self._before.trained_s + now - self._began)
         self.choice = choose_interval(self._settings, self._cost, failures)
 
@@ -202,10 +202,3 @@ class _Pace:
         if not self.steps or not other.steps:
             return 0.0
         return max(0.0, self.seconds - self.steps * other.seconds / other.steps)
-
-
-def _describe_failures(failures: Failures, mtbf_s: float) -> str:
-    if failures.count:
-        named = "1 failure" if failures.count == 1 else f"{failures.count} failures"
-        return f"{named} in {failures.trained_s / 3600:.2g} h of training"
-    return f"no failure yet, taken as one in {mtbf_s / 3600:.2g} h"

@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, lineage_of
-from dlac_pipeline.lakehouse.store_files import StoreFiles
+from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +51,7 @@ class Verification:
 
 
 def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
-    """All checkpoints of a run, oldest first.
-
-    Raises:
-        NoSuchRun: the ledger has no row of it.
-    """
+    """Return all checkpoints of a run, oldest first. Raise `NoSuchRun` if the ledger has no row of it."""
     rows = Ledger(lakehouse).head_rows(run)
     head = fence_of_rows(rows).head  # from these rows, because the run may commit more
     checkpoints = checkpoint_rows(rows)
@@ -65,9 +61,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, typed_rows.QuarantinedCheckpointRow)}
     claims = {row.attempt: row for row in rows if isinstance(row, typed_rows.ClaimRow)}
     verified = _verified(rows)
-    named: dict[str, list[str]] = {}
-    for name, checkpoint_id in names_of(rows).items():
-        named.setdefault(checkpoint_id, []).append(name)
+    names = names_of(rows)
     return [
         ListedCheckpoint(
             run=row.run,
@@ -78,7 +72,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
             bytes=row.bytes,
             state=states[each],
             verified_at=verified.get(each),
-            names=named.get(each, []),
+            names=[name for name, checkpoint_id in names.items() if checkpoint_id == each],
             tiers=[] if states[each] == "retired" else _tiers_of(row, claims[row.attempt]),
             folder=folder_uri(row.manifest_uri),
             manifest_uri=row.manifest_uri,
@@ -98,12 +92,8 @@ def verify_checkpoints(
 ) -> Iterator[Verification]:
     """Re-read what can still be restored from the store, the newest first, or only the checkpoint of one step.
 
-    `progress` receives the number of finished checkpoints and their total.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-        NoSuchCheckpoint: the run keeps no such checkpoint.
-        StoreUnavailable: the store does not answer. The current checkpoint and those after it were not verified.
+    `progress` receives the number of finished checkpoints and their total. Raise `NoSuchRun`, `NoSuchCheckpoint` if the run keeps
+    none of that step, or `StoreUnavailable`: the current checkpoint and those after it were not verified.
     """
     listed = [each for each in list_checkpoints(lakehouse, run) if each.state in ("head", "kept", "left")]
     chosen = [each for each in reversed(listed) if step in (None, each.step)]
@@ -114,8 +104,12 @@ def verify_checkpoints(
         )
     for done, each in enumerate(chosen):
         progress(done, len(chosen))
+        problem = None
+        store = files or StoreFiles(lakehouse.config.properties)
         try:
-            problem = _problem_of(each, files or StoreFiles(lakehouse.config.properties))
+            verify_files(read_manifest(each.manifest_uri, each.manifest_digest, store), each.folder, store)
+        except CheckpointDamaged as err:
+            problem = str(err)
         except StoreUnavailable:  # or the folder of its attempt has gone with it
             if _retired_meanwhile(lakehouse, each):
                 continue
@@ -152,10 +146,20 @@ def _tiers_of(row: typed_rows.CheckpointRow, claim: typed_rows.ClaimRow) -> list
     return ["local", "store"] if is_here and copy.resolve().as_uri() != row.manifest_uri else ["store"]
 
 
-def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:
-    try:
-        manifest = read_manifest(checkpoint.manifest_uri, checkpoint.manifest_digest, files)
-        verify_files(manifest, checkpoint.folder, files)
-    except CheckpointDamaged as err:  # an unavailable store is no damage
-        return str(err)
-    return None
+def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
+    """Return the checkpoint from which a file of weights was exported, by its digest. Raise `NoSuchCheckpoint` without one."""
+    digest = file_digest(path)
+    row = Ledger(lakehouse).export(digest)
+    if row is None:
+        raise NoSuchCheckpoint(
+            f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
+        )
+    checkpoint = checkpoint_rows(Ledger(lakehouse).head_rows(row.run))[row.checkpoint_id]
+    return {
+        "digest": digest,
+        "run": row.run,
+        "checkpoint_id": row.checkpoint_id,
+        "step": checkpoint.step,
+        "model_digest": checkpoint.model_digest,
+        "exported_at": row.committed_at,
+    }

@@ -8,10 +8,9 @@ thread, over a tree of its own, one checkpoint at a time. Rows consumed after th
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,18 @@ import msgpack
 
 from dlac_pipeline.checkpoint.collectives import RankTree, failure_named, name_failure
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
-from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Save, Writer
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter, Phases
-from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
+from dlac_pipeline.checkpoint.store import stage_name, storing, tiers_of
 from dlac_pipeline.lakehouse.errors import DlacError
-from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -97,30 +97,30 @@ class _Staged:
 
 
 class CheckpointManager:
-    """One rank's part in taking checkpoints. `save`, `begin` and `settle` are collective.
-
-    `background_tree` has the messages of commits in the background only. `committer` works at the coordinator.
-    """
+    """One rank's part in taking checkpoints. `save`, `begin` and `settle` are collective."""
 
     def __init__(
         self,
+        spec: JobSpec,
+        trained: AttemptLeg,
+        lakehouse: Lakehouse,
         *,
-        attempt: Attempt,
-        head: str | None,
-        committer: Committer,
         tree: RankTree,
         background_tree: RankTree,
-        tiers: Tiers,
-        copies: LocalCopies,
+        evicts: bool,
     ) -> None:
-        self._attempt = attempt
-        self.head = head
+        """`background_tree` has the messages of commits in the background. One rank of a node `evicts` its local copies."""
+        settings = spec.checkpoint
+        self._attempt = trained.attempt
+        self.head = trained.parent
         """The last checkpoint that this attempt committed, or resumed from."""
-        self._committer = committer
         self._tree = tree
         self._background_tree = background_tree
-        self._tiers = tiers
-        self._copies = copies
+        self._tiers = tiers_of(spec)
+        self._committer = Committer(trained, spec, lakehouse, self._tiers)
+        """Works at the coordinator."""
+        keep = min(settings.local_keep, settings.keep_last or settings.local_keep)
+        self._copies = LocalCopies(self._tiers, keep=keep, evicts=evicts, resumed_from=trained.parent_folder)
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
         self._failure: Exception | None = None
@@ -145,10 +145,7 @@ class CheckpointManager:
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """
         self.settle()
-        started = time.monotonic()
-        phases = Phases()
-        with phases.of("write"):
-            staged = self._stage(engine, tracker, Direct, started, phases, note, in_background=False)
+        staged = self._stage(engine, tracker, note, time.monotonic(), in_background=False)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
@@ -156,19 +153,13 @@ class CheckpointManager:
     def begin(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed | None:
         """Copy the state after `tracker.step`, and commit it in the background. Return the one before, if it was in progress.
 
-        Raises:
-            CheckpointError, LedgerError: as `save`, of the checkpoint before.
+        Raises as `settle`, of the checkpoint before.
         """
         started = time.monotonic()
         before = self.settle()
-        phases = Phases()
-        with phases.of("copy"):
-            staged = self._stage(
-                engine, tracker, partial(Copies, self._memory), started, phases, note, in_background=True
-            )
-        phases["stall"] = time.monotonic() - started
-        pending: Future[Committed] = Future()
-        self._pending = pending
+        staged = self._stage(engine, tracker, note, started, in_background=True)
+        staged.phases["stall"] = time.monotonic() - started
+        self._pending = pending = Future[Committed]()
 
         def complete() -> None:
             try:
@@ -181,19 +172,11 @@ class CheckpointManager:
         return before
 
     def done(self) -> Committed | None:
-        """Return the checkpoint that was in progress, once, if it is committed by now.
-
-        Raises:
-            CheckpointError, LedgerError: it failed. The one before is untouched.
-        """
+        """Return the checkpoint that was in progress, once, if it is committed by now. Raises as `settle`."""
         return self.settle() if self._pending is None or self._pending.done() else None
 
     def settle(self) -> Committed | None:
-        """Wait for the checkpoint in progress, if one exists. It is returned once.
-
-        Raises:
-            CheckpointError, LedgerError: it failed. The one before is untouched.
-        """
+        """Wait for the checkpoint in progress, if any, and return it once. Raise its `CheckpointError` or `LedgerError`."""
         if self._failure is not None:
             raise self._failure
         pending, self._pending = self._pending, None
@@ -203,10 +186,8 @@ class CheckpointManager:
         self,
         engine: Engine,
         tracker: ReaderStateTracker,
-        make_writer: Callable[[Save], Writer],
-        started: float,
-        phases: Phases,
         note: Mapping[str, Any],
+        started: float,
         *,
         in_background: bool,
     ) -> _Staged:
@@ -214,19 +195,20 @@ class CheckpointManager:
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
         folder = self._tiers.folder(name)
         sealer = DurableWriter(self._tiers, name, in_background=in_background)
-        writer = make_writer(sealer.save)
-        failure = None
-        try:
-            self._tiers.make(name)
-        except DlacError as err:
-            failure = name_failure(err, doing="staging")
-        try:  # even without a folder: the engine's save is collective
-            with storing(folder):
-                engine.save(folder, writer.write)
-                save_rng(folder, self._tree.rank, writer.write)
-        except DlacError as err:
-            failure = failure or name_failure(err, doing="saving")
-        writer.handed_over()
+        writer: Writer = Copies(self._memory, sealer.save) if in_background else Direct(sealer.save)
+        phases, failure = Phases(), None
+        with phases.of("copy" if in_background else "write"):
+            try:
+                self._tiers.make(name)
+            except DlacError as err:
+                failure = name_failure(err, doing="staging")
+            try:  # even without a folder: the engine's save is collective
+                with storing(folder):
+                    engine.save(folder, writer.write)
+                    save_rng(folder, self._tree.rank, writer.write)
+            except DlacError as err:
+                failure = failure or name_failure(err, doing="saving")
+            writer.handed_over()
         return _Staged(
             name=name,
             folder=folder,
@@ -253,12 +235,10 @@ class CheckpointManager:
         vote = self._vote(staged)
         with staged.phases.of("vote"):
             votes = tree.gather(msgpack.packb(vote))
-        answer = None
+        answer, taken, note = None, staged.taken, staged.note
         if votes is not None:
             waited_s = staged.phases["vote"]
-            prepared = Prepared(
-                name=staged.name, engine=staged.engine, taken=staged.taken, waited_s=waited_s, note=staged.note
-            )
+            prepared = Prepared(name=staged.name, engine=staged.engine, taken=taken, waited_s=waited_s, note=note)
             answer = msgpack.packb(self._committer.decide([msgpack.unpackb(each) for each in votes], prepared))
         decision = msgpack.unpackb(tree.broadcast(answer))
         if decision["error"] is not None:
@@ -267,16 +247,21 @@ class CheckpointManager:
         self._copies.committed(staged.name)
         phases = {**staged.phases, **decision.pop("phases"), "total": time.monotonic() - staged.started}
         del decision["error"]
-        return Committed(
-            step=staged.taken.step, losses=list(staged.taken.losses), phases=phases, note=staged.note, **decision
-        )
+        return Committed(step=taken.step, losses=list(taken.losses), phases=phases, note=note, **decision)
 
     def _vote(self, staged: _Staged) -> Vote:
+        """Make this rank's files durable, and return its vote."""
         entries: list[FileEntry] = []
         failure = staged.failure
         try:
             if failure is None:
-                entries = self._write_files(staged)
+                with storing(staged.folder):
+                    with staged.phases.of("write"):
+                        staged.writer.finish()
+                    with staged.phases.of("seal"):
+                        entries = staged.sealer.finish()
+                staged.phases.update(staged.sealer.phases)
+                self.own_bytes += sum(entry.bytes for entry in entries)
         except Exception as err:  # every other rank waits for a vote
             failure = name_failure(err, doing=f"the writing of rank {self._tree.rank}")
         finally:
@@ -293,14 +278,3 @@ class CheckpointManager:
             "cursors": [] if taken.cursors is None else taken.cursors.tolist(),
             "advances": repeatable(taken.advances()),
         }
-
-    def _write_files(self, staged: _Staged) -> list[FileEntry]:
-        """This rank's files, durable."""
-        with storing(staged.folder):
-            with staged.phases.of("write"):
-                staged.writer.finish()
-            with staged.phases.of("seal"):
-                entries = staged.sealer.finish()
-        staged.phases.update(staged.sealer.phases)
-        self.own_bytes += sum(entry.bytes for entry in entries)
-        return entries

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ class FileEntry:
 
 
 Done = Callable[[int, int], None]
-"""Hears how many bytes of files are done, and of how many."""
+"""Receiver of the progress: how many bytes of files are done, and of how many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,21 +93,25 @@ def content_digest(content: bytes) -> str:
 
 
 def read_manifest(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> Manifest:
-    """Return the manifest at this address, or the same from the folder `copy`.
+    """Return the manifest at this address, or the same from the folder `copy`. Raises as `parse_manifest` and `check_there`.
 
-    Raises:
-        CheckpointDamaged: it is missing or differs from the committed one.
-        StoreUnavailable: its store does not exist.
-        FormatTooNew: a newer DLAC wrote it.
+    Raise `CheckpointDamaged` if it is missing or differs from the committed one.
     """
     return parse_manifest(manifest_content(manifest_uri, digest, files, copy=copy), origin=manifest_uri)
 
 
 def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> bytes:
     """Return the manifest as it is stored. Raises as `read_manifest`."""
-    content = None if copy is None else _content_of_copy(copy, digest)
-    if content is None:
-        content = _content(manifest_uri, files)
+    if copy is not None:
+        with suppress(OSError):
+            content = (copy / MANIFEST).read_bytes()
+            if content_digest(content) == digest:
+                return content
+    try:
+        content = files.read(manifest_uri)
+    except FileNotFoundError as err:
+        check_there(manifest_uri, files)
+        raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
     if content_digest(content) != digest:
         raise CheckpointDamaged(
             f"expected the manifest {manifest_uri!r} to have digest {digest}, found another content"
@@ -116,11 +120,9 @@ def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy:
 
 
 def parse_manifest(content: bytes, *, origin: str) -> Manifest:
-    """A manifest as it was stored.
+    """Return a manifest as it was stored. Raise `FormatTooNew` if a newer DLAC wrote it.
 
-    Raises:
-        CheckpointDamaged: it is no manifest, or names a file that is not in its folder.
-        FormatTooNew: a newer DLAC wrote it.
+    Raise `CheckpointDamaged` if it is no manifest, or names a file that is not in its folder.
     """
     try:
         raw = json.loads(content)
@@ -155,28 +157,8 @@ def _check_paths(entries: Sequence[FileEntry], origin: str) -> None:
         seen.add(path)
 
 
-def _content_of_copy(folder: Path, digest: str) -> bytes | None:
-    try:
-        content = (folder / MANIFEST).read_bytes()
-    except OSError:
-        return None
-    return content if content_digest(content) == digest else None
-
-
-def _content(manifest_uri: str, files: StoreFiles) -> bytes:
-    try:
-        return files.read(manifest_uri)
-    except FileNotFoundError as err:
-        check_there(manifest_uri, files)
-        raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
-
-
 def check_there(manifest_uri: str, files: StoreFiles) -> None:
-    """Distinguish an unavailable store from a loss: the folder above a checkpoint exists, or the store is unavailable.
-
-    Raises:
-        StoreUnavailable: it does not exist.
-    """
+    """Raise `StoreUnavailable` if the folder above a checkpoint does not exist either, which is no loss of the checkpoint."""
     attempt = manifest_uri.rsplit("/", 2)[0]
     if is_local(manifest_uri):
         exists = path_at(attempt).is_dir()
@@ -191,9 +173,8 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
 def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done = lambda done, total: None) -> None:
     """Re-read every file in the folder at this address, and compare size and digest. `done` receives the progress.
 
-    Raises:
-        CheckpointDamaged: a file is missing, truncated or altered. The message names the first one.
-        StoreUnavailable: a file cannot be read for another reason, or the store does not exist any more.
+    Raise `CheckpointDamaged` with the first file that is missing, truncated or altered, `StoreUnavailable` if a file cannot be
+    read for another reason.
     """
     with store_there(below(folder, MANIFEST), files):
         verify_entries(manifest.files, folder, files, done)
@@ -217,10 +198,7 @@ def verify_entries(
 
 
 def of_each(entries: Sequence[FileEntry], work: Callable[[FileEntry], Result], done: Done) -> list[Result]:
-    """Return the results of `work` for each entry, in threads.
-
-    `done` receives the progress. After an error of either, no more begin.
-    """
+    """Return the results of `work` for each entry, in threads. After an error of `work` or `done`, no more begin."""
     results: list[Result] = []
     so_far, total = 0, sum(entry.bytes for entry in entries)
     done(so_far, total)
@@ -243,11 +221,7 @@ def verify_entry(entry: FileEntry, folder: str, files: StoreFiles) -> None:
 
 
 def check_inside(entry: FileEntry, folder: str) -> None:
-    """Check that no symbolic link leads from a local folder to a file elsewhere.
-
-    Raises:
-        CheckpointDamaged: one does.
-    """
+    """Raise `CheckpointDamaged` if a symbolic link leads from a local folder to a file elsewhere."""
     if is_local(folder):
         path = path_at(folder)
         if not (path / entry.path).resolve().is_relative_to(path.resolve()):

@@ -38,11 +38,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def load_rng(folder: Path, rank: int) -> None:
-    """Restore what `save_rng` saved.
-
-    Raises:
-        CheckpointUnsafe: there is more in it than tensors and plain values.
-    """
+    """Restore what `save_rng` saved. Raises as `load_tensors`."""
     set_rng_state(load_tensors(rng_file(folder, rank)))
 
 

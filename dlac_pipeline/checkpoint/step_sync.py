@@ -2,7 +2,7 @@
 
 It adds no barrier. A message that is sent after step n is read after step n+1, and has arrived long before. Every rank sees
 the same message at the same step, so all ranks stop, and take a checkpoint, at the same optimizer-step boundary. The number
-of steps until the next message follows from the message itself, so it is equal on all ranks.
+of steps until the next message follows from the message itself.
 
 A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank has such
 a loss, the messages of all ranks cover the steps up to the one before the last. The first message announces it, and waits for
@@ -47,10 +47,7 @@ class ReadLoss:
 
 
 def start_reading(loss: torch.Tensor | float, *, waits: bool = False) -> ReadLoss:
-    """Begin to read a loss. One on an accelerator is copied after the work that was launched there.
-
-    The copy is not waited for, unless `waits` is true.
-    """
+    """Begin to read a loss. A copy from an accelerator is not waited for, unless `waits` is true."""
     if not isinstance(loss, torch.Tensor):
         return ReadLoss(loss, None)
     accelerator = torch.accelerator.current_accelerator()
@@ -90,8 +87,6 @@ class StepSync(RankReport):
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A message in flight."""
-
     step: int
     """The last finished step of this rank."""
     covered_step: int
@@ -143,17 +138,10 @@ class StepSyncs:
         self._sent_at = now
         count = len(self._losses) - late_steps
         losses = [loss.wait() for loss in self._losses[:count]]
-        report = self._report
-        notices = [float(report.notice == each) for each in NOTICES]
+        report, is_late = self._report, any(loss.is_late for loss in self._losses)
         numbers = [
-            self._step,
-            elapsed_s,
-            report.notice_age_s,
-            float(report.due),
-            report.needed_s,
-            float(report.makes_room),
-            float(any(loss.is_late for loss in self._losses)),
-            *notices,
+            *(self._step, elapsed_s, report.notice_age_s, report.due, report.needed_s, report.makes_room, is_late),
+            *(report.notice == each for each in NOTICES),
         ]
         padding = [0.0] * (MAX_STEPS - count)
         message = torch.tensor([*numbers, *losses, *padding], dtype=torch.float64)
@@ -162,14 +150,10 @@ class StepSyncs:
         self._losses = self._losses[count:]
 
     def _receive(self) -> StepSync | None:
-        """Return the message in flight, or None.
-
-        Raises:
-            CursorMismatch: the ranks were not at the same step.
-        """
-        if self._pending is None:
-            return None
+        """Return the message in flight, or None. Raise `CursorMismatch` if the ranks were not at the same step."""
         sent, self._pending = self._pending, None
+        if sent is None:
+            return None
         if sent.work is not None:
             sent.work.wait()
         steps, elapsed_s, ages_s, due, needed_s, makes_room, late, *rest = sent.numbers.tolist()

@@ -1,9 +1,8 @@
 """Places of a run's checkpoints: made in a local folder, copied to the store, under the same names in both.
 
 If the store is that local folder, one copy exists. Otherwise a checkpoint exists only by its copy in the store, and the one
-in the local folder makes a restart on the same node faster. Nothing is ever overwritten.
-
-The run's folder is made before an attempt and never later. If it is missing then, its mount is gone.
+in the local folder makes a restart on the same node faster. Nothing is ever overwritten. The run's folder is made before an
+attempt and never later: if it is missing then, its mount is gone.
 """
 
 import secrets
@@ -50,11 +49,7 @@ class Tiers:
         return str(self.local / self.run) if self.store is None else below(self.store, self.run)
 
     def make(self, name: str) -> None:
-        """Make the folder in which the checkpoint `name` is made, in that of its run.
-
-        Raises:
-            StoreUnavailable: it cannot be made, or the run's is gone with its mount.
-        """
+        """Make the folder in which the checkpoint `name` is made, in that of its run. Raises as `storing`."""
         folder = self.folder(name)
         with storing(folder):
             make_below(self.local / self.run, folder)
@@ -68,8 +63,7 @@ class Tiers:
     def check_writable(self) -> None:
         """Make the run's folders and prove that they can be written, on every node before its part of an attempt.
 
-        Raises:
-            StoreUnavailable: one cannot be written.
+        Raise `StoreUnavailable` if one cannot be written.
         """
         folder = self.local / self.run
         with storing(folder):
@@ -89,10 +83,8 @@ def tiers_of(spec: JobSpec) -> Tiers:
     files = StoreFiles(
         {**configured(spec.lakehouse).properties, **settings.store_properties}, deadline_s=settings.store_deadline_s
     )
-    one_place = is_local(settings.store) and path_at(settings.store).resolve() == Path(settings.local).resolve()
-    return Tiers(
-        run=spec.run, local=Path(settings.local), store=None if one_place else _address(settings.store), files=files
-    )
+    local, store = Path(settings.local), _address(settings.store)
+    return Tiers(run=spec.run, local=local, store=None if store == local.resolve().as_uri() else store, files=files)
 
 
 def stage_name(*, attempt: int, step: int, nonce: str) -> str:

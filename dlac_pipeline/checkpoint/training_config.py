@@ -1,6 +1,7 @@
 """Digest of what a model was trained with: two checkpoints with the same digest differ by data and steps alone."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -8,10 +9,7 @@ from blake3 import blake3
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _TRAINING = {"source", "mixture", "sequences", "order", "params"}
-"""Sections that determine training.
-
-The places of lakehouse and store, the number of ranks and their supervision change no model.
-"""
+"""Sections that determine training. Places, the number of ranks and their supervision change no model."""
 
 
 def config_digest(spec: JobSpec) -> str:
@@ -19,14 +17,7 @@ def config_digest(spec: JobSpec) -> str:
     config = spec.model_dump(mode="json", include=_TRAINING)
     for source in (config["source"], *config["mixture"]):
         source["row_filter"] = source["row_filter"] or ""  # as earlier versions wrote a missing filter
-    config["script"] = _digest_of(Path(spec.launch.script))
-    config["args"] = spec.launch.args
+    config |= {"script": None, "args": spec.launch.args}
+    with suppress(OSError):  # as when another launcher was given another script
+        config["script"] = blake3(Path(spec.launch.script).read_bytes()).hexdigest()
     return blake3(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _digest_of(script: Path) -> str | None:
-    """None for a script that is not there, as when another launcher was given another one."""
-    try:
-        return blake3(script.read_bytes()).hexdigest()
-    except OSError:
-        return None

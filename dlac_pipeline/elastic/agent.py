@@ -1,7 +1,7 @@
-"""DLAC's elastic agent: torch's, which starts the processes of a node's ranks, with a share of the ranks that each round assigns.
+"""DLAC's elastic agent: torch's, which starts the processes of a node's ranks, with the share of the ranks that a round assigns.
 
-torch's agent restarts ranks by count, and stops all of them as soon as it sees that one ended. DLAC's supervisor decides by
-progress, and first collects the reasons of all ranks. So it asks this agent to start and to stop, and watches the ranks itself.
+torch's agent restarts ranks by count, and stops all of them as soon as one ended. DLAC's supervisor decides by progress, and
+first collects the reasons of all ranks. So it asks this agent to start ranks only, and watches them itself.
 """
 
 import logging
@@ -23,11 +23,11 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.handler import DlacRendezvous
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks import rank
 from dlac_pipeline.elastic.ranks.environment import environment_of_attempt, set_environment
 from dlac_pipeline.elastic.ranks.processes import Processes
 from dlac_pipeline.elastic.ranks.rank import held_signals
-from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
@@ -68,11 +68,8 @@ class RankAgent(LocalElasticAgent):
     def start_processes(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
         """Start this node's ranks of an attempt, and return their processes by rank. `folder` is the launch folder.
 
-        A fork server that still imports is waited for.
-
-        Raises:
-            TrainingFailed: the fork server has ended.
-            OSError: a process cannot be started.
+        A fork server that still imports is waited for. Raise `TrainingFailed` if it has ended, `OSError` if a process cannot be
+        started.
         """
         self._note_share(share)
         self._environment = environment_of_attempt(spec, share, folder)
@@ -135,11 +132,13 @@ class _OwnLogs(LogsSpecs):
 
 
 def _numa_options(launch: LaunchSpec) -> NumaOptions | None:
-    if launch.numa_binding and not torch.cuda.is_available():
+    if not launch.numa_binding:
+        return None
+    if not torch.cuda.is_available():
         raise SpecInvalid(
             f"expected accelerators for launch.numa_binding = {launch.numa_binding!r}, found none: leave it empty on this node"
         )
-    return NumaOptions(affinity_mode=AffinityMode(launch.numa_binding)) if launch.numa_binding else None
+    return NumaOptions(affinity_mode=AffinityMode(launch.numa_binding))
 
 
 @contextmanager

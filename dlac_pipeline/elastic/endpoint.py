@@ -43,25 +43,19 @@ class Endpoint:
     def connect(self) -> TCPStore:
         """Return a new connection to the store, or the store itself where this process serves it.
 
-        Raises:
-            OSError, RuntimeError: no store answers.
+        Raise `OSError` or `RuntimeError` if no store answers.
         """
         own = own_address(self._host)
-        if self._served is not None:
-            return self._served
-        if own and not _answers(own, self._port):
+        if self._served is None:
+            if _answers(own or self._host, self._port):
+                return self.open_client(timeout_s=self._timeout.total_seconds())
+            if not own:
+                raise OSError(f"no rendezvous answers at {self._address!r}")
             self._served = serve_store(own, self._port, timeout=self._timeout)
-            return self._served
-        if not _answers(own or self._host, self._port):
-            raise OSError(f"no rendezvous answers at {self._address!r}")
-        return self.open_client(timeout_s=self._timeout.total_seconds())
+        return self._served
 
     def open_client(self, *, timeout_s: float) -> TCPStore:
-        """Return a new connection to a served store. Its calls wait for a key this long at most.
-
-        Raises:
-            RuntimeError: no store answers.
-        """
+        """Return a new connection to a served store, or raise `RuntimeError`. Its calls wait for a key this long at most."""
         host, patience = own_address(self._host) or self._host, timedelta(seconds=timeout_s)
         return TCPStore(host, self._port, is_master=False, wait_for_workers=False, timeout=patience)
 
@@ -76,11 +70,7 @@ class Endpoint:
         )
 
     def local_address(self) -> str:
-        """Return the address at which the other nodes reach this one.
-
-        Raises:
-            OSError: there is no route to the endpoint.
-        """
+        """Return the address at which the other nodes reach this one. Raise `OSError` if there is no route to the endpoint."""
         own = own_address(self._host)
         if own:
             return own
@@ -93,8 +83,7 @@ class Endpoint:
 def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
     """Serve a rendezvous at host:port until `stop` is set, on a node that outlives those that meet there.
 
-    Raises:
-        SpecInvalid: it is no address of this node, or another process listens there.
+    Raise `SpecInvalid` if it is no address of this node, or if another process listens there.
     """
     try:
         check_port(address)
@@ -114,10 +103,9 @@ def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[],
 
 
 def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool] = lambda: False) -> Result | None:
-    """Return the result of a call on a thread, which is abandoned if it does not end. None: `over` became true.
+    """Return the result of a call on a thread, which is abandoned after a time. None: `over` became true.
 
-    Raises:
-        NotInTime: it did not end.
+    Raise `NotInTime` if the call did not end.
     """
     future: Future[Result] = Future()
 

@@ -53,8 +53,7 @@ def remove_user(user: object) -> None:
 def start_server(spec: JobSpec) -> None:
     """Start the server for a job, unless one runs that was started for the same, or that other ranks use.
 
-    Raises:
-        OSError: it cannot be started.
+    Raise `OSError` if it cannot be started.
     """
     if not is_used(spec):
         return

@@ -1,9 +1,9 @@
 """DLAC's rounds as a rendezvous backend of torchrun: `torchrun --rdzv-backend dlac --rdzv-endpoint HOST:PORT ... train.py`.
 
-torchrun's agent asks for a round, starts its ranks, and asks several times a second whether there should be another round. There
-should be one when a node was lost or its ranks failed, when a node came that makes more ranks, and when the leader was lost.
-The agent then stops its ranks with SIGTERM, so that they commit a checkpoint, and does not count a restart. It counts failures
-of its own ranks, also those that follow from a lost node. The first rank claims the run (`training_run("job.toml")`).
+torchrun's agent starts the ranks of a round, and asks several times a second for another round. There should be one when a node
+was lost or its ranks failed, when a node came that makes more ranks, and when the leader was lost. The agent then stops its ranks
+with SIGTERM, so that they commit a checkpoint, and does not count a restart. It counts failures of its own ranks, also those that
+follow from a lost node. The first rank claims the run (`training_run("job.toml")`).
 """
 
 import threading
@@ -46,13 +46,11 @@ class DlacRendezvous(rendezvous.RendezvousHandler):
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait for the next round, and return this node's place in it.
 
-        Raises:
-            RendezvousClosedError: the run has ended without this node.
-            RendezvousTimeoutError: too few nodes came.
-            SpecInvalid: nodes of another number of ranks, or no secret that they share.
+        Raise `RendezvousClosedError` if the run has ended without this node, `RendezvousTimeoutError` if too few nodes came, and
+        `SpecInvalid` for nodes of another number of ranks, or no secret that they share.
         """
         if self._round is not None:
-            self._round.__exit__(None, None, None)
+            self._round.close()
             if self._round.cut_off:
                 self._membership.forget()
         try:

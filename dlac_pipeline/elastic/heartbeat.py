@@ -22,14 +22,19 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
-from dlac_pipeline.elastic import records
-from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
+from dlac_pipeline.elastic import rank_assignment, records
+from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.watched_time import watched_time
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
-from dlac_pipeline.elastic.timing import BRISK_FOR_S, LastCall, pause_of_leader, pause_of_node
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
+_BRISK_FOR_S = 5.0
+"""Time after the last news in which a node beats as often as if it waited."""
+_EVERY_S = 0.25
+_QUIET_S = 1.0
+_READ_OFTEN = 256
+"""Nodes up to which the leader reads all of them every time. Of more it reads as many per second."""
 _LAST_TICK_S = 1.0
 _REPEAT = 16
 """Ticks after which a leader writes again what it announced: a stranger may have overwritten it."""
@@ -86,9 +91,9 @@ class NodeHeartbeat:
         self._lease_raw = b""
         self._lease_at = self._lease_raw_at = self._spoke_at = self._now()
         self._peers: dict[int, records.Peer] = {}
-        self._last_call = LastCall(launch, self._now)
+        self._last_call = rank_assignment.LastCall(launch, self._now)
         self._leaves = False
-        self._brisk_until = self._now() + BRISK_FOR_S
+        self._brisk_until = self._now() + _BRISK_FOR_S
         self._closing = threading.Event()
         self._hurries = threading.Event()
         self._has_news = threading.Event()
@@ -180,7 +185,7 @@ class NodeHeartbeat:
             others = {slot: offer for slot, offer in self._offers.items() if slot not in members}
             waiting = sorted((offer.ranks for offer in others.values() if offer.config == config), reverse=True)[:room]
             offered = sum(member.offer.ranks for member in self._plan.members) + sum(waiting)
-            return usable_ranks(self._batch_size, offered) > self._plan.world_size
+            return rank_assignment.usable_ranks(self._batch_size, offered) > self._plan.world_size
 
     def publish(self, message: Message, *, hurry: bool = False) -> None:
         """Replace this node's message: to the leader, or, from the leader, to all. Without `hurry` with the next heartbeat."""
@@ -224,12 +229,8 @@ class NodeHeartbeat:
         with self._lock:
             deposed = self._is_leader(slot) and (self._lease["slot"] != slot or self._leader_left)
             moved_on = self._in_round and self.has_moved_on(slot)
-            return (
-                deposed
-                or moved_on
-                or self._gone(slot)
-                or self._heard_at(slot) < self._spoke_at - self._launch.node_timeout_s
-            )
+            is_silent = self._heard_at(slot) < self._spoke_at - self._launch.node_timeout_s
+            return deposed or moved_on or self._gone(slot) or is_silent
 
     def has_moved_on(self, slot: int) -> bool:
         """Return True if another member has taken part in this round and has left it. Known to the leader."""
@@ -252,9 +253,8 @@ class NodeHeartbeat:
     def all_know_the_end(self) -> bool:
         """Return True if every waiting node has read the end of the run. Known to the leader."""
         with self._lock:
-            waiting = [
-                peer.record for slot, peer in self._peers.items() if "offer" in peer.record and not self.is_lost(slot)
-            ]
+            offering = {slot: peer.record for slot, peer in self._peers.items() if "offer" in peer.record}
+            waiting = [record for slot, record in offering.items() if not self.is_lost(slot)]
             return self._end is None or all(record["knows_end"] == self._end["id"] for record in waiting)
 
     def close(self, *, leaves: bool) -> None:
@@ -281,23 +281,24 @@ class NodeHeartbeat:
                 self._depart()
 
     def _pause_s(self) -> float:
-        """Return the time until the next beat."""
         with self._lock:
             if self.leads:
-                return pause_of_leader(len(self._peers))
+                return _EVERY_S * max(1.0, len(self._peers) / _READ_OFTEN)
             trains = self._in_round and bool(self._announced)
             is_quiet = (trains or self.others_train) and self._now() > self._brisk_until
-            return pause_of_node(is_quiet=is_quiet, node_timeout_s=self._launch.node_timeout_s)
+            return min(_QUIET_S, self._launch.node_timeout_s / 10) if is_quiet else _EVERY_S
 
     def _note_news(self) -> None:
-        self._brisk_until = self._now() + BRISK_FOR_S
+        self._brisk_until = self._now() + _BRISK_FOR_S
         self._has_news.set()
 
     def _tick(self) -> None:
         self._ticks += 1
         lease = self._store.read(records.LEASE)
         self._note_lease(lease)
-        if not self._slot and not self._has_foreign_leader():
+        with self._lock:  # nodes with another key may meet here: this node would only overwrite what they write
+            is_foreign = self.is_foreign and self._lease_raw_at > self._now() - self._launch.node_timeout_s
+        if not self._slot and not is_foreign:
             self._take_slot()
         if not self._slot:
             return
@@ -365,12 +366,9 @@ class NodeHeartbeat:
             if self._offer is None or self._in_round or self.refused:  # as the leader it would refuse no other job
                 return False
             heard_at = self._lease_raw_at if self._lease is records.NO_LEASE else self._lease_at
-            silent = heard_at < self._now() - self._launch.node_timeout_s
-            return (
-                (not found.raw and self._lease is records.NO_LEASE)
-                or (bool(self._lease["beat"]) and not self._lease["slot"])
-                or silent
-            )
+            is_silent = heard_at < self._now() - self._launch.node_timeout_s
+            is_new = not found.raw and self._lease is records.NO_LEASE
+            return is_new or is_silent or (bool(self._lease["beat"]) and not self._lease["slot"])
 
     def _lead(self, found: Sealed) -> None:
         """Read all nodes, form a round if it is time for one, and renew the lease."""
@@ -388,8 +386,13 @@ class NodeHeartbeat:
         if waits:
             lease |= self._gather(lease)
         else:
-            lease |= {"message": message, "training": self._end is None, "ready": len(self._offers)}
-            lease["refused"] = self._late_refusal()
+            lease |= {"message": message, "training": self._end is None, "ready": len(self._offers), "refused": {}}
+            with self._lock:  # nodes that wait may be for another job than the round that trains
+                if self._plan is not None:
+                    offers = {**self._offers, self._slot: self._plan.members[0].offer}
+                    lease["refused"] = rank_assignment.refuse_other_jobs(
+                        offers, self._ids_of(offers), self._slot, stay=[self._slot]
+                    )
         self._write_lease(found, lease)
         with self._lock:  # a lease that another node has overwritten announces nothing
             done = [each for each in announced if self._lease["announced"].get(each) == lease["announced"].get(each)]
@@ -400,26 +403,17 @@ class NodeHeartbeat:
             for name, published in self._published.items():
                 self._store.publish(name, published)
 
-    def _late_refusal(self) -> Message:
-        """Return which nodes that wait would train another job than the round that trains."""
-        with self._lock:
-            if self._plan is None:
-                return {}
-            members = {self._slot: self._plan.members[0].offer}
-            offers = {**self._offers, **members}
-            return refuse_other_jobs(offers, self._ids_of(offers), self._slot, stay=[self._slot])
-
     def _ids_of(self, slots: Iterable[int]) -> dict[int, str]:
-        """Return the ids of nodes, this one among them or not."""
         return {slot: self._id if slot == self._slot else self._peers[slot].id for slot in slots}
 
     def _uninformed(self) -> list[str]:
         """Return the ids of nodes that get no verdict in this round: those that wait, and those that are lost."""
-        known = {slot: peer for slot, peer in self._peers.items() if peer.id and not self._gone(slot)}
         return [
-            each.id
-            for slot, each in known.items()
-            if not each.record or "offer" in each.record or self.is_lost(slot)  # of a new node only the id is known
+            peer.id
+            for slot, peer in self._peers.items()
+            if peer.id and not self._gone(slot)
+            # of a new node only the id is known
+            if not peer.record or "offer" in peer.record or self.is_lost(slot)
         ]
 
     def _publish(self, name: str, message: Message) -> None:
@@ -442,11 +436,6 @@ class NodeHeartbeat:
         self._note_lease(
             self._store.replace(records.LEASE, found, {**lease, "beat": records.later_number(self._lease["beat"])})
         )
-
-    def _has_foreign_leader(self) -> bool:
-        """Return whether nodes with another key meet here: this node would only overwrite what they write."""
-        with self._lock:
-            return self.is_foreign and self._lease_raw_at > self._now() - self._launch.node_timeout_s
 
     def _take_slot(self) -> None:
         found = self._store.read("slots")
@@ -500,7 +489,7 @@ class NodeHeartbeat:
             offers = {**self._offers, self._slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.is_lost(slot)]
         ids = self._ids_of(offers)
-        refused = refuse_other_jobs(offers, ids, self._slot, stay=before)
+        refused = rank_assignment.refuse_other_jobs(offers, ids, self._slot, stay=before)
         offers = {slot: offer for slot, offer in offers.items() if ids[slot] not in refused.get("ids", ())}
         state: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
         if self._slot not in offers or not self._last_call.is_over(len(offers), busy=bool(busy)):
@@ -508,13 +497,14 @@ class NodeHeartbeat:
         knows_most = max(offers, key=lambda slot: (offers[slot].attempt, slot == self._slot))
         if offers[knows_most].attempt > mine.attempt:
             return {**state, "slot": knows_most, "id": ids[knows_most]}
-        members = assign_ranks(
+        members = rank_assignment.assign_ranks(
             offers, ids, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
         plan = RoundPlan.form(members, number=records.later_number(lease["round"]), port=free_port())
         self._published = {}
         self._publish(records.name_of_plan(plan.number, self._slot), asdict(plan))
-        records.publish_parts(self._store, plan, formed_by=self._slot)
+        parts = {f"member/{each.slot}": asdict(plan.part(each.place)) for each in plan.members}
+        self._store.publish_all({name: {**part, "formed_by": self._slot} for name, part in parts.items()})
         return {**state, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 
     def _members_before(self, lease: Message) -> list[int]:

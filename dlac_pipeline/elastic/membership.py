@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
-from dlac_pipeline.elastic.rank_assignment import Offer, usable_ranks
+from dlac_pipeline.elastic.rank_assignment import Offer, Share, usable_ranks
 from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
-from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore, shared_secret
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
@@ -55,8 +54,7 @@ class Membership:
     def __init__(self, name: str, launch: LaunchSpec, *, batch_size: int, config: str) -> None:
         """`name`: that of the run, among all that meet at one address. `config`: digest of the node's job.
 
-        Raises:
-            SpecInvalid: several nodes, and no shared secret.
+        Raise `SpecInvalid` for several nodes without a shared secret.
         """
         self._launch = launch
         self._batch_size = batch_size
@@ -75,20 +73,12 @@ class Membership:
 
     @classmethod
     def of_job(cls, spec: JobSpec, *, ledger: str) -> Membership:
-        """Return the membership in a job's run. `ledger` identifies the ledger: other lakehouses have runs of the same name.
-
-        Raises:
-            SpecInvalid: several nodes, and no shared secret.
-        """
+        """Return the membership in a job's run. `ledger` identifies it among runs of the same name in other lakehouses."""
         config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
         return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
 
     def open_store(self) -> Store | None:
-        """Return another connection to the store of the rendezvous, or None for a single node.
-
-        Raises:
-            OSError, RuntimeError: the store does not answer.
-        """
+        """Return another connection to the store of the rendezvous, or None for a single node."""
         return None if self._endpoint is None else self._endpoint.open_client(timeout_s=_AGENTS_WAIT_S)
 
     def next_round(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
@@ -134,7 +124,9 @@ class Membership:
             now = time.monotonic()
             if now >= deadline:
                 raise self._missing(beat, problem)
-            if now >= looked_at + share * self._wanted_every_s(beat):
+            # The leader looks often whether the run has ended, and of many others each seldom.
+            nodes = 1 if beat is None or beat.leads else beat.nodes_known
+            if now >= looked_at + share * _WANTED_EVERY_S * max(1.0, nodes / _WANTED_BY):
                 still_wanted()
                 looked_at = now
             stop.wait(_POLL_S)
@@ -187,11 +179,7 @@ class Membership:
         return self._heartbeat
 
     def _look(self, beat: NodeHeartbeat) -> Round | None:
-        """Return the round that this node is a member of by now, if it is.
-
-        Raises:
-            EndedElsewhere, SpecInvalid: there will be none.
-        """
+        """Return the round that this node is a member of by now. Raise `EndedElsewhere` or `SpecInvalid` if none follows."""
         plan, place = beat.plan, beat.place
         if plan is not None and place is not None:
             return Round(plan.share(place), plan=plan, heartbeat=beat)
@@ -203,11 +191,6 @@ class Membership:
                 "params), script and arguments"
             )
         return None
-
-    def _wanted_every_s(self, beat: NodeHeartbeat | None) -> float:
-        """Return how often this node looks whether the run has ended: the leader often, of many others each seldom."""
-        nodes = 1 if beat is None or beat.leads else beat.nodes_known
-        return _WANTED_EVERY_S * max(1.0, nodes / _WANTED_BY)
 
     def _offer(self, attempt: int) -> Offer:
         assert self._endpoint is not None, "of several nodes"

@@ -1,8 +1,7 @@
 """Imports of multiprocessing's fork server, once per supervisor, so that ranks start without importing.
 
 The fork server imports this module, and this module the rest. A fork copies the calling thread alone, so an import must start
-no thread and open no accelerator. In: environment variable PRELOAD_VARIABLE. Out: imported modules, or the reason why the
-server ended, in a file.
+no thread and open no accelerator.
 """
 
 import ctypes

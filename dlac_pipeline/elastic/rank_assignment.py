@@ -1,13 +1,31 @@
-"""Assignment of ranks to nodes: the largest world size that divides the global batch, so that batches stay what they are.
+"""Assignment of ranks to nodes: the largest world size that divides the global batch, so that batches stay what they are."""
 
-In: what the nodes offer. Out: the members of a round, the leader first, and how many ranks each has.
-"""
-
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+
+_BUSY_MARGIN_S = 10.0
+"""Extra seconds for nodes, past the time in which ranks exit, until a round is formed without them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The ranks of one node in one attempt: `ranks` of `world_size`, beginning with `first_rank`."""
+
+    world_size: int
+    ranks: int
+    first_rank: int = 0
+    node: int = 0
+    """The node's place. 0 leads."""
+    nodes: int = 1
+    """Number of nodes in the attempt."""
+    address: str = "127.0.0.1"
+    """Address of the leader, where ranks meet."""
+    port: int = 0
+    interface: str = ""
+    """Network interface of this node's ranks. Empty: the libraries choose one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +91,9 @@ class RoundPlan:
         """Return the place of a node by its slot and its id, or None if it is not a known member."""
         return next((member.place for member in self.members if (member.slot, member.id) == (slot, id_)), None)
 
-    def member(self, place: int) -> Member:
-        """Return the node at a place, which is known."""
-        if self.is_whole:
-            return self.members[place]
-        return next(member for member in self.members if member.place == place)
-
     def share(self, place: int) -> Share:
         """Return the ranks of the node at a place, which is known."""
-        member = self.member(place)
+        member = next(member for member in self.members if member.place == place)
         return Share(
             world_size=self.world_size,
             ranks=member.ranks,
@@ -146,3 +158,27 @@ def refuse_other_jobs(
     hosts = ", ".join(offers[slot].host for slot in other)
     refused = other if stay else offers
     return {"ids": [ids[slot] for slot in refused], "why": f"found another one on {hosts} than on {offers[mine].host}"}
+
+
+class LastCall:
+    """Wait of the leader for more nodes once enough exist for a round."""
+
+    def __init__(self, launch: LaunchSpec, now: Callable[[], float]) -> None:
+        self._launch = launch
+        self._now = now
+        self._enough_since: float | None = None
+
+    def begin_anew(self) -> None:
+        """Forget since when there have been enough nodes."""
+        self._enough_since = None
+
+    def is_over(self, ready: int, *, busy: bool) -> bool:
+        """Return whether a round of the nodes that are ready is formed. `busy`: a node of the last one still ends its ranks."""
+        if ready < self._launch.min_nodes:
+            self._enough_since = None
+            return False
+        self._enough_since = self._now() if self._enough_since is None else self._enough_since
+        waited_s = self._now() - self._enough_since
+        if busy:  # a node that hangs is not waited for without an end
+            return waited_s >= self._launch.leave_s + _BUSY_MARGIN_S
+        return ready >= self._launch.max_nodes or waited_s >= self._launch.last_call_s

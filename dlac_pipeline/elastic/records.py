@@ -1,11 +1,11 @@
 """Records of a run in the store: the lease of the leader, other nodes as it has read them, and the plan of a round.
 
-A node that leads reads the whole plan. Each other member reads its own part, which has one size for any number of nodes, and is
-written over that of the round before. A member whose part a stranger has overwritten reads the whole plan.
+Each member that does not lead reads its own part of the plan, which has one size for any number of nodes. A member whose part a
+stranger has overwritten reads the whole plan.
 """
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from dlac_pipeline.elastic.rank_assignment import RoundPlan
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore
@@ -47,12 +47,6 @@ def name_of_announcement(lease: Message, subject: str, version: int) -> str:
 def name_of_plan(number: int, formed_by: int) -> str:
     """Return the name of a round's plan. `formed_by` is the slot of the leader that formed it."""
     return f"round/{number}/{formed_by}"
-
-
-def publish_parts(store: SealedStore, plan: RoundPlan, *, formed_by: int) -> None:
-    """Write the part of each member."""
-    parts = {f"member/{each.slot}": asdict(plan.part(each.place)) for each in plan.members}
-    store.publish_all({name: {**part, "formed_by": formed_by} for name, part in parts.items()})
 
 
 def read_round(store: SealedStore, *, number: int, formed_by: int, slot: int = 0) -> RoundPlan | None:

@@ -1,16 +1,14 @@
 """One round, as one of its nodes sees it: its share of the ranks, the leader, and the messages of the others.
 
-The leader claims the run, announces the resume point, watches all ranks, and decides how the attempt has ended. Every other
-node starts its ranks and follows the leader's announcements. A single node leads, and has no others.
+The leader claims the run, watches all ranks, and decides how the attempt has ended. Every other node starts its ranks and
+follows the leader's announcements. A single node leads, and has no others.
 """
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
-from dlac_pipeline.elastic.rank_assignment import Member, RoundPlan
-from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.elastic.rank_assignment import Member, RoundPlan, Share
 from dlac_pipeline.elastic.sealed_store import Message
 
 RESUME, VERDICT = "resume", "verdict"
@@ -24,7 +22,7 @@ _PART_S = 5.0
 
 
 class Round:
-    """Nodes of one attempt, by their places. A context manager."""
+    """Nodes of one attempt, by their places."""
 
     def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: NodeHeartbeat | None = None) -> None:
         """`share` is this node's. A single node has neither plan nor heartbeat."""
@@ -115,11 +113,7 @@ class Round:
         moved_on = self.leads and beat.has_moved_on(slot)
         return beat.is_lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))
 
-    def __enter__(self) -> "Round":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the part of this node in the round."""
         if self._heartbeat is not None:
             self._heartbeat.end_round()

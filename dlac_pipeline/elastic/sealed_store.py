@@ -1,8 +1,8 @@
 """Sealed messages in a store of torch: without the key none can be read, and none is accepted.
 
-In: torch's store, a secret. Out: JSON messages by name. A message is encrypted and authenticated together with its name
-(Fernet of `cryptography`). Nothing from a store is unpickled. A stranger who reaches the port can still delete and overwrite.
-An overwritten message counts as missing, and its writer writes it again.
+A JSON message is encrypted and authenticated together with its name (Fernet of `cryptography`). Nothing from a store is
+unpickled. A stranger who reaches the port can still delete and overwrite. An overwritten message counts as missing, and its
+writer writes it again.
 """
 
 import base64
@@ -113,8 +113,7 @@ class SealedStore:
 def shared_secret(launch: LaunchSpec) -> str:
     """Return the secret that the nodes of a run share: from the environment, or from the file that the job spec names.
 
-    Raises:
-        SpecInvalid: there is none, or a short one.
+    Raise `SpecInvalid` without one, or for a short one.
     """
     file = launch.rendezvous_key_file
     try:

@@ -1,7 +1,7 @@
 """torchrun's options and PET_* variables for `dlac train`, as settings of the launch section.
 
-In: options as torchrun takes them. Out: settings by name. torchrun's own parser reads them, so that they mean the same. Options
-that would change nothing here, or something that the job spec decides, are refused.
+torchrun's own parser reads them, so that they mean the same. Options that would change nothing here, or something that the job
+spec decides, are refused.
 """
 
 import argparse
@@ -35,8 +35,7 @@ def launch_settings(
 ) -> dict[str, Any]:
     """Return the settings of the launch section that options replace. Environment variables count less than options.
 
-    Raises:
-        SpecInvalid: an option has no meaning here, or its value does not exist.
+    Raise `SpecInvalid` if an option has no meaning here, or if its value does not exist.
     """
     given = _parse(options, environment)
     settings: dict[str, Any] = {}
@@ -107,11 +106,7 @@ def _take_meeting_point(given: dict[str, Any], settings: dict[str, Any], run: st
 
 
 def _ranks_per_node(value: str) -> int:
-    """Return the number of ranks that torchrun's --nproc-per-node stands for on this node.
-
-    Raises:
-        SpecInvalid: it is neither a number nor a kind of device that this node has.
-    """
+    """Return the number of ranks that torchrun's --nproc-per-node stands for on this node."""
     if value.isascii() and value.isdecimal():
         return int(value)
     from torch.distributed.run import determine_local_world_size

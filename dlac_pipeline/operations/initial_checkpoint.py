@@ -12,7 +12,6 @@ from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing, tiers_of
-from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
@@ -104,10 +103,9 @@ def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, opened: 
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     return Committer(
         AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order),
-        lakehouse=lakehouse,
-        settings=spec.checkpoint,
-        config_digest=config_digest(spec),
-        tiers=tiers_of(spec),
+        spec,
+        lakehouse,
+        tiers_of(spec),
     )
 
 

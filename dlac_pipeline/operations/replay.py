@@ -15,9 +15,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
-from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import TrainingFailed

@@ -1,7 +1,4 @@
-"""One attempt of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process.
-
-In: a job spec, and the failure before. Out: events, the end of the attempt, and a row in `recoveries` if it recovered.
-"""
+"""One attempt of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process."""
 
 import json
 import signal
@@ -146,22 +143,20 @@ class SupervisedAttempt:
             stop=self._supervision.stop,
             on_claim=self._supervision.starter.import_agent,
         )
-        failure = self._failure or (self._failure_before(point.replaces) if point.replaces > 0 else None)
+        failure = self._failure
+        if failure is None and point.replaces > 0:  # another supervisor led the failed attempt
+            rows = self._retrying()(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow, CheckpointRow))
+            failure = failure_of_attempt(
+                rows,
+                point.replaces,
+                noticed_by=self._supervision.request.noticed_by,
+                noticed_at=self._supervision.noticed_at,
+                launched_at=self._supervision.launched_at,
+                stopped_at=self._started_at,
+            )
         if failure is not None:
             self._monitor.begin_recovery(self._spec, point, failure)
         return point
-
-    def _failure_before(self, attempt: int) -> Failure | None:
-        """Return the failure of an attempt that another supervisor led."""
-        rows = self._retrying()(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow, CheckpointRow))
-        return failure_of_attempt(
-            rows,
-            attempt,
-            noticed_by=self._supervision.request.noticed_by,
-            noticed_at=self._supervision.noticed_at,
-            launched_at=self._supervision.launched_at,
-            stopped_at=self._started_at,
-        )
 
     def _resume(self, point: ResumePoint) -> None:
         """Hand the resume point to the ranks of all nodes."""
@@ -189,8 +184,8 @@ class SupervisedAttempt:
     def _wait_for_start(self, ranks: AllRanks) -> list[int]:
         """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""
         while not ranks.own.is_started:
-            self._relay_stop(ranks)
-            if self._supervision.stop.is_set():
+            if ranks.stop_requested or self._supervision.stop.is_set():
+                self._supervision.stop.set()
                 self._apply(Observation.STOP_REQUESTED, ranks)
             time.sleep(POLL_S)
         return ranks.own.pids
@@ -207,7 +202,8 @@ class SupervisedAttempt:
 
     def _observe(self, ranks: AllRanks) -> Iterator[tuple[Observation, Exit | None]]:
         """Yield what is observed now, with the rank to blame. An exit precedes what the ranks can no longer receive."""
-        self._relay_stop(ranks)
+        if ranks.stop_requested:  # another node was asked to stop the run
+            self._supervision.stop.set()
         if ranks.own.has_notice:
             yield Observation.NOTICE_RECEIVED, None
         exited = ranks.all_exited()  # read first: a rank that dies between the two reads has failed
@@ -235,11 +231,7 @@ class SupervisedAttempt:
     def _apply(
         self, observation: Observation, ranks: AllRanks, cause: Exit | None = None
     ) -> Ending | Failure | Rescale | None:
-        """Do what an observation requires. Return the end of the attempt once it has ended.
-
-        Raises:
-            LeftUnfinished: the ranks exited without a request, and no rank reported an ending.
-        """
+        """Do what an observation requires. Return the end of the attempt once it has ended."""
         decision = self._machine.observe(observation)
         if decision is Decision.LEAVE:
             self._supervision.leave()
@@ -261,11 +253,6 @@ class SupervisedAttempt:
             return self._conclude(ranks, self._reported_ending(ranks))
         return None
 
-    def _relay_stop(self, ranks: AllRanks) -> None:
-        """Request a stop here if another node was asked to stop the run."""
-        if ranks.stop_requested:
-            self._supervision.stop.set()
-
     def _was_terminated(self, ranks: AllRanks, failures: list[Exit]) -> bool:
         """Return True if a rank died of the signal that asked it to exit, before it could handle the signal."""
         is_draining = self._machine.state is AttemptState.DRAINING
@@ -273,10 +260,7 @@ class SupervisedAttempt:
         return requested and any(failure.code == -signal.SIGTERM for failure in failures)
 
     def _conclude(self, ranks: AllRanks, ending: Ending) -> Ending | Rescale:
-        """Return the end of the attempt.
-
-        If this node leaves the run to others, or nodes come or go and the run was not stopped, the other nodes resume it.
-        """
+        """Return the end of the attempt: other nodes resume it if nodes come or go and the run was not stopped."""
         supervision, rescales = self._supervision, self._machine.rescales
         if rescales and ranks.own.has_notice:  # a termination notice arrived after the request for a checkpoint
             supervision.leave()
@@ -314,7 +298,6 @@ class SupervisedAttempt:
         return failure
 
     def _read_ranks(self, ranks: AllRanks) -> None:
-        """Read the events and the heartbeats of the ranks."""
         self._forward_events()
         self._monitor.observe(ranks.heartbeats())
 

@@ -1,7 +1,4 @@
-"""State machine of an attempt on one node. It is pure: observations go in, decisions come out.
-
-The attempt observes its ranks and its round, passes each observation to `AttemptMachine.observe`, and acts on the decision.
-"""
+"""State machine of an attempt on one node. It is pure: observations go in, decisions come out."""
 
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -108,11 +105,7 @@ class AttemptMachine:
         self._has_others = has_others
 
     def observe(self, observation: Observation) -> Decision:
-        """Change the state and return the decision.
-
-        Raises:
-            ValueError: the observation is impossible in this state.
-        """
+        """Change the state and return the decision. Raise `ValueError` if the observation is impossible in this state."""
         before = self.state
         if before is not ONLY_IN.get(observation, before) and before is not AttemptState.ENDED:
             raise ValueError(f"expected {observation.name} in state {ONLY_IN[observation].name}, found {before.name}")

@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of,
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
-from dlac_pipeline.plan.plan import Plan, Plans
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
@@ -41,7 +41,7 @@ RESUME = ResumeOptions()
 
 
 class LegChooser:
-    """Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
+    """Chooser of the leg that a launch trains."""
 
     def __init__(
         self, ledger: Ledger, plans: Plans, spec: JobSpec, options: ResumeOptions, *, recovering: bool
@@ -75,11 +75,7 @@ class LegChooser:
         return self.at(rows, manifest)
 
     def at(self, rows: list[typed_rows.LedgerRow], manifest: Manifest | None) -> Leg:
-        """Return the leg of an attempt that resumes after this checkpoint.
-
-        Raises:
-            ResumeMismatch: the spec requests another leg, and no new leg was requested.
-        """
+        """Return the leg of an attempt that resumes after this checkpoint. Raises as `check`."""
         if manifest is None:
             return self._first(rows)
         leg = leg_of(rows, manifest.checkpoint_id)
@@ -98,13 +94,10 @@ class LegChooser:
         )
 
     def check(self, leg: Leg, rows: Sequence[typed_rows.LedgerRow]) -> Leg:
-        """Check the requests of the spec and of the run's rewinds against the committed `leg`.
+        """Check the requests of the spec and of the run's rewinds against `leg`. Exclusions of rewinds need no new leg.
 
-        Exclusions of rewinds need no new leg.
-
-        Raises:
-            ResumeMismatch: they differ and no new leg was requested, or the number of sources differs.
-            TableReplaced: a table was dropped and created again.
+        Raise `ResumeMismatch` if they differ and no new leg was requested, or if the number of sources differs, `TableReplaced`
+        if a table was dropped and created again.
         """
         check_sources(self._spec, leg)
         uuids = self._table_uuids()
@@ -118,7 +111,11 @@ class LegChooser:
             sources = tuple(replace(source, plan_id=plan.plan_id) for source, plan in named)
             requested = replace(requested, sources=sources)
         if not self._spec.launch.new_leg:
-            _leg_excluding(leg, excluded).check_same(requested)
+            committed = (
+                replace(source, exclude=_with(source.exclude, index, excluded))
+                for index, source in enumerate(leg.sources)
+            )
+            replace(leg, sources=tuple(committed)).check_same(requested)
         return requested
 
     def _first(self, rows: list[typed_rows.LedgerRow]) -> Leg:
@@ -134,11 +131,10 @@ class LegChooser:
         spec = _as_it_began(excluding(self._spec, exclusions_in_force(rows)), rows) if again else self._spec
         claimed = self._claimed_plans(rows) if self._recovering and not again else ()
         known = tuple(plan.plan_id for plan in self._options.plans) or claimed
-        plans = [self._plans.load(plan_id) for plan_id in known] or self._new_plans(spec)
+        plans = [self._plans.load(plan_id) for plan_id in known] or [
+            self._plans.add(plan) for plan in plan_sources(self._lakehouse, spec)
+        ]
         return leaving_out(self._plans, spec, first_leg(spec, plans), self._options.unreadable)
-
-    def _new_plans(self, spec: JobSpec) -> list[Plan]:
-        return [self._plans.add(plan) for plan in plan_sources(self._lakehouse, spec)]
 
     def _claimed_plans(self, rows: list[typed_rows.LedgerRow]) -> tuple[str, ...]:
         """Return the plans that the attempt to be recovered had claimed, if the spec still requests them."""
@@ -168,10 +164,7 @@ def excluding(spec: JobSpec, exclusions: Sequence[typed_rows.Exclusion]) -> JobS
 
 
 def _as_it_began(spec: JobSpec, rows: Sequence[typed_rows.LedgerRow]) -> JobSpec:
-    """Return the spec with the snapshots of the run's first leg where it names none.
-
-    A followed table is read at its current snapshot.
-    """
+    """Return the spec with the snapshots of the run's first leg where it names none and follows no appends."""
     first = first_leg_of(rows)
     if first is None or len(first.sources) != len(spec.sources):
         return spec
@@ -199,13 +192,6 @@ def planned(leg: Leg) -> dict[str, Any]:
             typed_rows.PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources
         ],
     }
-
-
-def _leg_excluding(leg: Leg, exclusions: Sequence[typed_rows.Exclusion]) -> Leg:
-    sources = [
-        replace(source, exclude=_with(source.exclude, index, exclusions)) for index, source in enumerate(leg.sources)
-    ]
-    return replace(leg, sources=tuple(sources))
 
 
 def _with(known: Sequence[str], source: int, exclusions: Sequence[typed_rows.Exclusion]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Recovery coordinator: claim the run, find the checkpoint to resume from, and verify its files (design.md section 7).
 
-Every failure has the same four steps: claim, resolve, load, resume. A recovery that is killed anywhere can be started again.
+A recovery that is killed anywhere can be started again.
 """
 
 import json
@@ -152,8 +152,8 @@ def claim_and_verify(
     claimed = _claim(ledger, before, leg, request, detail=_detail_of(spec, request, tiers))
     claimed_at = time.monotonic()
     on_claim()
-    found = _resolve(ledger, claimed, chooser, tiers, verifying, verify)
-    return _resume_point(claimed, found, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
+    point = _resume(ledger, claimed, chooser, tiers, verifying, verify)
+    return replace(point, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,16 +169,6 @@ class _Claimed:
     """Head at the claim. The replaced attempt may have committed a checkpoint after `head_before`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Resolved:
-    """The checkpoint to resume from, or none, and the rows of the run after its quarantines."""
-
-    leg: Leg
-    rows: list[LedgerRow]
-    restored: Restored | None
-    quarantined: list[str]
-
-
 def _claim(ledger: Ledger, before: RunState, leg: Leg, request: ClaimRequest, *, detail: Mapping[str, Any]) -> _Claimed:
     """Claim the run with the plans of its leg. Raises as `claim_and_verify`."""
     nonce, current = request.nonce, request.current
@@ -191,11 +181,12 @@ def _claim(ledger: Ledger, before: RunState, leg: Leg, request: ClaimRequest, *,
     return _Claimed(attempt=attempt, replaced=replaced, leg=leg, head_before=before.fence.head, head=state.fence.head)
 
 
-def _resolve(
+def _resume(
     ledger: Ledger, claimed: _Claimed, chooser: LegChooser, tiers: Tiers, verifying: Verifying, verify: Verify
-) -> _Resolved:
+) -> ResumePoint:
     """Find the newest whole checkpoint, quarantine newer damaged ones, and choose its leg. Raises as `claim_and_verify`."""
-    rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
+    attempt, leg = claimed.attempt, claimed.leg
+    rows = ledger.rows(attempt.run, kinds=HEAD_KINDS)
     if claimed.head not in (claimed.head_before, None):  # the replaced attempt committed a checkpoint in between
         chooser.check(leg_of(rows, claimed.head or ""), rows)
     found, damaged = _newest_whole(rows, claimed.head, tiers, verifying, verify)
@@ -203,11 +194,20 @@ def _resolve(
     if manifest is not None:
         _mark_head(manifest, checkpoint_rows(rows), tiers)
     if damaged:
-        rows = _quarantine(ledger, claimed.attempt, damaged, manifest)
-    leg = claimed.leg
+        rows = _quarantine(ledger, attempt, damaged, manifest)
     if chooser.unsure or (manifest.checkpoint_id if manifest else None) != claimed.head_before:
         leg = chooser.at(rows, manifest)
-    return _Resolved(leg=leg, rows=rows, restored=found, quarantined=list(damaged))
+    before = None if manifest is None else leg_of(rows, manifest.checkpoint_id)
+    point = ResumePoint(
+        attempt=attempt.number,
+        nonce=attempt.nonce,
+        replaces=claimed.replaced,
+        leg=leg.to_json(),
+        leg_is_new=before is None or leg.index != before.index,
+        leaves_out_more=leg.leaves_out_more_than(before),
+        quarantined=list(damaged),
+    )
+    return point if found is None else point.after(found, checkpoint_rows(rows)[found.manifest.checkpoint_id])
 
 
 def _detail_of(spec: JobSpec, request: ClaimRequest, tiers: Tiers) -> dict[str, Any]:
@@ -225,11 +225,7 @@ def _detail_of(spec: JobSpec, request: ClaimRequest, tiers: Tiers) -> dict[str, 
 
 
 def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head: Manifest | None) -> list[LedgerRow]:
-    """Quarantine the damaged checkpoints that are newer than `head`, and return the rows of the run after that.
-
-    Raises:
-        NoRestorableCheckpoint: no whole checkpoint is left.
-    """
+    """Quarantine the damaged checkpoints that are newer than `head`, and return the rows of the run after that."""
     quarantine(ledger, attempt, damaged=damaged, head_after=None if head is None else head.checkpoint_id)
     rows = ledger.rows(attempt.run, kinds=HEAD_KINDS)
     if head is None:
@@ -266,22 +262,3 @@ def _newest_whole(
             except errors.CheckpointDamaged as err:
                 damaged[name] = str(err)
     return None, damaged
-
-
-def _resume_point(claimed: _Claimed, found: _Resolved, *, claim_s: float, verify_s: float) -> ResumePoint:
-    manifest = None if found.restored is None else found.restored.manifest
-    before = None if manifest is None else leg_of(found.rows, manifest.checkpoint_id)
-    base = ResumePoint(
-        attempt=claimed.attempt.number,
-        nonce=claimed.attempt.nonce,
-        replaces=claimed.replaced,
-        leg=found.leg.to_json(),
-        leg_is_new=before is None or found.leg.index != before.index,
-        leaves_out_more=found.leg.leaves_out_more_than(before),
-        quarantined=found.quarantined,
-        claim_s=claim_s,
-        verify_s=verify_s,
-    )
-    if found.restored is None or manifest is None:
-        return base
-    return base.after(found.restored, checkpoint_rows(found.rows)[manifest.checkpoint_id])

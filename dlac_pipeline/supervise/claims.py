@@ -21,8 +21,7 @@ _ON_THE_WAY = ("steps", "seconds", "auto")
 def launch_folders_of(rows: Sequence[LedgerRow], attempt: int) -> list[Path]:
     """Return the launch folders of an attempt that exist on this node: the leader's, and those of nodes that follow.
 
-    The attempt's claim names the leader's folder. Nodes that follow name no folder in the ledger, and are recognized by the
-    resume point in their folders.
+    The attempt's claim names the leader's folder. Those of other nodes are recognized by the resume point in them.
     """
     named = claim_of(rows, attempt).launch_folder
     if not named:
@@ -46,8 +45,7 @@ def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> JobSpec:
     """Return the job spec of an attempt, from its launch folder, with the places of `lakehouse`.
 
-    Raises:
-        NoSuchJobSpec: the job spec is not on this node.
+    Raise `NoSuchJobSpec` if the job spec is not on this node.
     """
     folder = claim_of(rows, attempt).launch_folder
     if not folder:

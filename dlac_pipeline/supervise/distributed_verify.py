@@ -1,12 +1,12 @@
 """Distributed verification: all nodes of an attempt that share the checkpoint folder each read a part of the files.
 
-The leader names the checkpoint to resume from. Each node reads the manifest and computes its part in the same way. The leader
-reads itself what another node cannot read, finds damaged, or has not read in time.
+The leader names the checkpoint. It reads itself what another node cannot read, finds damaged, or has not read in time.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from heapq import heapreplace
 from typing import Any
@@ -88,10 +88,7 @@ class NodeVerifiers:
 
 
 class NodeVerifier:
-    """Verification on a node that follows. A thread reads while the node continues to report.
-
-    The thread is a daemon, so that a file system that does not answer cannot block the node.
-    """
+    """Verification on a node that follows. A thread reads, so that a file system that hangs does not block the node."""
 
     def __init__(self, round_: Round, files: StoreFiles) -> None:
         self._round = round_
@@ -116,19 +113,16 @@ class NodeVerifier:
         self._wanted = {}
 
     def _read(self, request: Message) -> None:
-        so_far = 0
-        try:
+        so_far, holds = 0, False
+        with suppress(DlacError):  # the leader reads the part itself, and decides
             manifest = manifests.read_manifest(request["uri"], request["digest"], self._files)
-            part = parts_of(manifest.files, self._round.share.nodes)[self._round.share.node]
-            for entry in part:
+            for entry in parts_of(manifest.files, self._round.share.nodes)[self._round.share.node]:
                 manifests.verify_entry(entry, folder_uri(request["uri"]), self._files)
                 so_far += entry.bytes
                 if not self._report(request, bytes=so_far):
                     return
-        except DlacError:  # the leader reads the part itself, and decides
-            self._report(request, bytes=so_far, holds=False)
-        else:
-            self._report(request, bytes=so_far, holds=True)
+            holds = True
+        self._report(request, bytes=so_far, holds=holds)
 
     def _report(self, request: Message, **progress: Any) -> bool:
         """Report the progress. Return False if the leader's request has changed or ended."""

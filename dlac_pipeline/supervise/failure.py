@@ -1,7 +1,4 @@
-"""Failures: why an attempt ended without finishing, the rank that caused it, and the work that was lost.
-
-In: exits and heartbeats of ranks. Out: a `Failure`, for the restart policy and for the record of the recovery.
-"""
+"""Failures: why an attempt ended without finishing, the rank that caused it, and the work that was lost."""
 
 import signal
 import time
@@ -103,13 +100,12 @@ def failure_of_attempt(
 ) -> Failure | None:
     """Return the failure of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
-    Return None for an attempt that only adopted, rewound or forked, and for one that exited in order and is started again by
-    an operator.
+    Return None if the attempt did not train, or exited in order and is started again by an operator.
     """
-    if not claim_of(rows, attempt).trains or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
+    claim = claim_of(rows, attempt)
+    if not claim.trains or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
         return None
-    folder = claim_of(rows, attempt).launch_folder
-    found = read_heartbeats(Path(folder)) if folder else []
+    found = read_heartbeats(Path(claim.launch_folder)) if claim.launch_folder else []
     appended = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and row.seq]
     heartbeats_at = [*(progress.at for progress in found), *appended]
     return Failure(

@@ -20,13 +20,9 @@ def load_checkpoint(
 ) -> tuple[float, float]:
     """Load the checkpoint of a resume point into an engine, and the random generators of this rank. Collective.
 
-    Without a checkpoint only the generators are seeded. `restores` is true for one rank of every node.
-
-    Return the seconds until the conversion was done, and those of the load.
-
-    Raises:
-        ResumeMismatch: the checkpoint was saved by another kind of engine.
-        DlacError: from `fetch_checkpoint` and `load_state`.
+    Without a checkpoint only the generators are seeded. `restores` is true for one rank of every node. Return the seconds until
+    the conversion was done, and those of the load. Raise `ResumeMismatch` if another kind of engine saved the checkpoint.
+    Otherwise raises as `fetch_checkpoint` and `load_state`.
     """
     if point.folder is None:
         seed_rng(spec.order.seed, 0, tree.rank)
@@ -55,10 +51,8 @@ def load_checkpoint(
 def fetch_checkpoint(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
     """Return the verified files on this node: the claimer's own, a mounted store's, or a new copy. Collective.
 
-    `restores` is true for one rank of every node.
-
-    Raises:
-        StoreUnavailable, CheckpointDamaged: a node has no whole copy and cannot get one. Raised on all ranks.
+    `restores` is true for one rank of every node. Raise `StoreUnavailable` or `CheckpointDamaged` on all ranks if a node has no
+    whole copy and cannot get one.
     """
     assert point.folder is not None, "there is a checkpoint to resume from"
     elsewhere = tiers.store is not None and point.host != socket.gethostname()

@@ -1,7 +1,4 @@
-"""An attempt on a node that follows: it starts its ranks, and the leader decides how the attempt ends.
-
-In: the resume point from the leader. Out: the leader's verdict, or this node's own if the leader is lost.
-"""
+"""An attempt on a node that follows: it starts its ranks, and the leader decides how the attempt ends."""
 
 import json
 import time
@@ -122,9 +119,8 @@ class FollowerAttempt:
             return
         self._reported_at = time.monotonic()
         answers = bool(self._round.message_of(LEADER).get(REQUESTS_REPORTS))  # before the ranks are read
-        asked = ""
-        if self._supervision.stop.is_set():
-            asked = LEAVE if self._supervision.leaving.is_set() else STOP
+        request = LEAVE if self._supervision.leaving.is_set() else STOP
+        asked = request if self._supervision.stop.is_set() else ""
         self._round.publish({**report_of(ranks, asked=asked, answers=answers), **self._verifier.message})
 
     def _resume(self) -> None:

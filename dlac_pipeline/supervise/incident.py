@@ -1,7 +1,6 @@
 """One incident: a failure, and the phases of the recovery from it until the first new optimizer step is done.
 
-A recovery that fails before that step has a row too, and so has a run that is given up. In: heartbeats of all ranks. Out: events,
-and a row in `recoveries` if the attempt recovers from a failure.
+A recovery that fails before that step has a row too, and so has a run that is given up.
 """
 
 import math
@@ -59,23 +58,20 @@ class AttemptMonitor:
             self.end_recovery("resumed")
         for straggler in self._stragglers.observe(known):
             self._publish(straggler.event())
-        self._publish_step(known[0])
+        first, now = known[0], time.monotonic()
+        step = (first.step, first.loss_step)
+        if first.loss_step and step != self._published_step and now - self._published_at >= _STEP_EVENT_EVERY_S:
+            self._published_step, self._published_at = step, now
+            self._publish({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
 
     def end_recovery(self, outcome: RecoveryOutcome) -> None:
         """Write the recovery in progress to the ledger. An error of the report does not end the run."""
         incident, self._incident = self._incident, None
-        if incident is None:
-            return
         try:
-            self._publish(incident.report(self._lakehouse, outcome))
+            if incident is not None:
+                self._publish(incident.report(self._lakehouse, outcome))
         except DlacError as err:
             self._publish({"event": "warning", "message": f"the recovery could not be recorded: {err}"})
-
-    def _publish_step(self, first: RankHeartbeat) -> None:
-        is_new = first.loss_step and (first.step, first.loss_step) != self._published_step
-        if is_new and time.monotonic() - self._published_at >= _STEP_EVENT_EVERY_S:
-            self._published_step, self._published_at = (first.step, first.loss_step), time.monotonic()
-            self._publish({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
 
 
 class Incident:
@@ -134,14 +130,9 @@ class Incident:
             work_lost_s=_work_lost_s(rows, point, failure),
         )
         write_recovery(lakehouse, recovery)
-        row = asdict(recovery)
         event = "recovered" if outcome == "resumed" else "recovery_failed"
-        times = {
-            "failed_at": recovery.failed_at.isoformat(),
-            "down_s": recovery.down_s,
-            "recovered_s": recovery.recovered_s,
-        }
-        return {"event": event, **row, **times}
+        times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
+        return {"event": event, **asdict(recovery), "failed_at": recovery.failed_at.isoformat(), **times}
 
 
 def rows_replayed(

@@ -9,7 +9,7 @@ from pathlib import Path
 import tenacity
 
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -88,10 +88,7 @@ class Supervision:
 def connect_run(request: Request, stop: threading.Event) -> tuple[Lakehouse, str]:
     """Return the lakehouse of a run and the identity of its ledger, once its checkpoint store can be written to.
 
-    A recovery retries until it is stopped.
-
-    Raises:
-        CatalogUnreachable, StoreUnavailable: one of them does not answer, or was unavailable for too long.
+    A recovery retries until it is stopped. Raise `CatalogUnreachable` or `StoreUnavailable` if one was unavailable for too long.
     """
     within_s = retry_within_s(replaces=request.replaces, noticed_by=request.noticed_by)
     retry = retrying(within_s, of=(CatalogUnreachable, StoreUnavailable), stop=stop)

@@ -1,7 +1,4 @@
-"""Supervisor of a node's ranks: it launches an attempt, watches it, ends all its ranks when one dies, and recovers.
-
-In: a job spec. Out: events for listeners, a row in `recoveries` per recovery, and the end of the run.
-"""
+"""Supervisor of a node's ranks: it launches an attempt, watches it, ends all its ranks when one dies, and recovers."""
 
 import threading
 import time
@@ -33,9 +30,7 @@ class Outcome:
     """The end of a supervised run."""
 
     ending: Ending
-    """One of: finished, caught up (no appended rows are left), stopped (on request, after a checkpoint), left (the script
-    returned early).
-    """
+    """Caught up: no appended rows are left. Stopped: on request, after a checkpoint. Left: the script returned early."""
     attempts: int
     """Attempts that this supervisor launched."""
     step: int
@@ -127,7 +122,10 @@ class Supervisor:
             leaving=self._leaving,
             launched_at=self._launched_at,
         )
-        with closing(Membership.of_job(self._spec, ledger=ledger)) as membership, Takeover(supervision) as takeover:
+        with (
+            closing(Membership.of_job(self._spec, ledger=ledger)) as membership,
+            closing(Takeover(supervision)) as takeover,
+        ):
             launch = _Launch(
                 supervision=supervision,
                 membership=membership,
@@ -143,7 +141,7 @@ class Supervisor:
                     return self._conclude(AttemptVerdict.from_message(ended.message))
                 if round_ is None:
                     return self._outcome("stopped")
-                with round_:
+                with closing(round_):
                     verdict = self._lead(launch, round_) if round_.leads else self._follow(launch, round_)
                     if verdict.restart is None or self._stop.is_set():
                         round_.part()
@@ -152,7 +150,6 @@ class Supervisor:
                         membership.forget()
 
     def _conclude(self, verdict: AttemptVerdict) -> Outcome:
-        """Return the run's end for this node, or raise its error."""
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error
@@ -163,12 +160,7 @@ class Supervisor:
         return Outcome(ending=ending, attempts=self._attempts, step=self._step)
 
     def _next_round(self, launch: _Launch) -> Round | None:
-        """Return the round of the next attempt, or None if a stop was requested.
-
-        Raises:
-            NodesMissing: too few nodes came.
-            RunFinished, EndedElsewhere: the run has ended without this node.
-        """
+        """Return the round of the next attempt, or None if a stop was requested. Raises as `Membership.next_round`."""
         takeover = launch.takeover
         try:
             return launch.membership.next_round(takeover.replaces or 0, self._stop, takeover.check_unfinished)
@@ -178,11 +170,7 @@ class Supervisor:
             raise
 
     def _lead(self, launch: _Launch, round_: Round) -> AttemptVerdict:
-        """Run an attempt and decide its consequence for all nodes.
-
-        Raises:
-            DlacError: the error that ends the run. The other nodes have received it.
-        """
+        """Run an attempt and decide its consequence for all nodes. They have received an error that this raises."""
         error: errors.DlacError | None = None
         try:
             verdict = self._attempt(launch, round_)
@@ -235,12 +223,7 @@ class Supervisor:
                 self._attempts -= 1  # a launch that stepped aside was no attempt
 
     def _run_attempt(self, launch: _Launch, attempt: SupervisedAttempt) -> AttemptVerdict:
-        """Run an attempt, and decide if another one follows.
-
-        Raises:
-            NoProgress: no attempt follows, because several in a row committed nothing.
-            DlacError: no attempt follows, because it would end in the same way.
-        """
+        """Run an attempt, and decide if another one follows. Raises as `RestartPolicy.plan_restart` if none does."""
         try:
             end = attempt.run()
         except errors.RunFinished as err:

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Takeover:
-    """Right of this node to lead the run's next attempt. A context manager that releases the lock."""
+    """Right of this node to lead the run's next attempt."""
 
     def __init__(self, supervision: Supervision) -> None:
         self.replaces = supervision.request.replaces
@@ -38,27 +38,21 @@ class Takeover:
         self._lock = ExitStack()
         self._has_followed = False
 
-    def __enter__(self) -> "Takeover":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Release the lock."""
         self._lock.close()
 
     def follow(self) -> None:
         """Release the lock, because another node leads the next attempt."""
-        self._lock.close()
+        self.close()
         self.holds_lock, self._has_followed = False, True
 
     def lead(self) -> bool:
         """Refuse or replace another launch of the run. Return True if other nodes have led since this node led last.
 
         This node keeps the lock until another node leads. Where nodes share the local folder, a leader that was cut off may
-        still hold the lock. Followers do not wait for it.
-
-        Raises:
-            RunBusy: another launch is alive, and a takeover was not requested.
-            RunFinished: the run is finished.
-            SteppedAside: another launch owns the run.
+        still hold the lock. Followers do not wait for it. Raise `RunBusy` if another launch is alive, and a takeover was not
+        requested, `RunFinished`, or `SteppedAside` if another launch owns the run.
         """
         has_followed = self._has_followed
         if not self.holds_lock or self._spec.launch.max_nodes > 1:
@@ -72,10 +66,8 @@ class Takeover:
         """Replace a claim that the orchestrator's dead run made late. Return False if there is none."""
         before = self.replaces or 0
         late = self._to_replace(before)
-        if late == before:
-            return False
-        self.replaces = late
-        return True
+        self.replaces = self.replaces if late == before else late
+        return late != before
 
     def others_resumed(self, round_: Round, err: errors.DlacError) -> bool:
         """Return True if nodes of this rendezvous resumed the run while this leader was cut off. It joins them again."""

@@ -1,14 +1,10 @@
-"""Checkpoint policy of a rank: the steps at which it takes a checkpoint and exits, from messages that all ranks receive.
-
-Every rank receives a message at the same step. Rank 0 keeps the clock and reports that a checkpoint is due, or that more
-nodes want to join. Any rank reports its termination notice.
-"""
+"""Checkpoint policy of a rank: the steps at which it takes a checkpoint and exits, from messages that all ranks receive."""
 
 import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,57 +23,6 @@ from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.termination_notice import Notices
-
-
-def fits(sync: StepSync, leave_s: float) -> bool:
-    """Return True if a checkpoint can be committed in the rest of `leave_s`. All ranks use the same message and agree.
-
-    Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends a commit that takes too long.
-    """
-    return sync.notice_age_s + sync.needed_s <= leave_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preemption:
-    """The end of a preempted run."""
-
-    notice: str
-    deadline_s: float
-    step: int
-    """The last finished step."""
-    head: str | None
-    head_step: int
-    batch_size: int
-
-    @property
-    def lost_steps(self) -> int:
-        """Steps that the next attempt repeats."""
-        return self.step - self.head_step
-
-    def event(self) -> dict[str, Any]:
-        """Return the event for listeners."""
-        return {
-            "event": "preempted",
-            "notice": self.notice,
-            "deadline_s": self.deadline_s,
-            "step": self.step,
-            "committed": self.lost_steps == 0,
-            "lost_steps": self.lost_steps,
-            "lost_rows": self.lost_steps * self.batch_size,
-            "message": self.message(),
-        }
-
-    def message(self) -> str:
-        """Return the message for the log."""
-        request = f"asked to exit ({self.notice}), within {self.deadline_s:g} s"
-        head = "the start" if self.head is None else f"checkpoint {self.head!r} of step {self.head_step}"
-        if not self.lost_steps:
-            return f"{request}: {head} is committed, nothing is lost"
-        return (
-            f"{request}: no time for a checkpoint of step {self.step}; {head} stays the head, and {self.lost_steps} steps "
-            f"({self.lost_steps * self.batch_size} rows) must be repeated"
-        )
-
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +54,11 @@ class CheckpointPolicy:
         self._step = self._head_step = point.step
         self._head = point.checkpoint_id
         if self._rank == 0:
-            self._interval = _interval(self._spec, lakehouse)
+            settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()
+            if settings.interval == "auto":
+                rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow, CheckpointRow))
+                cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, run))
+            self._interval = Interval(settings, time.monotonic(), cost=cost, failures=failures)
 
     def training(self) -> None:
         """Start the clock, just before the first batch is requested."""
@@ -118,10 +67,7 @@ class CheckpointPolicy:
             self._report_interval(self._interval)
 
     def step_done(self, step: int, *, in_background: bool) -> RankReport:
-        """Return this rank's report of the step that it has just finished.
-
-        `in_background`: a checkpoint is in progress in the background.
-        """
+        """Return this rank's report of the step that it has just finished. `in_background`: a checkpoint is in progress."""
         now, notice = time.monotonic(), self._notices.first
         self._step = step
         report = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
@@ -129,7 +75,10 @@ class CheckpointPolicy:
             return report
         self._interval.step_done(now, in_background=in_background)
         needed_s = self._interval.needed_s(now, in_background=in_background)
-        return replace(report, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
+        # The supervisor asks to make room only where nodes may join.
+        folder = self._folder if self._spec.launch.max_nodes > 1 else None
+        makes_room = folder is not None and os.access(room_file(folder), os.F_OK)
+        return replace(report, due=self._interval.is_due(now), needed_s=needed_s, makes_room=makes_room)
 
     def on_sync(self, sync: StepSync) -> None:
         """Note a message that all ranks receive at this step."""
@@ -144,8 +93,9 @@ class CheckpointPolicy:
         """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint
         if self.leaving is not None:
-            notice = self.leaving.notice
-            return NODES if notice is None else notice if fits(self.leaving, self._spec.launch.leave_s) else None
+            # Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends one that takes too long.
+            fits = self.leaving.notice_age_s + self.leaving.needed_s <= self._spec.launch.leave_s
+            return NODES if self.leaving.notice is None else self.leaving.notice if fits else None
         if settings.steps_between is not None and self._step % settings.steps_between == 0:
             return "steps"
         return ("auto" if settings.interval == "auto" else "seconds") if self._due else None
@@ -172,9 +122,9 @@ class CheckpointPolicy:
         if self._notice_name is None:
             return
         preemption = self._preemption()
-        self._events.write(preemption.event())
+        self._events.write(preemption)
         if self._rank == 0:
-            _log.warning("run %r was %s", self._spec.run, preemption.message())
+            _log.warning("run %r was %s", self._spec.run, preemption["message"])
 
     def close(self) -> None:
         """Cancel the deadline and restore the signal handlers."""
@@ -188,12 +138,6 @@ class CheckpointPolicy:
             )
             _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.reason)
 
-    def _makes_room(self) -> bool:
-        """Return True if the supervisor has asked to make room. It asks only where nodes may join."""
-        return (
-            self._folder is not None and self._spec.launch.max_nodes > 1 and os.access(room_file(self._folder), os.F_OK)
-        )
-
     @property
     def _notice_name(self) -> str | None:
         """The notice by which all ranks exit, or the one that this rank received."""
@@ -201,28 +145,25 @@ class CheckpointPolicy:
         received = None if self.leaving is None else self.leaving.notice
         return received if received is not None or first is None else first.name
 
-    def _preemption(self) -> Preemption:
-        return Preemption(
-            notice=str(self._notice_name),
-            deadline_s=self._spec.launch.leave_s,
-            step=self._step,
-            head=self._head,
-            head_step=self._head_step,
-            batch_size=self._spec.order.batch_size,
-        )
+    def _preemption(self) -> dict[str, Any]:
+        """Return the event of the preemption, with the steps that the next attempt repeats."""
+        notice, deadline_s = str(self._notice_name), self._spec.launch.leave_s
+        lost_steps = self._step - self._head_step
+        lost_rows = lost_steps * self._spec.order.batch_size
+        head = "the start" if self._head is None else f"checkpoint {self._head!r} of step {self._head_step}"
+        message = f"asked to exit ({notice}), within {deadline_s:g} s: "
+        if lost_steps:
+            message += f"no time for a checkpoint of step {self._step}; {head} stays the head, and {lost_steps} steps "
+            message += f"({lost_rows} rows) must be repeated"
+        else:
+            message += f"{head} is committed, nothing is lost"
+        facts = {"notice": notice, "deadline_s": deadline_s, "step": self._step, "committed": not lost_steps}
+        return {"event": "preempted", **facts, "lost_steps": lost_steps, "lost_rows": lost_rows, "message": message}
 
     def _too_late(self) -> None:
         """Report the loss when the deadline ends this rank. A commit that has landed still counts."""
         preemption = self._preemption()
-        _log.warning("rank %d of run %r was %s", self._rank, self._spec.run, preemption.message())
-        self._events.write(preemption.event())
+        _log.warning("rank %d of run %r was %s", self._rank, self._spec.run, preemption["message"])
+        self._events.write(preemption)
         if self._folder is not None:
-            leave_reason(Preempted(preemption.message()))
-
-
-def _interval(spec: JobSpec, lakehouse: Lakehouse) -> Interval:
-    settings, cost, failures = spec.checkpoint, None, Failures()
-    if settings.interval == "auto":
-        rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow, CheckpointRow))
-        cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, spec.run))
-    return Interval(settings, time.monotonic(), cost=cost, failures=failures)
+            leave_reason(Preempted(preemption["message"]))

@@ -94,17 +94,13 @@ class Checkpointing:
         return None if self._attempt.rehearses else self._policy.reason()
 
     def take(self, reason: str, *, wait: bool = False) -> None:
-        """Take a checkpoint after the last finished step.
-
-        With `wait`, or in synchronous mode, it is committed when this method returns.
-        """
+        """Take a checkpoint after the last finished step. With `wait`, or in synchronous mode, it is committed on return."""
         wait = wait or self._policy.leaving is not None or self._spec.checkpoint.mode == "synchronous"
         self.receive_all()
         if self._policy.leaving is not None:  # perhaps requested by a message that was still in flight
-            last_reason = self._policy.reason()
-            if last_reason is None:
+            reason, wait = self._policy.reason() or "", True
+            if not reason:
                 return
-            reason, wait = last_reason, True
         engine, step = self._restored_engine(), self._attempt.step
         # rank 0 records that the run is given up
         with failing_together(self._communicator.tree, doing="checking the weights"):
@@ -126,11 +122,7 @@ class Checkpointing:
             self._on_sync(sync)
 
     def settle(self) -> None:
-        """Wait for the checkpoint in progress, if one exists.
-
-        Raises:
-            CheckpointError, LedgerError: the checkpoint failed. The one before is untouched.
-        """
+        """Wait for the checkpoint in progress, if one exists. Raises as `CheckpointManager.settle`."""
         self._report(self._manager.settle())
 
     def _restored_engine(self) -> Engine:

@@ -1,12 +1,11 @@
 """Communicator of a rank: its place among the ranks, their process group, and the messages that DLAC sends over it."""
 
 import os
-from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSyncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.read.reader import Exchange, Waits, summing_over
@@ -27,7 +26,12 @@ class Communicator:
         self.is_first_of_node = int(os.environ.get("LOCAL_RANK", rank)) == 0
         self._waits = waits
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
-        self._group = self._join()
+        self._group: dist.ProcessGroup | None = None
+        if self.world_size == 1:
+            serve_group_store()  # DeepSpeed makes a group of one rank
+        else:
+            join()
+            self._group = self._new_group()
         self.tree = RankTree(self.rank, self.world_size, self._group)
         self.background_tree = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
         self.step_syncs = StepSyncs(self.world_size, self._group)
@@ -40,21 +44,10 @@ class Communicator:
         apart = None if self._group is None or counted else self._new_group()
         return summing_over(apart, self._waits)
 
-    def failing_together(self, *, doing: str) -> AbstractContextManager[None]:
-        """Return a block that fails on all ranks if it fails on one of them. Collective."""
-        return failing_together(self.tree, doing=doing)
-
     def close(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _join(self) -> dist.ProcessGroup | None:
-        if self.world_size == 1:
-            serve_group_store()  # DeepSpeed makes a group of one rank
-            return None
-        join()
-        return self._new_group()
 
     def _new_group(self) -> dist.ProcessGroup:
         """Make a group of all ranks for messages between CPUs. Collective."""

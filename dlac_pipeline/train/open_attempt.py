@@ -1,5 +1,6 @@
-"""From a resume point to an open attempt of one rank: the reader of its leg, the tracker, and the checkpoint manager."""
+"""An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,10 +8,11 @@ import numpy as np
 
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.manager import CheckpointManager
-from dlac_pipeline.checkpoint.open_manager import open_manager
-from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
-from dlac_pipeline.lakehouse.errors import CursorMismatch
-from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.checkpoint.store import folder_name_of
+from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError
+from dlac_pipeline.lakehouse.iceberg.pins import release_pins
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
@@ -20,6 +22,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +65,17 @@ class OpenAttempt:
         unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
+    def end_run(self, plans: Plans, communicator: Communicator, *, stopped: bool) -> str:
+        """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
+        finished, is_first = not stopped and self.ends_run, communicator.rank == 0
+        if finished and is_first:
+            finish(Ledger(plans.lakehouse), self.name, step=self.step)
+        communicator.tree.broadcast(b"done" if is_first else None)
+        return "finished" if finished else "stopped" if stopped else "caught_up"
+
 
 def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: Communicator) -> OpenAttempt:
-    """Open this rank's part of the attempt that begins at a resume point. Collective.
-
-    Raises:
-        CursorMismatch: a restored cursor differs from the order.
-        DlacError: from `open_leg`.
-    """
+    """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`."""
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
     state = opened.start_state() if point.leg_is_new else point.cursors
@@ -85,18 +92,18 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     tracker = ReaderStateTracker(
         committed_step=point.step, groups=reader.groups, cursors=np.array(cursors, dtype=np.int64)
     )
-    manager = open_manager(
+    trained = AttemptLeg(
+        attempt=attempt,
+        leg=opened.leg,
+        is_new=point.leg_is_new,
+        order=opened.order_apart(),
+        parent=point.checkpoint_id,
+        parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+    )
+    manager = CheckpointManager(
         spec,
-        AttemptLeg(
-            attempt=attempt,
-            leg=opened.leg,
-            is_new=point.leg_is_new,
-            order=opened.order_apart(),
-            parent=point.checkpoint_id,
-            parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
-        ),
-        lakehouse=plans.lakehouse,
-        tiers=tiers_of(spec),
+        trained,
+        plans.lakehouse,
         tree=communicator.tree,
         background_tree=communicator.background_tree,
         evicts=communicator.is_first_of_node,
@@ -112,12 +119,17 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     )
 
 
-def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
-    """Check restored cursors against the order. For streamed sources only the checkpoint's digest proves them.
+def release_old_pins(plans: Plans, spec: JobSpec) -> None:
+    """Release the pins of earlier legs. A failure is left to the next launch, because all rows were committed."""
+    for source in spec.sources:
+        try:
+            release_pins(plans.lakehouse, spec.run, source.table)
+        except (DlacError, OSError) as err:
+            _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
 
-    Raises:
-        CursorMismatch: a cursor differs.
-    """
+
+def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
+    """Check restored cursors against the order, or raise `CursorMismatch`. Of streamed sources only the digest proves them."""
     if not order.counted:
         return
     for source, (expected, cursors) in enumerate(zip(order.reader_state(step), found, strict=True)):

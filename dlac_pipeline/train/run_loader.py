@@ -55,11 +55,7 @@ class RunLoader:
         return {"format_version": 1, **self._run.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a state is the position from which the run resumes.
-
-        Raises:
-            ResumeMismatch: it is of another run, leg, plan or step.
-        """
+        """Check that a state is the position from which the run resumes. Raise `ResumeMismatch` with what differs."""
         expected = self.state_dict()
         differing = sorted(name for name, value in expected.items() if state.get(name) != value)
         if differing:
@@ -73,8 +69,7 @@ class RunLoader:
 def split(value: Any, parts: int) -> list[Any]:
     """Return `value` in equal parts: tensors are cut along their first dimension, through dicts, lists and tuples.
 
-    Raises:
-        SpecInvalid: a tensor has no dimension, or its first one is not divisible.
+    Raise `SpecInvalid` if a tensor has no dimension, or its first one is not divisible.
     """
     if parts == 1:
         return [value]

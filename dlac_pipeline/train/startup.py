@@ -1,7 +1,4 @@
-"""Startup of a rank: its job spec, its lakehouse, and its resume point.
-
-Without a supervisor rank 0 claims the run and notifies the other ranks.
-"""
+"""Startup of a rank: its job spec, its lakehouse, and its resume point. Without a supervisor rank 0 claims the run."""
 
 import json
 import os
@@ -35,8 +32,7 @@ LAUNCHED_VARIABLE = "LOCAL_RANK"
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
     """Return the job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
 
-    Raises:
-        SpecInvalid: neither exists, or it does not allow this number of ranks.
+    Raise `SpecInvalid` if neither exists, or if the job spec does not allow this number of ranks.
     """
     if folder is not None:
         return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
@@ -51,12 +47,9 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
 
 
 def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
-    """Return the plans of the lakehouse. A supervised rank waits for an unavailable catalog, as its supervisor's claim does.
+    """Return the plans of the lakehouse. Raise `CatalogUnreachable` if the catalog does not answer.
 
-    The supervisor has opened the catalog before, so an error during a failover is an outage.
-
-    Raises:
-        CatalogUnreachable: the catalog does not answer, or was unavailable for too long.
+    A supervised rank waits for it, as its supervisor's claim does: that has opened the catalog, so an error is an outage.
     """
     within_s = RETRY_WITHIN_S if supervised else 0.0
     return Plans(retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
@@ -65,8 +58,8 @@ def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
 def await_resume_point(folder: Path) -> ResumePoint:
     """Wait for the supervisor's resume point and return it. The supervisor may have a large checkpoint to verify.
 
-    The wait has no limit, because no rank outlives its supervisor. Every rank polls, perhaps on a network file system. Its
-    pauses grow to a twentieth of the wait, up to 0.2 seconds.
+    The wait has no limit, because no rank outlives its supervisor. Pauses grow to a twentieth of the wait, up to 0.2 seconds,
+    because every rank polls, perhaps on a network file system.
     """
     path, pause_s = folder / "resume.json", _FIRST_LOOK_S
     while not path.exists():
@@ -78,14 +71,10 @@ def await_resume_point(folder: Path) -> ResumePoint:
 def claim_run(
     plans: Plans, spec: JobSpec, communicator: Communicator, *, takeover: bool, held: ExitStack
 ) -> ResumePoint:
-    """Claim the run on rank 0, without a supervisor.
+    """Claim the run on rank 0, without a supervisor. The first rank of a node checks its checkpoint store.
 
-    `held` keeps the run's lock. The first rank of a node checks its checkpoint store.
-
-    From then on rank 0 watches the ledger. If an older backup replaces the catalog, it logs that, and the next commit fails.
-
-    Raises:
-        DlacError: on rank 0 the cause, on the other ranks that rank 0 failed.
+    `held` keeps the run's lock, and rank 0's watch of the ledger: if an older backup replaces the catalog, it logs that, and the
+    next commit fails. Raise a `DlacError`: on rank 0 the cause, on the other ranks that rank 0 failed.
     """
     tree = communicator.tree
     with failing_together(tree, doing="looking at the checkpoint store"):
@@ -104,10 +93,10 @@ def claim_run(
             tree.broadcast(json.dumps({"error": str(err)}).encode())
             raise
         held.callback(LedgerWatch(plans.lakehouse).close)
-    received = tree.broadcast(None if answer is None else answer.encode()).decode()
-    if "error" in json.loads(received):
-        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(received)['error']}")
-    return ResumePoint.from_json(received)
+    received = json.loads(tree.broadcast(None if answer is None else answer.encode()))
+    if "error" in received:
+        raise TrainingFailed(f"rank 0 could not take over the run: {received['error']}")
+    return ResumePoint(**received)
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:
@@ -116,11 +105,7 @@ def own_folder(spec: JobSpec, nonce: str) -> Path | None:
 
 
 def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
-    """Make the launch folder of ranks that another launcher started: their heartbeat is written to it.
-
-    Raises:
-        StoreUnavailable: the folder cannot be made.
-    """
+    """Make the launch folder of ranks that another launcher started, for their heartbeats. Raises as `storing`."""
     folder = own_folder(spec, nonce)
     if folder is not None:
         with storing(folder):

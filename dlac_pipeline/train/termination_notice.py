@@ -44,10 +44,7 @@ class Notice:
 
 
 class Notices:
-    """Sources of termination notices for one rank.
-
-    At the deadline `on_deadline` is called and the process is ended, unless the notices were closed before.
-    """
+    """Sources of termination notices for one rank. At the deadline `on_deadline` is called and the process is ended."""
 
     def __init__(
         self,
@@ -58,10 +55,7 @@ class Notices:
         on_deadline: Callable[[], None],
         notice_file: Path | None = None,
     ) -> None:
-        """Listen for notices. `launched`: a launcher other than a supervisor started the rank, and its end is a notice.
-
-        `notice_file`: a file that is made at the first notice.
-        """
+        """Listen for notices, one of which is the end of the launcher if `launched`. The first one makes `notice_file`."""
         self._launch = launch
         self._notice_file = notice_file
         self._on_deadline = on_deadline
@@ -71,7 +65,11 @@ class Notices:
         self._closed = threading.Event()
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._handlers: dict[int, signal._HANDLER] = {}
-        self._listen()
+        self._wakeup_sender.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            self._wakeup_before = signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False)
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            _OPEN.add(self)
         self._launchers = _launchers() if launched else []
         threading.Thread(target=self._watch, name="notices", daemon=True).start()
         if launch.termination_url and local_rank == 0:
@@ -96,14 +94,6 @@ class Notices:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-
-    def _listen(self) -> None:
-        self._wakeup_sender.setblocking(False)
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._wakeup_before = signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        _OPEN.add(self)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._note(signal.Signals(number).name)

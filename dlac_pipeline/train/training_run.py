@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
@@ -29,13 +30,12 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.train import own_listeners, startup
+from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.open_attempt import open_attempt
-from dlac_pipeline.train.own_recovery import OwnRecoveries
-from dlac_pipeline.train.run_end import end_run, release_old_pins
+from dlac_pipeline.train.open_attempt import open_attempt, release_old_pins
+from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader
 
 
@@ -107,13 +107,13 @@ class TrainingRun:
         self.resume_point = point = startup.claim_run(
             self._plans, self.spec, self._communicator, takeover=takeover, held=held
         )
-        with self._communicator.failing_together(doing="making the launch folder"):
+        with failing_together(self._communicator.tree, doing="making the launch folder"):
             folder = startup.make_own_folder(self.spec, point.nonce)
             self._heartbeat.close()
             self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
-            own_listeners.start_listeners(self._plans, self.spec, point, self._events, folder, held)
+            start_listeners(self._plans, self.spec, point, self._events, folder, held)
             self._recoveries.begin(point, claimed_at=began)
 
     @property
@@ -245,11 +245,7 @@ class TrainingRun:
         self._checkpointing.reset_generators()
 
     def settle(self) -> None:
-        """Wait for the checkpoint in progress, if one exists.
-
-        Raises:
-            CheckpointError, LedgerError: the checkpoint failed. The one before is untouched.
-        """
+        """Wait for the checkpoint in progress. Raise its `CheckpointError` or `LedgerError`: the one before is untouched."""
         self._checkpointing.settle()
 
     def leave(self) -> None:
@@ -262,12 +258,10 @@ class TrainingRun:
         restored = self._checkpointing.engine is not None
         if self._over or not restored or self._batch is not None or self._attempt.rehearses:
             return
-        if self.stopped or self.step == self.total_steps:
-            self._end()
-            return
-        if self.step > self._attempt.tracker.committed_step:
+        is_end = self.stopped or self.step == self.total_steps
+        if not is_end and self.step > self._attempt.tracker.committed_step:
             self._checkpointing.take("left", wait=True)
-        if self.stopped:  # requested by a message that was still in flight
+        if is_end or self.stopped:  # requested by a message that was still in flight
             self._end()
             return
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
@@ -291,14 +285,14 @@ class TrainingRun:
         attempt = self._attempt
         if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
             self._checkpointing.take("end", wait=True)
-        ending = end_run(self._lakehouse, attempt, self._communicator.tree, stopped=self.stopped)
+        ending = attempt.end_run(self._plans, self._communicator, stopped=self.stopped)
         if self.stopped:
             self._policy.left()
         self._events.write({"event": ending, "step": attempt.step})
         self._heartbeat.doing(Phase.DONE, attempt.step)
         self._recoveries.observe(self._heartbeat, Phase.DONE)
         if ending == "caught_up" and self.rank == 0:
-            release_old_pins(self._lakehouse, self.spec)
+            release_old_pins(self._plans, self.spec)
 
     def _end_rehearsal(self) -> None:
         """Report the losses of a rehearsal. Nothing is committed."""
@@ -310,10 +304,7 @@ class TrainingRun:
 
     def _watched_batches(self) -> Iterator[Batch]:
         """Yield the reader's batches, with a heartbeat before and after each."""
-        reader, counted = iter(self._attempt.reader), self._attempt.order.counted
-        while True:
+        self._heartbeat.reading()
+        for batch in self._attempt.reader:
+            yield self._heartbeat.handed(batch, counted=self._attempt.order.counted)
             self._heartbeat.reading()
-            batch = next(reader, None)
-            if batch is None:
-                return
-            yield self._heartbeat.handed(batch, counted=counted)

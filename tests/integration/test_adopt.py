@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_tensors
+from dlac_pipeline.checkpoint.listing import checkpoint_of_file
+from dlac_pipeline.checkpoint.restore.export import export_tensors
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of

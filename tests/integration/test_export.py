@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.checkpoint.engines import weights
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.weights import weights_of
+from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.restore import export
-from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_weights
+from dlac_pipeline.checkpoint.restore.export import export_weights
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, NoSuchCheckpoint, StoreUnavailable
@@ -117,7 +117,7 @@ def test_export_survives_concurrent_retention(arena: Arena) -> None:
         assert answers.wait(60)
         return weights_of(*args, **options)
 
-    arena.monkeypatch.setattr(weights, "weights_of", read_slowly)
+    arena.monkeypatch.setattr(export, "weights_of", read_slowly)
     with ThreadPoolExecutor(1) as pool, dlac_pipeline.training_run(path) as run:
         run.restore(dlac_pipeline.TorchState(model=torch.nn.Linear(4, 1)))
         for batch in run.batches():

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.restore import export
-from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file, export_weights
+from dlac_pipeline.checkpoint.restore.export import export_weights, write_state_folder
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored
-from dlac_pipeline.checkpoint.restore.weight_files import write_state_folder
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import NoProgress
 from dlac_pipeline.lakehouse.ledger.commits import claim

@@ -20,11 +20,11 @@ import psutil
 import pytest
 
 from dlac_pipeline.elastic import fork_server
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks import processes
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file
 from dlac_pipeline.elastic.ranks.processes import HANG
-from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.supervise.ranks import local_ranks
@@ -391,7 +391,7 @@ import json, sys, time
 from pathlib import Path
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.spec.job_spec import parse_spec
 spec = parse_spec(json.loads(sys.argv[1]), origin="the test")
 group = RankStarter().start(spec, Path(sys.argv[2]), Share(world_size=1, ranks=1, port=free_port()))

@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from dlac_pipeline import TorchState
 from dlac_pipeline.checkpoint.engines.weights import state_of
+from dlac_pipeline.checkpoint.restore.export import write_state_folder
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
-from dlac_pipeline.checkpoint.restore.weight_files import write_state_folder
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.lakehouse.errors import CheckpointError
 from tests.engine_ranks import Saved, assert_same, run_ranks, save

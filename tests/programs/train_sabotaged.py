@@ -15,7 +15,7 @@ import dlac_pipeline.lakehouse.ledger.commits
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
-from dlac_pipeline.train import run_end
+from dlac_pipeline.train import open_attempt
 
 _commit = dlac_pipeline.lakehouse.ledger.commits.commit_checkpoint
 _finish = dlac_pipeline.lakehouse.ledger.commits.finish
@@ -57,7 +57,7 @@ def sabotaged_finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState
 
 
 if __name__ == "__main__":
-    run_end.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced in the calling module
+    open_attempt.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced in the calling module
     coordinator.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced in the calling module
     dlac_pipeline.lakehouse.ledger.commits.check_mine = sabotaged_check
     train_tiny.main()

@@ -10,8 +10,8 @@ import pytest
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.train import own_recovery
-from dlac_pipeline.train.own_recovery import OwnRecoveries
+from dlac_pipeline.train import own_reports
+from dlac_pipeline.train.own_reports import OwnRecoveries
 from dlac_pipeline.train.startup import await_resume_point
 
 POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False, step=7)
@@ -43,7 +43,7 @@ def test_unrecorded_recovery_does_not_end_run(
     def fail(*_: object, **__: object) -> None:
         raise CatalogUnreachable("no answer")
 
-    monkeypatch.setattr(own_recovery, "_own_incident", fail)
+    monkeypatch.setattr(own_reports, "_own_incident", fail)
     nothing = cast(Any, None)
     recoveries = OwnRecoveries(nothing, nothing, nothing)
     recoveries.begin(nothing, claimed_at=0.0)

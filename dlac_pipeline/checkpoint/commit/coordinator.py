@@ -14,6 +14,7 @@ from dlac_pipeline.checkpoint.commit.local_copies import holders_of, nodes_of_ra
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_uri, storing
+from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -21,7 +22,7 @@ from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import check_mine, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.plan.slices import SliceWriter
-from dlac_pipeline.spec.job_spec import CheckpointSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 _log = logging.getLogger(__name__)
@@ -48,15 +49,7 @@ class Prepared:
 class Committer:
     """Commits of one attempt's checkpoints, one after the other."""
 
-    def __init__(
-        self,
-        trained: AttemptLeg,
-        *,
-        lakehouse: Lakehouse,
-        settings: CheckpointSpec,
-        config_digest: str,
-        tiers: Tiers,
-    ) -> None:
+    def __init__(self, trained: AttemptLeg, spec: JobSpec, lakehouse: Lakehouse, tiers: Tiers) -> None:
         self._attempt = trained.attempt
         self._order = trained.order
         self._leg = trained.leg
@@ -67,8 +60,8 @@ class Committer:
         self._ledger = Ledger(lakehouse)
         self._slices = SliceWriter(lakehouse, trained.order)
         self._maker = RowMaker(trained.leg, trained.order)
-        self._settings = settings
-        self._config_digest = config_digest
+        self._settings = spec.checkpoint
+        self._config_digest = config_digest(spec)
         self._tiers = tiers
         self._retention: Retention | None = None
         self._nodes_known = False
@@ -117,14 +110,18 @@ class Committer:
         advances = self._maker.advances(taken, votes)
         self._slices.write(advances)
         checkpoint = self._maker.checkpoint(taken, checkpoint_id=checkpoint_id, parent=parent, world_size=len(votes))
-        rows = self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new)
         retention = self._retention
         assert retention is not None, "made before the first commit"
         retired = retention.due(checkpoint_id, taken.step, parent)
-        rows += [typed_rows.RetireRow(checkpoint_id=each) for each in retired]
-        rows += [replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows]
+        rows = [
+            *self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new),
+            *(typed_rows.RetireRow(checkpoint_id=each) for each in retired),
+            *(replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows),
+        ]
         manifest = self._make_manifest(prepared, votes, checkpoint_id, reader_state, [checkpoint, *rows])
-        phases = {**_longest_phases(votes), "vote": prepared.waited_s}
+        names = {name for vote in votes for name in vote["phases"]}
+        phases = {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}  # of the slowest rank
+        phases["vote"] = prepared.waited_s
         checkpoint = replace(
             checkpoint,
             manifest_uri=self._tiers.manifest_uri(prepared.name),
@@ -150,7 +147,8 @@ class Committer:
         self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
         retention.committed(checkpoint, retired)
         phases["commit"] = time.monotonic() - started
-        rows_by_source = _rows_by_source(advances, len(self._order.sources))
+        sources = range(len(self._order.sources))
+        rows_by_source = [sum(row.rows_consumed for row in advances if row.source == each) for each in sources]
         return {"error": None, "rows_by_source": rows_by_source, "phases": phases, **_facts_of(checkpoint, state)}
 
     def _make_manifest(
@@ -195,10 +193,8 @@ class Committer:
             rows = self._ledger.rows(self._attempt.run, kinds=typed_rows.HEAD_KINDS)
             self._seq = max(row.seq for row in rows)
             self._retention = Retention(self._settings, self._tiers, self._attempt.number, rows)
-            parents = (
-                row for row in rows if isinstance(row, typed_rows.CheckpointRow) and row.checkpoint_id == self._parent
-            )
-            since = max((row.seq for row in parents), default=0)
+            checkpoints = [row for row in rows if isinstance(row, typed_rows.CheckpointRow)]
+            since = max((row.seq for row in checkpoints if row.checkpoint_id == self._parent), default=0)
             self._rows_since = typed_rows.repeatable(row for row in rows if row.seq > since)
 
     def _see(self) -> None:
@@ -219,14 +215,3 @@ def _facts_of(checkpoint: typed_rows.CheckpointRow, state: RunState) -> Decision
         "location": folder_uri(checkpoint.manifest_uri),
         "ledger_snapshot_id": 0 if snapshot is None else snapshot.snapshot_id,
     }
-
-
-def _rows_by_source(advances: Sequence[typed_rows.AdvanceRow], sources: int) -> list[int]:
-    """Return the rows that advances consumed of each source."""
-    return [sum(each.rows_consumed for each in advances if each.source == source) for source in range(sources)]
-
-
-def _longest_phases(votes: Sequence[Vote]) -> dict[str, float]:
-    """Return for each phase of a checkpoint the seconds of the slowest rank."""
-    names = {name for vote in votes for name in vote["phases"]}
-    return {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}

@@ -1,7 +1,6 @@
 """The ledger rows and the reader state of a checkpoint, from the votes of the ranks.
 
-Rows: the checkpoint's own, the leg when it is new, and an advance for every block it moved. Nothing is committed where ranks, or
-the order, disagree about the reader state.
+Nothing is committed where ranks, or the order, disagree about the reader state.
 """
 
 from collections.abc import Sequence
@@ -93,7 +92,6 @@ class RowMaker:
         ]
 
     def _cut_id(self, source: int, pass_index: int) -> str:
-        """Return the id of a pass's cut."""
         if (source, pass_index) not in self._cuts:
             order = self._order.sources[source]
             plan_id = order.open_cut_of(pass_index).plan_id
@@ -104,10 +102,8 @@ class RowMaker:
 def agreed_reader_state(order: LegOrder, votes: Sequence[Vote], step: int) -> list[list[list[int]]]:
     """Return the cursors that the readers reported, by source and key group.
 
-    Where a step determines every cursor, each is compared with it. Ranks that share a key group must agree.
-
-    Raises:
-        CursorMismatch: a reader has another cursor, or is at another step.
+    Where a step determines every cursor, each is compared with it. Ranks that share a key group must agree. Raise
+    `CursorMismatch` if a reader has another cursor, or is at another step.
     """
     state = [[list(c) for c in cursors] for cursors in order.reader_state(step)] if order.counted else None
     reported: dict[int, list[list[int]]] = {}
@@ -121,7 +117,5 @@ def agreed_reader_state(order: LegOrder, votes: Sequence[Vote], step: int) -> li
                     f"expected the cursors of key group {group} at {expected} after step {step}, rank {rank} "
                     f"reported {cursors}: the reader and the order disagree; nothing was committed"
                 )
-    if state is not None:
-        return state
     groups = range(order.settings.key_groups)
-    return [[reported[group][source] for group in groups] for source in range(len(order.sources))]
+    return state or [[reported[group][source] for group in groups] for source in range(len(order.sources))]

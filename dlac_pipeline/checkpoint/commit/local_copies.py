@@ -1,7 +1,6 @@
 """Local copies of checkpoints: the newest stay on this node for a quick restart, the others are removed.
 
-The ledger records which nodes have them, so that the next job is placed there. The nodes of an attempt stay the same: the first
-checkpoint of each attempt records them.
+The first checkpoint of an attempt records the nodes that have them, so that the next job is placed there.
 """
 
 import logging
@@ -27,10 +26,7 @@ _SLURM_NODE_VARIABLE = "SLURMD_NODENAME"
 
 
 class LocalCopies:
-    """The local copies on one node.
-
-    `evicts` is true for one of its ranks, and never where the local folder is the store itself.
-    """
+    """The local copies on one node. `evicts` is true for one of its ranks, and without effect in a local store."""
 
     def __init__(self, tiers: Tiers, *, keep: int, evicts: bool, resumed_from: str | None) -> None:
         """`resumed_from` is the name of the checkpoint that this attempt has loaded, or will."""
@@ -40,22 +36,15 @@ class LocalCopies:
         self._copied: set[str] = set()
 
     def committed(self, name: str) -> None:
-        """Remove the local copies that are older than those kept, because the copy of checkpoint `name` is in the store.
-
-        A copy staged for the next checkpoint is newer and stays.
-        """
+        """Remove local copies that are older than those kept, because checkpoint `name` is in the store. A newer one stays."""
         self._kept.append(name)
         self._copied.add(name)
-        if self._evicts:
-            for each, folder in self._older(name):
-                if self._is_copy(each, folder):
-                    self._copied.discard(each)
-                    _removed(folder)
-
-    def _older(self, name: str) -> list[tuple[str, Path]]:
-        folders = sorted((self._tiers.local / self._tiers.run).glob("attempt-*/step-*"))
-        names = [(f"{folder.parent.name}/{folder.name}", folder) for folder in folders]
-        return [(each, folder) for each, folder in names if each < name and each not in self._kept]
+        folders = (self._tiers.local / self._tiers.run).glob("attempt-*/step-*") if self._evicts else ()
+        for folder in sorted(folders):
+            each = f"{folder.parent.name}/{folder.name}"
+            if each < name and each not in self._kept and self._is_copy(each, folder):
+                self._copied.discard(each)
+                _remove(folder)
 
     def _is_copy(self, name: str, folder: Path) -> bool:
         """Return True if the store has it too. A folder from before the store was configured may be the only one."""
@@ -68,7 +57,7 @@ class LocalCopies:
             return False
 
 
-def _removed(folder: Path) -> None:
+def _remove(folder: Path) -> None:
     try:
         discard_conversion(folder)
         shutil.rmtree(folder)
@@ -97,8 +86,7 @@ def nodes_of_ranks(votes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
 
 def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:
     """Return the nodes with a copy of the head of a run, by the run's rows. Empty: none, or none is known."""
-    head = checkpoint_rows(rows).get(fence_of_rows(rows).head or "")
-    if head is None:
-        return []
-    same_attempt = (row for row in checkpoint_rows(rows).values() if row.attempt == head.attempt)
+    checkpoints = checkpoint_rows(rows)
+    head = checkpoints.get(fence_of_rows(rows).head or "")
+    same_attempt = (row for row in checkpoints.values() if head is not None and row.attempt == head.attempt)
     return next((list(row.nodes) for row in same_attempt if row.nodes), [])

@@ -1,9 +1,8 @@
 """Retention: the choice of a run's checkpoints to keep, and the removal of the others' files.
 
-A row retires a checkpoint in the same append that makes a newer one the head. Its files are removed after that append, and it
-is never selected again. A folder that cannot be removed delays no other, and is tried again after the next checkpoint, with a
-warning once. An interrupted removal continues after the next attempt's first checkpoint. It then
-includes what replaced attempts had staged and never committed, which no row can ever name.
+A row retires a checkpoint in the append that makes a newer one the head. Its files are removed after that append. A removal
+that failed is tried again after the next checkpoint. The first one of an attempt includes what replaced attempts had staged
+and never committed.
 """
 
 import logging
@@ -114,10 +113,8 @@ class Removal:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "expected to remove checkpoints that no run needs, found at %s: %s; tried again after the next checkpoint, "
-                "without another warning",
-                where,
-                err,
+                f"expected to remove checkpoints that no run needs, found at {where}: {err}; tried again after the next "
+                "checkpoint, without another warning"
             )
 
 
@@ -154,7 +151,7 @@ class Retention:
         Checkpoints that a rewind abandoned stay, because only their operator knows whether they are still needed. Checkpoints
         of one step, without a batch between them, count once.
         """
-        keep_last = self._settings.keep_last
+        keep_last, every = self._settings.keep_last, self._settings.keep_every_steps
         if not keep_last:
             return []
         checkpoints = checkpoint_rows(self._rows)
@@ -165,7 +162,9 @@ class Retention:
             row = checkpoints[parent]
             before = checkpoints[row.parent].step if row.parent in checkpoints else 0
             again = row.step in steps
-            if parent not in out and (again or len(steps) < keep_last or self._is_milestone(row.step, before)):
+            # The multiple of `keep_every_steps` that the checkpoint stands for may be after its parent's step.
+            milestone = row.step in self._settings.keep_steps or (every > 0 and row.step // every > before // every)
+            if parent not in out and (again or milestone or len(steps) < keep_last):
                 kept.add(parent)
                 steps.add(row.step)
             parent = row.parent
@@ -174,23 +173,14 @@ class Retention:
 
     def committed(self, checkpoint: typed_rows.CheckpointRow, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
-        gone = [typed_rows.RetireRow(checkpoint_id=each) for each in retired]
-        self._rows += [checkpoint, *gone]
+        gone = list(retired)
+        self._rows += [checkpoint, *(typed_rows.RetireRow(checkpoint_id=each) for each in gone)]
         found = checkpoint_rows(self._rows)
-        folders = [folder_uri(found[row.checkpoint_id].manifest_uri) for row in gone]
-        self._removal.begin(folders)
+        self._removal.begin([folder_uri(found[each].manifest_uri) for each in gone])
 
     def sweep(self) -> None:
         """Remove the remains of retired checkpoints, now."""
         self._removal.now()
-
-    def _is_milestone(self, step: int, before: int) -> bool:
-        """Return True if it is never retired.
-
-        `before` is its parent's step: the multiple that it stands for may be between them.
-        """
-        every = self._settings.keep_every_steps
-        return step in self._settings.keep_steps or (every > 0 and step // every > before // every)
 
     def _left_over(self) -> Iterator[str]:
         """Return the folders of retired checkpoints, and those of earlier attempts that no checkpoint has.
@@ -210,10 +200,7 @@ class Retention:
                 yield below(run, name)
 
     def _never_committed(self, folder: str, known: set[str]) -> bool:
-        """Return True if a folder that no row names contains no committed checkpoint. In doubt it is kept.
-
-        A complete one is in doubt if its attempt was of a version without commit marks.
-        """
+        """Return True if a folder that no row names has no committed checkpoint. In doubt, as without commit marks, it stays."""
         proof, nonce = proven_parent(folder, self._files), folder.rpartition("-")[2]
         if proof is not None and proof.checkpoint_id not in known:
             return False

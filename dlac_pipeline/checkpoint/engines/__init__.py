@@ -1,7 +1,7 @@
 """Engine adapters: model, optimizer and schedule, into a checkpoint's folder and back.
 
-An adapter saves what its rank owns and reports the files that it wrote. Durability, completeness and commit belong to the
-manager. An adapter only ever receives a folder whose digests are verified.
+An adapter saves what its rank owns. Durability, completeness and commit belong to the manager. An adapter only ever receives a
+folder whose digests are verified.
 """
 
 import sys
@@ -19,11 +19,9 @@ __all__ = ["Engine", "TorchState", "TrainerFiles", "adapt", "skip_shared_memory_
 
 
 def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
-    """The adapter for what a training script holds: a DeepSpeed engine, an adapter, or parts for which `wanted` names one.
+    """Return the adapter for what a training script holds: a DeepSpeed engine, an adapter, or parts for which `wanted` names one.
 
-    Raises:
-        ScriptInvalid: the script holds something that cannot be saved.
-        SpecInvalid: the script holds something else than the job spec's `checkpoint.engine`.
+    Raise `ScriptInvalid` if it cannot be saved, `SpecInvalid` if the job spec's `checkpoint.engine` is another one.
     """
     if engine is not None and parts:
         raise SpecInvalid(

@@ -31,22 +31,18 @@ class DeepSpeedState:
     def save(self, folder: Path, write: Write) -> None:
         """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
         recorder = _recorder(folder, write)
-        original, self._engine.checkpoint_engine = self._engine.checkpoint_engine, recorder
-        self._engine._copy_recovery_script = _copy_nothing  # it writes past the recorder, and raises before the barrier
+        engine = self._engine
+        has_info = engine.has_moe_layers or hasattr(engine.module, "universal_checkpoint_info")
+        original, engine.checkpoint_engine = engine.checkpoint_engine, recorder
+        # DeepSpeed's copy of its conversion script writes past the recorder, and raises before the barrier.
+        engine._copy_recovery_script = lambda *_: None
         try:
-            self._engine.save_checkpoint(
-                str(folder), tag=self.TAG, client_state=self._client_state(), save_latest=False
-            )
+            engine.save_checkpoint(str(folder), tag=self.TAG, client_state={} if has_info else INFO, save_latest=False)
         finally:
-            self._engine.checkpoint_engine = original
-            del self._engine._copy_recovery_script
+            engine.checkpoint_engine = original
+            del engine._copy_recovery_script
         if recorder.failure is not None:
             raise recorder.failure
-
-    def _client_state(self) -> dict[str, Any]:
-        """Return the facts that make the checkpoint convertible and that DeepSpeed does not write itself."""
-        own = self._engine.has_moe_layers or hasattr(self._engine.module, "universal_checkpoint_info")
-        return {} if own else INFO
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load the shards of this rank, or its part of a converted checkpoint: tensors and a few known classes only."""
@@ -61,11 +57,7 @@ class DeepSpeedState:
             load_rest(self._engine, folder / self.TAG)
 
     def conversion(self, saved_world_size: int) -> Convert | None:
-        """To a Universal Checkpoint, where ranks keep different shards.
-
-        Raises:
-            WorldSizeUnsupported: frozen parameters at ZeRO 3, which DeepSpeed shards and does not convert.
-        """
+        """To a Universal Checkpoint, where ranks keep different shards. DeepSpeed converts no frozen parameters at ZeRO 3."""
         engine = self._engine
         if saved_world_size == dist.get_world_size() or not engine.save_zero_checkpoint:
             return None
@@ -90,10 +82,6 @@ class DeepSpeedState:
         return bool(self._engine.was_step_applied())
 
 
-def _copy_nothing(*_: Any) -> None:
-    """In place of DeepSpeed's copy of its own conversion script into every checkpoint."""
-
-
 def skip_shared_memory_op() -> None:
     """Keep DeepSpeed, if the script imported it, from compiling its shared-memory all-reduce at the first start on a CPU.
 
@@ -105,10 +93,9 @@ def skip_shared_memory_op() -> None:
 
 
 def _recorder(folder: Path, write: Write) -> Any:
-    """Return a DeepSpeed checkpoint engine that passes on what is saved in the existing `folder`, and notes failures.
+    """Return a DeepSpeed checkpoint engine that passes on what is saved in the existing `folder`.
 
-    A failure is kept, not raised. DeepSpeed's save ends in a barrier at which the other ranks wait. The vote reports it
-    later.
+    A failure is kept for the vote, not raised: DeepSpeed's save ends in a barrier at which the other ranks wait.
     """
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 

@@ -24,9 +24,7 @@ from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 
 class DistributedState(Engine):
-    """A model under FSDP2 (`fully_shard`), DDP, or neither.
-
-    Every rank saves its part, replicas are saved once, any number of ranks loads it.
+    """A model under FSDP2 (`fully_shard`), DDP, or neither: each part is saved once, and any number of ranks loads it.
 
     Use `DistributedState(model=model, optimizer=optimizer, scheduler=scheduler)`. Other parts are equal on all ranks, as in
     `TorchState`.

@@ -16,28 +16,21 @@ class Engine(Protocol):
     name: str
 
     def save(self, folder: Path, write: Write) -> None:
-        """Pass on this rank's part, file by file in `folder`. Collective.
+        """Pass on this rank's part, file by file in `folder`. Collective. No rank may be left waiting after an error.
 
-        No rank may be left waiting for this one after an error.
-
-        Raises:
-            OSError: from `write`.
-            SpecInvalid: the state contains something that loading would refuse.
+        Raise `OSError` from `write`, `SpecInvalid` if the state contains something that loading would refuse.
         """
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load this rank's part from `folder`, the checkpoint's or that of its conversion. Collective.
 
-        Raises:
-            CheckpointDamaged: there is no such state in the folder.
-            CheckpointUnsafe: there is more in a file than tensors and plain values.
+        Raise `CheckpointDamaged` if it is not in the folder, `CheckpointUnsafe` if a file has more than tensors and plain values.
         """
 
     def conversion(self, saved_world_size: int) -> Convert | None:
         """Return the conversion of a checkpoint of so many ranks for these ranks. None (most engines): `load` takes it as it is.
 
-        Raises:
-            WorldSizeUnsupported: no conversion exists.
+        Raise `WorldSizeUnsupported` if no conversion exists.
         """
         return None
 

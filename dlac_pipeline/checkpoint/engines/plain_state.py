@@ -1,9 +1,6 @@
-"""Plain state: a check, before a checkpoint is written, that it contains nothing that loading refuses.
+"""Plain state: a check, before a checkpoint is written, that it contains nothing that loading refuses."""
 
-In: an engine's state. Out: the same with Python's numbers in place of NumPy's. Tensors are not inspected, and the script's
-objects are never changed.
-"""
-
+import operator
 from collections import OrderedDict
 from typing import Any
 
@@ -25,10 +22,9 @@ Place = tuple[Any, ...]
 
 
 def plain_state(state: Any, *, at: str | None = None) -> Any:
-    """Return `state` in a form that can be loaded: `state` itself, unless it contains NumPy scalars. `at` names its place.
+    """Return `state` as it can be loaded: itself, unless it contains NumPy scalars. The script's objects are never changed.
 
-    Raises:
-        SpecInvalid: loading would refuse something in it. The message names its place.
+    Raise `SpecInvalid` with the place, in what `at` names, of something that loading would refuse.
     """
     try:
         return _plain(state, () if at is None else (at,))
@@ -47,7 +43,7 @@ def _plain(value: Any, place: Place) -> Any:
         return _plain_dict(value, place)
     if kind in (list, tuple):
         plain = [_inside(each, place, index) for index, each in enumerate(value)]
-        return value if all(map(_is, value, plain)) else kind(plain)
+        return value if all(map(operator.is_, value, plain)) else kind(plain)
     if isinstance(value, np.number | np.bool_ | np.character) and not isinstance(value, _SPANS):
         number = value.item()
         if _is_loaded(number):  # Python has nothing as long as a longdouble
@@ -55,11 +51,12 @@ def _plain(value: Any, place: Place) -> Any:
     refused = refusal(value)
     if refused is None:
         return value
+    # as Python would write it, such as optimizer['param_groups'][0]['lr']
+    where = str(place[0]) + "".join(f"[{key!r}]" for key in place[1:]) if place else "its top"
     raise SpecInvalid(
         f"expected tensors, numbers, strings, None, and lists, tuples and dicts of them to save in a checkpoint, found "
-        f"{kind.__module__}.{kind.__qualname__} at {_format_place(place)}, which could not be loaded again ({refused} is "
-        f"refused): keep "
-        "it as one of these, an array as torch.from_numpy(...); nothing was committed"
+        f"{kind.__module__}.{kind.__qualname__} at {where}, which could not be loaded again ({refused} is refused): keep it "
+        "as one of these, an array as torch.from_numpy(...); nothing was committed"
     )
 
 
@@ -67,7 +64,8 @@ def _plain_dict(value: dict[Any, Any], place: Place) -> dict[Any, Any]:
     plain = {_inside(key, place, key): _inside(each, place, key) for key, each in value.items()}
     own = getattr(value, "__dict__", {})  # attributes of a module's state_dict
     beside = _plain_dict(own, place) if own else own
-    if beside is own and all(map(_is, value, plain)) and all(map(_is, value.values(), plain.values())):
+    same_items = all(map(operator.is_, (*value, *value.values()), (*plain, *plain.values())))
+    if beside is own and same_items:
         return value
     copied = type(value)(plain)
     if beside:
@@ -85,12 +83,3 @@ def _is_loaded(value: Any) -> bool:
     if kind is int:
         return bool(value.bit_length() <= _LONGEST_INT_BITS)
     return kind in _LOADED or (kind in _TENSORS and not value.__dict__)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
-def _format_place(place: Place) -> str:
-    """As Python would write it, such as optimizer['param_groups'][0]['lr']."""
-    return str(place[0]) + "".join(f"[{key!r}]" for key in place[1:]) if place else "its top"

@@ -25,8 +25,7 @@ _WRAPPED = "WeightsUnpickler error:"
 def only_tensors(folder: Path, classes: Sequence[Any] = ()) -> Iterator[None]:
     """Let `torch.load` refuse everything but tensors, plain values and `classes` while inside, for every caller.
 
-    Raises:
-        CheckpointUnsafe: a file of `folder` contains something else.
+    Raise `CheckpointUnsafe` if a file of `folder` contains something else.
     """
     before = os.environ.get(_FORCED)
     os.environ[_FORCED] = "1"  # also where a library asks for weights_only=False
@@ -46,11 +45,7 @@ def only_tensors(folder: Path, classes: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def load_tensors(path: Path, classes: Sequence[Any] = (), *, mmap: bool = False) -> Any:
-    """Load one file into host memory. With `mmap`, tensors are read when they are used.
-
-    Raises:
-        CheckpointUnsafe: it contains something else than tensors, plain values and `classes`.
-    """
+    """Load one file into host memory as in `only_tensors`. With `mmap`, tensors are read when they are used."""
     with only_tensors(path, classes):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 

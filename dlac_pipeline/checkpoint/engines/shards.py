@@ -1,9 +1,8 @@
-"""Reading and writing of a checkpoint's folder by torch.distributed.checkpoint (DCP).
+"""Reading and writing of a checkpoint's folder by torch.distributed.checkpoint (DCP), which plans the parts of each rank.
 
-DCP plans which rank saves which part of which tensor, and which parts any other number of ranks loads. Each rank's tensors
-are a safetensors file in the layout of DCP's `HuggingFaceStorageWriter`, which DCP and safetensors open without DLAC. That
-layout has no place for plain values and some types of elements. These are a list in a second file of the rank, and an index
-in plain values records all places.
+Each rank's tensors are a safetensors file in the layout of DCP's `HuggingFaceStorageWriter`, which DCP and safetensors open
+without DLAC. Plain values and other types of elements are a list in a second file of the rank. An index in plain values
+records all places.
 """
 
 import json
@@ -16,18 +15,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import metadata as metadatas
+from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -77,13 +67,13 @@ class ShardWriter(_AsPlanned, StorageWriter):
         self._write = write
         self._adopted = adopted
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: planners.SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
         """This rank's parts: tensors in one file, other parts in another one."""
         tensors: dict[str, Any] = {}
         offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
         results = []
-        parts: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
+        parts: list[tuple[planners.WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
         grown = _grown_storages([part for item, part in parts if item.tensor_data is not None and _fits(part)])
         first_names: dict[Any, str] = {}
         for item, part in parts:
@@ -108,7 +98,11 @@ class ShardWriter(_AsPlanned, StorageWriter):
         """The index."""
         places = [result for rank in results for result in rank]
         tensors = {
-            name: _tensor_entry(entry)
+            name: {
+                "dtype": entry.properties.dtype,
+                "size": list(entry.size),
+                "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
+            }
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, metadatas.TensorStorageMetadata)
         }
@@ -138,12 +132,7 @@ class ShardReader(_AsPlanned, StorageReader):
     """Reads what `ShardWriter` wrote: any number of ranks, each the parts that it needs."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index.
-
-        Raises:
-            FormatTooNew: a newer DLAC wrote it.
-            CheckpointUnsafe: there is more in it than plain values.
-        """
+        """Read the index. Raise `FormatTooNew` if a newer DLAC wrote it, `CheckpointUnsafe` if it has more than plain values."""
         self._folder = folder
         self.index = load_tensors(folder / INDEX)
         if self.index["format_version"] > _FORMAT_VERSION:
@@ -174,9 +163,9 @@ class ShardReader(_AsPlanned, StorageReader):
         paths = {name: tuple(path) for name, path in self.index["paths"].items()}
         return metadatas.Metadata(state_dict_metadata={**described, **values}, planner_data=paths)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: planners.LoadPlan, planner: planners.LoadPlanner) -> Future[None]:
         """Copy the parts into the existing tensors."""
-        by_file: defaultdict[str, list[tuple[Any, ReadItem]]] = defaultdict(list)
+        by_file: defaultdict[str, list[tuple[Any, planners.ReadItem]]] = defaultdict(list)
         for item in plan.items:
             file, position = self._places[item.storage_index]
             by_file[file].append((position, item))
@@ -184,7 +173,7 @@ class ShardReader(_AsPlanned, StorageReader):
             part_at = _part_reader(self._folder / file)
             for position, item in wanted:
                 part = part_at(position)
-                if item.type == LoadItemType.BYTE_IO:
+                if item.type == planners.LoadItemType.BYTE_IO:
                     planner.load_bytes(item, part)
                     continue
                 target = planner.resolve_tensor(item).detach()
@@ -201,15 +190,16 @@ class ShardReader(_AsPlanned, StorageReader):
 class PlainSavePlanner(DefaultSavePlanner):
     """Leaves values that are no tensors as they are."""
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+    def transform_object(self, write_item: planners.WriteItem, object: Any) -> Any:
         """Return the object or tensor to write."""
-        return object if write_item.type == WriteItemType.BYTE_IO else super().transform_object(write_item, object)
+        is_object = write_item.type == planners.WriteItemType.BYTE_IO
+        return object if is_object else super().transform_object(write_item, object)
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
     """Takes values that are no tensors as they are."""
 
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+    def load_bytes(self, read_item: planners.ReadItem, value: Any) -> None:
         """Put it where it belongs."""
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
 
@@ -268,12 +258,9 @@ def _grown_storages(parts: Sequence[torch.Tensor]) -> set[int]:
 
 def _part_reader(path: Path) -> Callable[[Any], Any]:
     """Return a function from the place of a part in the file, a name or a number, to the part. Tensors are read when indexed."""
-    if path.suffix == ".safetensors":
-        file: Any = safe_open(path, "pt")
-        found: Callable[[Any], Any] = file.get_slice
-        return found
-    parts = load_tensors(path, mmap=True)
-    return lambda position: parts[position]
+    file: Any = safe_open(path, "pt") if path.suffix == ".safetensors" else load_tensors(path, mmap=True)
+    found: Callable[[Any], Any] = file.__getitem__ if isinstance(file, list) else file.get_slice
+    return found
 
 
 def box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -291,17 +278,7 @@ def _plain(size: torch.Size | None) -> list[int] | None:
     return None if size is None else list(size)
 
 
-def _tensor_entry(entry: metadatas.TensorStorageMetadata) -> dict[str, Any]:
-    chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
-    return {"dtype": entry.properties.dtype, "size": list(entry.size), "chunks": chunks}
-
-
 def _tensor_metadata(entry: dict[str, Any]) -> metadatas.TensorStorageMetadata:
-    return metadatas.TensorStorageMetadata(
-        properties=metadatas.TensorProperties(dtype=entry["dtype"]),
-        size=torch.Size(entry["size"]),
-        chunks=[
-            metadatas.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            for offsets, sizes in entry["chunks"]
-        ],
-    )
+    chunks = [metadatas.ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in entry["chunks"]]
+    properties = metadatas.TensorProperties(dtype=entry["dtype"])
+    return metadatas.TensorStorageMetadata(properties=properties, size=torch.Size(entry["size"]), chunks=chunks)

@@ -43,11 +43,7 @@ class TorchState(Engine):
 
     @classmethod
     def write_parts(cls, folder: Path, write: Write, states: dict[str, Any]) -> None:
-        """Hand over what `parts_in` gives.
-
-        Raises:
-            SpecInvalid: loading would refuse something in it.
-        """
+        """Hand over what `parts_in` gives. Raise `SpecInvalid` if loading would refuse something in it."""
         write(folder / cls._FILE, plain_state(states))
 
     @classmethod
@@ -63,8 +59,15 @@ class TorchState(Engine):
         if part not in found or part == cls._WRAPPED:
             return None
         places = found.get(cls._WRAPPED, {}).get(part, [])
-        tensors = {name: value for name, value in found[part].items() if isinstance(value, torch.Tensor)}
-        return {_bare_name(name, places): tensor for name, tensor in tensors.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in found[part].items():
+            if isinstance(value, torch.Tensor):
+                bare = name
+                for place in sorted(places, key=len, reverse=True):
+                    if bare.startswith(place):
+                        bare = place.removesuffix(_WRAPPER) + bare.removeprefix(place)
+                tensors[bare] = value
+        return tensors
 
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""
@@ -86,15 +89,6 @@ def unwrapped_name(name: str) -> str:
 
 def _wrapped_places(part: Any) -> list[str]:
     """Return the prefixes of names that end in a data-parallel wrapper's. A model's own attribute `module` is none."""
-    if not isinstance(part, torch.nn.Module):
-        return []
-    wrappers = (DataParallel, DistributedDataParallel)
-    found = [name for name, module in part.named_modules() if isinstance(module, wrappers)]
+    modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
+    found = (name for name, module in modules if isinstance(module, DataParallel | DistributedDataParallel))
     return [f"{name}.{_WRAPPER}" if name else _WRAPPER for name in found]
-
-
-def _bare_name(name: str, places: list[str]) -> str:
-    for place in sorted(places, key=len, reverse=True):
-        if name.startswith(place):
-            name = place.removesuffix(_WRAPPER) + name.removeprefix(place)
-    return name

@@ -1,8 +1,4 @@
-"""Files that a trainer writes and reads itself, as the state of a checkpoint.
-
-In: a function by which the trainer saves. Out: its files in the checkpoint's folder, and after a restart the verified folder
-to load from. Their format is the trainer's, and so is the loading.
-"""
+"""Files that a trainer writes and reads itself, as the state of a checkpoint. Their format and loading are the trainer's."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -105,7 +101,6 @@ def list_files(folder: Path) -> list[str]:
 
 
 def _owners(listings: list[list[str]]) -> list[list[str]]:
-    """Return each rank's share of the listed files."""
     seen: set[str] = set()
     shares = []
     for names in listings:

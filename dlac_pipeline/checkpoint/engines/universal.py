@@ -31,12 +31,9 @@ def safe_classes() -> list[Any]:
 
 
 def to_universal(source: Path, target: Path) -> None:
-    """Convert DeepSpeed's folder `source`, in this process, so that it ends with it.
+    """Convert DeepSpeed's folder `source`, in this process, so that the conversion ends with it. Raises as `only_tensors`.
 
-    Raises:
-        OSError, RuntimeError: a file cannot be read or written.
-        CheckpointUnsafe: a file has more in it than tensors and plain values.
-        WorldSizeUnsupported: DeepSpeed does not know how to convert this.
+    Raise `WorldSizeUnsupported` if DeepSpeed does not know how to convert this.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -79,22 +76,17 @@ def load_rest(engine: Any, folder: Path) -> None:
         trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
         wanted |= state["module"].keys() - trained
     engine.module.load_state_dict({name: state["module"][name] for name in wanted}, strict=False)
-    if engine.zero_optimization_partition_weights():
-        _load_groups(engine, folder / "zero" / "optimizer_state.pt")
-
-
-def _load_groups(engine: Any, path: Path) -> None:
-    """DeepSpeed gives every parameter group the settings of the first."""
-    saved = load_tensors(path, safe_classes(), mmap=True)["optimizer_state_dict"]["param_groups"]
-    for group, settings in zip(engine.optimizer.param_groups, saved, strict=True):
-        group.update({name: value for name, value in settings.items() if name != "params"})
+    if engine.zero_optimization_partition_weights():  # DeepSpeed gave every parameter group the settings of the first
+        optimizer = load_tensors(folder / "zero" / "optimizer_state.pt", safe_classes(), mmap=True)
+        saved = optimizer["optimizer_state_dict"]["param_groups"]
+        for group, settings in zip(engine.optimizer.param_groups, saved, strict=True):
+            group.update({name: value for name, value in settings.items() if name != "params"})
 
 
 def moments_in(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what the optimizer of a converted checkpoint keeps of each parameter, by the names of `get_state_dict`.
 
-    Raises:
-        CheckpointError: groups of parameters differ in their steps, and the parameters of each are unknown.
+    Raise `CheckpointError` if groups of parameters differ in their steps, because the parameters of each are unknown.
     """
     found: dict[str, torch.Tensor] = {}
     for path in sorted((folder / "zero").glob("*/*.pt")):

@@ -16,6 +16,10 @@ from dlac_pipeline.checkpoint.engines.universal import moments_in, safe_classes,
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
+WEIGHTS_FILE = "model.safetensors"
+"""Name that Hugging Face's libraries give a model's weights in one file."""
+WEIGHTS_INDEX = f"{WEIGHTS_FILE}.index.json"
+"""Name of the index of weights in several files."""
 
 
 def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
@@ -23,11 +27,7 @@ def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
 
     `part` selects one of several models. Names are those of the bare model: without the prefixes of DDP, FSDP,
     `torch.compile` or activation checkpointing. DeepSpeed's tensors are those of its optimizer where it has them in full
-    precision.
-
-    Raises:
-        CheckpointError: the part or the engine does not exist.
-        CheckpointUnsafe: a file contains more than tensors and plain values.
+    precision. Raise `CheckpointError` if the part or the engine does not exist, `CheckpointUnsafe` as `load_tensors`.
     """
     if engine not in _READERS:
         raise CheckpointError(f"expected a checkpoint of one of the engines {sorted(_READERS)!r}, found {engine!r}")
@@ -52,7 +52,15 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
     model = weights_of(engine, folder)
     optimizer: Weights = {}
     if engine == DistributedState.name:
-        _check_tensors_only(folder)
+        # The script has the optimizer's settings.
+        values = [
+            name for name in ShardReader(folder).index["values"] if not name.startswith("optimizer.param_groups.")
+        ]
+        if values:
+            raise CheckpointError(
+                f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "
+                f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac export"
+            )
         optimizer = whole_tensors(folder, "optimizer")
     elif engine == DeepSpeedState.name and list((folder / DeepSpeedState.TAG).glob("*_optim_states.pt")):
         to_universal(folder / DeepSpeedState.TAG, scratch / "universal")
@@ -62,19 +70,8 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
             f"expected a checkpoint of DistributedState or of DeepSpeed at ZeRO 1 to 3, found one of {engine!r}, whose optimizer "
             "does not know the names of parameters: export its weights with dlac export"
         )
-    return {f"model.{name}": each for name, each in model.items()} | {
-        f"optimizer.{name}": each for name, each in optimizer.items()
-    }
-
-
-def _check_tensors_only(folder: Path) -> None:
-    """Check that the state has no plain values apart from the optimizer's settings, which the script has."""
-    values = [name for name in ShardReader(folder).index["values"] if not name.startswith("optimizer.param_groups.")]
-    if values:
-        raise CheckpointError(
-            f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "
-            f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac export"
-        )
+    parts = {"model": model, "optimizer": optimizer}
+    return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
 def _of_torch(folder: Path, part: str) -> Weights:

@@ -1,7 +1,6 @@
 """Checkpoints converted to another number of ranks: made once, verified, never partial.
 
-In: a checkpoint's folder with verified digests, and the engine's conversion. Out: `<run>/converted/<checkpoint>/`, with a
-record of its files that is written last. It is made under a unique name, and renamed when it is whole.
+A conversion is made under a unique name, and renamed to `<run>/converted/<checkpoint>/` when it is whole.
 
 - A conversion that is killed is made again.
 - Of two at the same time, one waits and uses the result of the other.
@@ -44,22 +43,17 @@ def load_state(
 ) -> tuple[float, float]:
     """Load the checkpoint in `folder`, which `saved_world_size` ranks saved, converted if these ranks need it. Collective.
 
-    `converts` is True for one rank of every node, and `patience_s` is that of `converted`. Return the seconds until it was
-    converted, and those of the load.
-
-    Raises:
-        WorldSizeUnsupported: it cannot be converted.
-        StoreUnavailable: there is no room for the conversion.
-        CheckpointDamaged, CheckpointUnsafe: from the engine.
+    `converts` is True for one rank of every node. Return the seconds until it was converted, and those of the load. Raise
+    `WorldSizeUnsupported` if it cannot be converted. Otherwise raises as `convert_checkpoint` and `Engine.load`.
     """
     started = time.monotonic()
     convert = engine.conversion(saved_world_size)
+    convert_s = 0.0
     if convert is not None:
         with failing_together(tree, doing=f"converting the checkpoint in {str(folder)!r}"):
             if converts:
                 convert_checkpoint(folder, convert, patience_s=patience_s)
-        folder = _folder_of(folder)
-    convert_s = time.monotonic() - started if convert is not None else 0.0
+        folder, convert_s = _folder_of(folder), time.monotonic() - started
     started = time.monotonic()
     engine.load(folder, saved_world_size=saved_world_size)
     return convert_s, time.monotonic() - started
@@ -68,11 +62,8 @@ def load_state(
 def convert_checkpoint(folder: Path, convert: Convert, *, patience_s: float = 150.0) -> Path:
     """Return the conversion of the checkpoint in `folder`, whose digests are verified. Make it if it does not exist.
 
-    Another process that converts something of this run is waited for, until it has written nothing for `patience_s`.
-
-    Raises:
-        StoreUnavailable: it cannot be written.
-        DlacError: from `convert`.
+    Another process that converts something of this run is waited for, until it has written nothing for `patience_s`. Raise
+    `StoreUnavailable` if the conversion cannot be written.
     """
     target = _folder_of(folder)
     with storing(target):
@@ -86,11 +77,7 @@ def convert_checkpoint(folder: Path, convert: Convert, *, patience_s: float = 15
 
 
 def discard_conversion(folder: Path) -> None:
-    """Remove what was made of the checkpoint in `folder`, whole or not.
-
-    Raises:
-        OSError: it is still there.
-    """
+    """Remove what was made of the checkpoint in `folder`, whole or not. Raise `OSError` if it is still there."""
     target = _folder_of(folder)
     _remove([*_unfinished(target), target])
 
@@ -135,7 +122,6 @@ def _taken(lock: IO[str], parent: Path, patience_s: float) -> bool:
 
 
 def _sizes(parent: Path) -> dict[str, int]:
-    """Bytes of every file below, while others write and remove some."""
     found: dict[str, int] = {}
     for folder, _, names in os.walk(parent):
         for name in names:
@@ -161,7 +147,6 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
 
 
 def _seal(stage: Path) -> None:
-    """Make all files durable, then list them."""
     found = []
     for path in sorted(each for each in stage.rglob("*") if each.is_file()):
         fsync_path(path)

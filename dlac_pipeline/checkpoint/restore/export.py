@@ -1,33 +1,44 @@
-"""Export of a checkpoint's weights, and identification of a file: its digest names the checkpoint."""
+"""Export of a checkpoint's weights: one safetensors file, or a folder that Hugging Face's `from_pretrained` or DCP loads."""
 
 import json
+import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+
+from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
+from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX, Weights, state_of, weights_of
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, Written, write_state
 from dlac_pipeline.checkpoint.store import Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably
-from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
+from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_exports
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.lakehouse.store_files import file_digest
 
-if TYPE_CHECKING:  # an identification does not need torch
-    from dlac_pipeline.checkpoint.engines.weights import Weights
-    from dlac_pipeline.checkpoint.restore.weight_files import WrittenFiles
-
-_Read = Callable[[Restored, Path], "Weights"]
+WrittenFiles = dict[str, Written]
+"""By name."""
+_Read = Callable[[Restored, Path], Weights]
 """Reads the tensors of a checkpoint, with a folder for temporary files."""
-_Write = Callable[["Weights", Path, dict[str, str]], "WrittenFiles"]
+_Write = Callable[[Weights, Path, dict[str, str]], WrittenFiles]
 """Writes tensors to a path, with texts about them."""
+_CONFIG = "config.json"
+_DESCRIPTIONS = (
+    *("generation_config.json", "*processor_config.json", "chat_template.*"),
+    *("*token*.json", "vocab.*", "merges.txt", "*.model"),
+    *(f"{kind}_*.py" for kind in ("configuration", "modeling", "tokenization", "processing", "image_processing")),
+)
+"""Names of further files that describe a model and its tokenizer."""
 _SHARD_BYTES = 5_000_000_000
 """Of one file of a folder, as Hugging Face's libraries divide a model."""
 
@@ -68,9 +79,6 @@ def export_weights(
         CheckpointDamaged: its files differ from those committed. Nothing was written.
         StoreUnavailable: the file cannot be written.
     """
-    from dlac_pipeline.checkpoint.engines.weights import weights_of
-    from dlac_pipeline.checkpoint.restore.weight_files import write_file, write_folder
-
     if not part.strip():
         raise SpecInvalid(f"expected the name of a part, found {part!r}: name one, such as --part model")
     path = _target(path, is_folder=config is not None)
@@ -79,7 +87,7 @@ def export_weights(
         _check_config(config)
         write = partial(write_folder, config=config, shard_bytes=_SHARD_BYTES)
 
-    def read(found: Restored, scratch: Path) -> "Weights":
+    def read(found: Restored, scratch: Path) -> Weights:
         return weights_of(found.manifest.engine, found.folder, part=part)
 
     return _export(lakehouse, tiers, path, step, part, read, write)
@@ -90,10 +98,8 @@ def export_tensors(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int 
 
     Raises as `export_weights`.
     """
-    from dlac_pipeline.checkpoint.engines.weights import state_of
-    from dlac_pipeline.checkpoint.restore.weight_files import write_state_folder
 
-    def read(found: Restored, scratch: Path) -> "Weights":
+    def read(found: Restored, scratch: Path) -> Weights:
         with storing(scratch, "the folder of the conversion"):
             return state_of(found.manifest.engine, found.folder, scratch=scratch)
 
@@ -189,25 +195,80 @@ def _about(found: Restored) -> dict[str, str]:
     }
 
 
-def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
-    """Return the checkpoint from which a file of weights was exported, by its content alone.
+def write_file(weights: Weights, path: Path, about: Mapping[str, str]) -> WrittenFiles:
+    """Write one file, which is durable then. Raise `CheckpointError` if safetensors cannot contain a tensor."""
+    for name, tensor in weights.items():
+        if tensor.dtype not in DTYPES or name == "__metadata__":
+            raise CheckpointError(
+                f"expected weights of types and names that safetensors has, found {tensor.dtype} in {name!r}: export another "
+                "part, or load the checkpoint in a script"
+            )
+    written = write_state(TensorFile(weights, {"format": "pt", **about}), path)
+    fsync_path(path)
+    return {path.name: written}
 
-    Raises:
-        NoSuchCheckpoint: this lakehouse knows none.
+
+def write_folder(
+    weights: Weights, folder: Path, about: Mapping[str, str], *, config: Path, shard_bytes: int
+) -> WrittenFiles:
+    """Write a new folder with the weights, in files of about `shard_bytes`, and with what describes the model in `config`.
+
+    The files of the model's configuration are not among the returned ones. Raises as `write_file`.
     """
-    digest = file_digest(path)
-    row = Ledger(lakehouse).export(digest)
-    if row is None:
-        raise NoSuchCheckpoint(
-            f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
-        )
-    rows = Ledger(lakehouse).head_rows(row.run)
-    checkpoint = checkpoint_rows(rows)[row.checkpoint_id]
-    return {
-        "digest": digest,
-        "run": row.run,
-        "checkpoint_id": row.checkpoint_id,
-        "step": checkpoint.step,
-        "model_digest": checkpoint.model_digest,
-        "exported_at": row.committed_at,
-    }
+    folder.mkdir()
+    for path in sorted(config.iterdir()):
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in _DESCRIPTIONS):
+            shutil.copyfile(path, folder / path.name)
+            fsync_path(folder / path.name)
+    (folder / _CONFIG).write_text(_config_of(config, weights))
+    fsync_path(folder / _CONFIG)
+    written: WrittenFiles = {}
+    shards = _split(weights, shard_bytes)
+    for name, shard in shards.items():
+        written |= write_file(shard, folder / name, about)
+    if len(shards) > 1:
+        places = {tensor: name for name, shard in shards.items() for tensor in shard}
+        total = sum(tensor.nbytes for tensor in weights.values())
+        index = folder / WEIGHTS_INDEX
+        index.write_text(json.dumps({"metadata": {"total_size": total, **about}, "weight_map": places}, indent=2))
+        fsync_path(index)
+        written[WEIGHTS_INDEX] = Written(digest=file_digest(index), bytes=index.stat().st_size, digest_s=0.0)
+    fsync_path(folder)
+    return written
+
+
+def write_state_folder(state: Weights, folder: Path, about: Mapping[str, str]) -> WrittenFiles:
+    """Write a new folder that torch.distributed.checkpoint loads. Raises as `write_file`."""
+    folder.mkdir()
+    places = sharding_info({name: [0] * each.dim() for name, each in state.items()})
+    written = write_file(state, folder / tensor_file(0), {**places, **about})
+    fsync_path(folder)
+    return written
+
+
+def _config_of(config: Path, weights: Weights) -> str:
+    """Return the model's configuration with the type of the weights. transformers would cast them to another one."""
+    floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    widest = max(floats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    dtype = str(widest).removeprefix("torch.")
+
+    def typed(entries: dict[str, Any]) -> dict[str, Any]:
+        return {name: dtype if name in ("dtype", "torch_dtype") else value for name, value in entries.items()}
+
+    found = json.loads((config / _CONFIG).read_text(), object_hook=typed)
+    return json.dumps({**found, "dtype": dtype}, indent=2) + "\n"
+
+
+def _split(weights: Weights, shard_bytes: int) -> dict[str, Weights]:
+    """Return the weights by the names of their files."""
+    shards: list[Weights] = [{}]
+    room = shard_bytes
+    for name, tensor in sorted(weights.items()):
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        return {WEIGHTS_FILE: shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}

@@ -25,12 +25,11 @@ from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensor
 from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.universal import safe_classes
+from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
-_FILE = "model.safetensors"
-_HUGGING_FACE_INDEX = f"{_FILE}.index.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +48,8 @@ class Foreign:
 def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
     """Return the checkpoint of DeepSpeed, DCP or Hugging Face in `folder`. `tag` is DeepSpeed's, by default that of `latest`.
 
-    Raises:
-        SpecInvalid: the folder contains none of them.
-        CheckpointUnsafe: a DeepSpeed file contains more than tensors, plain values and a few known classes. For the others the
-            copy raises it.
+    Raise `SpecInvalid` if the folder contains none of them, and `CheckpointUnsafe` if a DeepSpeed file contains more than
+    tensors, plain values and a few known classes. For the others the copy raises it.
     """
     if (folder / INDEX).is_file():
         raise SpecInvalid(
@@ -60,7 +57,7 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
             "dlac fork"
         )
     if (folder / ".metadata").is_file():
-        return _of_dcp(folder, _read_dcp)
+        return _of_dcp(folder, lambda folder: _read(folder, _PlainReader(folder)))
     latest = folder / "latest"
     named = tag or (latest.read_text(errors="replace").strip() if latest.is_file() else ".")
     tagged = folder / named
@@ -115,10 +112,6 @@ def _copy_dcp(folder: Path, read: Callable[[Path], dict[str, Any]], target: Path
     TorchState.write_parts(target, write, rest)
 
 
-def _read_dcp(folder: Path) -> dict[str, Any]:
-    return _read(folder, _PlainReader(folder))
-
-
 def _read_safetensors(folder: Path) -> dict[str, Any]:
     """Return the tensors by part. They are those of a bare model, unless each name begins with that of a part."""
     reader = HuggingFaceStorageReader(str(folder))
@@ -135,26 +128,23 @@ def _read_safetensors(folder: Path) -> dict[str, Any]:
 
 def _tensor_files(folder: Path) -> list[str]:
     """Return the files of one set of weights: those of the index, `model.safetensors`, the shards of ranks, or the only file."""
-    if (folder / _HUGGING_FACE_INDEX).is_file():
+    index, whole = folder / WEIGHTS_INDEX, folder / WEIGHTS_FILE
+    if index.is_file():
         try:
-            named = set(json.loads((folder / _HUGGING_FACE_INDEX).read_text())["weight_map"].values())
+            named = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, LookupError, TypeError, AttributeError) as err:
-            raise _broken(folder, f"{_HUGGING_FACE_INDEX} without a weight_map ({err})") from err
+            raise _broken(folder, f"{WEIGHTS_INDEX} without a weight_map ({err})") from err
         if missing := sorted(str(name) for name in named if not (folder / Path(str(name)).name).is_file()):
-            raise _broken(folder, f"no file {missing[0]!r}, which {_HUGGING_FACE_INDEX} names")
+            raise _broken(folder, f"no file {missing[0]!r}, which {WEIGHTS_INDEX} names")
         return [str(folder / Path(name).name) for name in sorted(named)]
     found = sorted(folder.glob("*.safetensors"))
-    for chosen in (
-        [folder / _FILE] if folder / _FILE in found else [],
-        list(folder.glob("shard-*.safetensors")),
-        found,
-    ):
-        if chosen and (chosen is not found or len(found) == 1):
-            return [str(path) for path in chosen]
-    raise SpecInvalid(
-        f"expected {_HUGGING_FACE_INDEX}, {_FILE}, shard-*.safetensors or one safetensors file in {str(folder)!r}, found "
-        f"{[path.name for path in found][:8]!r}: adopt a folder with one set of weights"
-    )
+    chosen = [whole] if whole in found else list(folder.glob("shard-*.safetensors")) or found
+    if not chosen or (chosen is found and len(found) > 1):
+        raise SpecInvalid(
+            f"expected {WEIGHTS_INDEX}, {WEIGHTS_FILE}, shard-*.safetensors or one safetensors file in {str(folder)!r}, found "
+            f"{[path.name for path in found][:8]!r}: adopt a folder with one set of weights"
+        )
+    return [str(path) for path in chosen]
 
 
 class _Files(FileSystem):
@@ -172,11 +162,7 @@ class _PlainReader(FileSystemReader):
     """Reads DCP's index, which is a pickle, without running code in it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadatas.Metadata:
-        """Return the index.
-
-        Raises:
-            pickle.UnpicklingError: it contains something else than DCP's records.
-        """
+        """Return the index. Raise `pickle.UnpicklingError` if it contains something else than DCP's records."""
         with (Path(self.path) / ".metadata").open("rb") as stream:
             found = _MetadataUnpickler(stream).load()
         if not isinstance(found, metadatas.Metadata):
@@ -188,11 +174,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes DCP's records only. None of them does anything when it is made."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class by its name.
-
-        Raises:
-            pickle.UnpicklingError: it is not one of DCP's records.
-        """
+        """Return a class by its name. Raise `pickle.UnpicklingError` if it is not one of DCP's records."""
         if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
             return PurePosixPath
         value = getattr(torch, name, None)
@@ -211,9 +193,7 @@ _RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serializat
 def _read(folder: Path, reader: FileSystemReader) -> dict[str, Any]:
     """Return the state, of which each tensor has all of its elements.
 
-    Raises:
-        SpecInvalid: a part of it is missing, or is in the checkpoint twice.
-        CheckpointUnsafe: it contains more than tensors and plain values.
+    Raise `SpecInvalid` if a part of it is missing or occurs twice, `CheckpointUnsafe` as `only_tensors`.
     """
     state: dict[str, Any] = {}
     everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -238,19 +218,14 @@ def _check_whole(folder: Path, metadata: metadatas.Metadata) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, metadatas.TensorStorageMetadata):
             continue
-        parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        if parts != math.prod(entry.size) or (len(entry.chunks) > 1 and not _is_covered(entry)):
-            files = {
-                Path(each.relative_path).name for index, each in metadata.storage_data.items() if index.fqn == name
-            }
-            raise _broken(
-                folder,
-                f"{parts} of {math.prod(entry.size)} elements of {name!r}, or some twice, in the files {sorted(files)!r}",
-            )
+        parts, whole = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size)
+        if parts != whole or (len(entry.chunks) > 1 and not _is_covered(entry)):
+            places = [each for index, each in metadata.storage_data.items() if index.fqn == name]
+            files = sorted({Path(each.relative_path).name for each in places})
+            raise _broken(folder, f"{parts} of {whole} elements of {name!r}, or some twice, in the files {files!r}")
 
 
 def _is_covered(entry: metadatas.TensorStorageMetadata) -> bool:
-    """Return True if each element is in a part."""
     covered = torch.zeros(entry.size, dtype=torch.bool)
     for chunk in entry.chunks:
         covered[box(chunk.offsets, chunk.sizes)] = True

@@ -1,6 +1,7 @@
 """From a committed checkpoint to a verified local folder: the local copy, repaired from the store."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +41,8 @@ def restore(
 ) -> Restored:
     """Return the verified folder of the checkpoint that a ledger row names. Safe to be killed and repeated.
 
-    `done` receives the progress. `verify` verifies it where no copy has to be made.
-
-    Raises:
-        CheckpointDamaged: a file is missing or altered in the store. The message names it.
-        StoreUnavailable: the store cannot be reached, or the local folder cannot be written.
+    `done` receives the progress. `verify` verifies it where no copy has to be made. Raise `CheckpointDamaged` if a file is lost
+    or altered in the store, `StoreUnavailable` if the store cannot be reached, or the local folder cannot be written.
     """
     uri, digest = row.manifest_uri, row.manifest_digest
     if tiers.store is None:
@@ -63,33 +61,22 @@ def restore(
 
 def _have(entry: manifests.FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) -> bool:
     """Provide one file of the local copy. Return True if it came from the store."""
-    path, local = folder / entry.path, StoreFiles(deadline_s=0.0)
-    try:
-        manifests.check_inside(entry, str(folder))
-        manifests.verify_file(entry, str(path), local)
-    except (CheckpointDamaged, StoreUnavailable):
-        with storing(folder):
-            _remove_links(folder, path.parent)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary_beside(path) as temporary:
-                _fetch(entry, manifest_uri, files, temporary)
-                temporary.rename(path)
-        return True
-    return False
-
-
-def _remove_links(folder: Path, below_it: Path) -> None:
-    """Remove the symbolic links between the folder of a local copy and a folder below it: nothing is written through one."""
-    path = folder
-    for name in below_it.relative_to(folder).parts:
-        path /= name
-        if path.is_symlink():
-            path.unlink()
-            return
+    path = folder / entry.path
+    with suppress(CheckpointDamaged, StoreUnavailable):
+        manifests.verify_entry(entry, str(folder), StoreFiles(deadline_s=0.0))
+        return False
+    with storing(folder):
+        for parent in reversed(path.relative_to(folder).parents):
+            if parent.parts and (folder / parent).is_symlink():  # nothing is written through a symbolic link
+                (folder / parent).unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_beside(path) as temporary:
+            _fetch(entry, manifest_uri, files, temporary)
+            temporary.rename(path)
+    return True
 
 
 def _fetch(entry: manifests.FileEntry, manifest_uri: str, files: StoreFiles, target: Path) -> None:
-    """One file of the store at `target`, compared with its entry."""
     address = below(folder_uri(manifest_uri), entry.path)
     try:
         files.fetch(address, target)

@@ -45,11 +45,9 @@ class CopyMemory:
         """The bytes of a storage on any device, in host memory."""
         pinned = storage.device.type != "cpu" and can_pin_memory()
         free = self._free[storage.nbytes(), pinned]
-        if free:
-            mine = free.pop()
-        else:
-            fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-            mine = fresh.untyped_storage()
+        if not free:
+            free.append(torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage())
+        mine = free.pop()
         _bytes(mine).copy_(_bytes(storage))  # as a tensor, so that large ones are copied by all threads
         return mine
 
@@ -61,10 +59,7 @@ class CopyMemory:
 
 
 class Copies:
-    """Copies of every state, tensors with the storages that they share.
-
-    `finish` writes the copies with `save`, in any thread.
-    """
+    """Copies of every state, tensors with the storages that they share. `finish` writes them with `save`, in any thread."""
 
     def __init__(self, memory: CopyMemory, save: Save = write_state) -> None:
         self._memory = memory
@@ -93,11 +88,7 @@ class Copies:
         self._originals.clear()
 
     def finish(self) -> None:
-        """Write the copies, and let the memory be used again.
-
-        Raises:
-            OSError: something cannot be written.
-        """
+        """Write the copies, and let the memory be used again. Raise `OSError` if something cannot be written."""
         for path, state in self._states:
             self._save(state, path)
         self._states.clear()

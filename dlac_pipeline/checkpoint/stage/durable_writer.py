@@ -1,8 +1,4 @@
-"""Durable writer: an engine's states in, entries of the manifest out. Files are written, digested, and durable in the store.
-
-Threads make files durable while the next ones are written. A copy in front of the store needs no fsync, because it is used
-only if its digests match.
-"""
+"""Durable writer: an engine's states in, entries of the manifest out. Threads make files durable while others are written."""
 
 import os
 import sys
@@ -49,10 +45,7 @@ _NICE = 10
 
 
 class DurableWriter:
-    """The files of one rank in the checkpoint `name`.
-
-    `in_background`: training continues during the write, and the write yields to it.
-    """
+    """The files of one rank in the checkpoint `name`. `in_background`: the write yields to training, which continues."""
 
     def __init__(self, tiers: Tiers, name: str, *, in_background: bool = False) -> None:
         self._tiers = tiers
@@ -67,11 +60,7 @@ class DurableWriter:
         """Seconds: digest, within writing. Of threads: sync, upload."""
 
     def save(self, state: Any, path: Path) -> None:
-        """Write `state` to `path`, and begin to make it durable.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write `state` to `path`, and begin to make it durable. Raise `OSError` if it cannot be written."""
         write = partial(write_state, state, path, direct=not self._copied)
         written = write() if self._background is None else self._background.submit(write).result()
         self.phases.add("digest", written.digest_s)
@@ -80,12 +69,7 @@ class DurableWriter:
         self._sealed.append((durable, FileEntry(path=name, bytes=written.bytes, digest=written.digest)))
 
     def finish(self) -> list[FileEntry]:
-        """The entries of all files, which are durable now.
-
-        Raises:
-            OSError: a file is not.
-            StoreUnavailable: it could not be copied.
-        """
+        """Return the entries of all files, which are durable now. Raise `OSError` or `StoreUnavailable` if one is not."""
         try:
             for durable, _ in self._sealed:
                 durable.result()
@@ -100,7 +84,7 @@ class DurableWriter:
             self._background.shutdown()
 
     def _make_durable(self, path: Path, name: str) -> None:
-        if self._copied:
+        if self._copied:  # the local copy needs no fsync, because it is used only if its digests match
             with self.phases.of("upload"):
                 self._tiers.put(path, self._name, name)
             return

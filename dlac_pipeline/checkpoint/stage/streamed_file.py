@@ -1,7 +1,7 @@
 """Streamed file: a state is written once, front to back, and digested on the way, so that nothing is read again.
 
-Large files bypass the page cache (O_DIRECT) where the file system can. A checkpoint that is written in the background then
-takes half of the CPU time, and does not evict what training reads.
+Large files bypass the page cache (O_DIRECT) where the file system can. That takes half of the CPU time, and does not evict what
+training reads.
 """
 
 import errno
@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,48 +76,33 @@ class TensorFile:
 def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
     """Write a state into a new file, which is not durable yet: a `TensorFile` as safetensors, any other by `torch.save`.
 
-    A `WrittenFile` is copied, or digested in its place. `direct`: past the page cache, for files not read again soon.
-
-    The zip's own checksums are left out: torch never checks them, and the digest is stronger.
-
-    Raises:
-        OSError: it cannot be written.
-        FileExistsError: the file exists already.
+    A `WrittenFile` is copied, or digested in its place. `direct`: past the page cache, for files not read again soon. The zip's
+    own checksums are left out: torch never checks them, and the digest is stronger. Raise `OSError` if the file cannot be
+    written, or exists already.
     """
-    if isinstance(state, WrittenFile):
-        return _take_file(state.path, path, direct=direct)
-    if isinstance(state, TensorFile):
-        return _write_tensors(state, path, direct=direct)
-    file = _StreamedFile(path, direct=direct)
-    try:
-        with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
-            torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
+    in_place = isinstance(state, WrittenFile) and state.path == path
+    with closing(_StreamedFile(None if in_place else path, direct=direct)) as file:
+        if isinstance(state, WrittenFile):
+            with state.path.open("rb") as stream:
+                while content := stream.read(_BUFFER_BYTES):
+                    file.write(memoryview(content))
+        elif isinstance(state, TensorFile):
+            _write_tensors(state, file)
+        else:
+            with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
+                torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
         return file.finish()
-    finally:
-        file.close()
 
 
-def _write_tensors(state: TensorFile, path: Path, *, direct: bool) -> Written:
-    """Write tensors. The same state makes the same bytes.
-
-    The library's own functions need the whole file in memory, or write it past the digest.
-    """
-    # Elements of the largest size come first, so that all are aligned.
-    tensors = sorted(state.tensors.items(), key=_by_size_and_name)
-    file = _StreamedFile(path, direct=direct)
-    try:
-        file.write(memoryview(_header(tensors, state.about)))
-        for _, tensor in tensors:
-            if tensor.numel():
-                plain: Any = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                file.write(memoryview(plain.view(-1).view(torch.uint8).numpy()))
-        return file.finish()
-    finally:
-        file.close()
-
-
-def _by_size_and_name(entry: tuple[str, torch.Tensor]) -> tuple[int, str]:
-    return -entry[1].element_size(), entry[0]
+def _write_tensors(state: TensorFile, file: "_StreamedFile") -> None:
+    """Write tensors. The library's own functions need the whole file in memory, or write it past the digest."""
+    # Elements of the largest size come first, so that all are aligned. The same state makes the same bytes.
+    tensors = sorted(state.tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
+    file.write(memoryview(_header(tensors, state.about)))
+    for _, tensor in tensors:
+        if tensor.numel():
+            plain: Any = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            file.write(memoryview(plain.view(-1).view(torch.uint8).numpy()))
 
 
 def _header(tensors: list[tuple[str, torch.Tensor]], about: dict[str, str]) -> bytes:
@@ -131,24 +117,11 @@ def _header(tensors: list[tuple[str, torch.Tensor]], about: dict[str, str]) -> b
     return len(content).to_bytes(8, "little") + content
 
 
-def _take_file(source: Path, path: Path, *, direct: bool) -> Written:
-    file = _StreamedFile(None if source == path else path, direct=direct)
-    try:
-        with source.open("rb") as stream:
-            while content := stream.read(_BUFFER_BYTES):
-                file.write(memoryview(content))
-        return file.finish()
-    finally:
-        file.close()
-
-
 class _StreamedFile:
-    """Target of `torch.save`. A failure is kept until `finish`: if it were raised earlier, torch would report its own.
-
-    Without a path the content is digested only.
-    """
+    """Target of `torch.save`. A failure is kept until `finish`: if it were raised earlier, torch would report its own."""
 
     def __init__(self, path: Path | None, *, direct: bool) -> None:
+        """Open a new file. Without a path the content is digested only."""
         self._descriptor = os.open(os.devnull, os.O_WRONLY) if path is None else _open_new(path, direct)
         self._memory = mmap.mmap(-1, _BUFFER_BYTES)  # its address is a multiple of the page size, as O_DIRECT asks
         self._buffer = np.frombuffer(self._memory, np.uint8)
@@ -175,11 +148,7 @@ class _StreamedFile:
         """Nothing: `finish` does it."""
 
     def finish(self) -> Written:
-        """Everything is handed over.
-
-        Raises:
-            OSError: something could not be written.
-        """
+        """Hand over the rest. Raise `OSError` if something could not be written."""
         if self._failure is None:
             _through_the_cache(self._descriptor)
             self._hand_over()

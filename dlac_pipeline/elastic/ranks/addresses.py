@@ -19,8 +19,7 @@ _ELSEWHERE = ("192.0.2.1", 9)
 def own_address(host: str) -> str:
     """Return the address of this node that `host` stands for. Empty if `host` is another node.
 
-    A hosts file often maps a node's own name to a loopback address, at which no other node reaches it. Such a name stands for
-    the address from which this node reaches others.
+    A node's name may stand for loopback in its hosts file. It means the address from which this node reaches others then.
     """
     with suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -43,8 +42,7 @@ def stands_for_loopback(host: str) -> bool:
 def listen_at(address: str, port: int) -> socket.socket:
     """Return a socket that listens at this address of this node and at no other. Port 0: any free one.
 
-    Raises:
-        OSError: another socket listens there.
+    Raise `OSError` if another socket listens there.
     """
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -66,10 +64,7 @@ def free_port() -> int:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with an address of this node. Empty for a loopback address, and for none.
-
-    (A node's own name often stands for a loopback address in its hosts file.)
-    """
+    """Return the network interface with an address of this node. Empty for a loopback address, and for none."""
     with suppress(OSError):
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
         for name, addresses in psutil.net_if_addrs().items():
@@ -79,7 +74,6 @@ def interface_of(address: str) -> str:
 
 
 def _binds(family: int, address: str) -> bool:
-    """Return whether a socket of this node can be bound to the address."""
     with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return True

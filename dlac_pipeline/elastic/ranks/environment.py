@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, LOOPBACK, interface_of
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, RUN_VARIABLE
-from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -21,17 +21,11 @@ _LOCK = threading.RLock()
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
     """Return the environment that all ranks of a job on this node share."""
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    alone = {} if spec.launch.max_nodes > 1 else _loopback_settings()
-    return {
-        **ALLOCATOR_SETTINGS,
-        **GROUP_SETTINGS,
-        **alone,
-        **os.environ,
-        **threads,
-        **spec.launch.env,
-        RUN_VARIABLE: spec.run,
-    }
+    # Ranks that all are on one node talk through loopback, where no other node reaches them.
+    loopback = interface_of(LOOPBACK) if spec.launch.max_nodes == 1 else ""
+    alone = {GLOO_INTERFACE: loopback, NCCL_INTERFACE: loopback} if loopback else {}
+    defaults = {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **alone, "OMP_NUM_THREADS": "1"}
+    return {**defaults, **os.environ, **spec.launch.env, RUN_VARIABLE: spec.run}
 
 
 def environment_of_attempt(spec: JobSpec, share: Share, folder: Path) -> dict[str, str]:
@@ -52,9 +46,3 @@ def set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
             for name in set(os.environ) - set(before):
                 del os.environ[name]
             os.environ.update(before)
-
-
-def _loopback_settings() -> dict[str, str]:
-    """Return the settings of ranks that all are on one node: they talk through loopback, where no other node reaches them."""
-    interface = interface_of(LOOPBACK)
-    return {GLOO_INTERFACE: interface, NCCL_INTERFACE: interface} if interface else {}

@@ -47,10 +47,7 @@ def join() -> None:
 def serve_store(address: str, port: int, *, timeout: timedelta = _STORE_TIMEOUT, shared: bool = False) -> TCPStore:
     """Serve a store at one address of this node. PyTorch alone listens at every address, whichever it is given.
 
-    `shared`: a later call in this process for the same port returns this store.
-
-    Raises:
-        OSError: another process listens there.
+    `shared`: a later call in this process for the same port returns this store. Raises as `listen_at`.
     """
     listener = listen_at(address, port)
     number = int(listener.getsockname()[1])
@@ -68,10 +65,7 @@ def serve_store(address: str, port: int, *, timeout: timedelta = _STORE_TIMEOUT,
 def serve_group_store() -> None:
     """Serve the store of the process group at MASTER_ADDR alone, on rank 0, also for a script that initializes the group.
 
-    Nothing is served where torchrun serves a store, and where MASTER_ADDR is another node.
-
-    Raises:
-        OSError: another process listens there.
+    Nothing is served where torchrun serves a store, and where MASTER_ADDR is another node. Raises as `listen_at`.
     """
     is_first = os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_first or dist.is_initialized() or _SERVED or "MASTER_PORT" not in os.environ:

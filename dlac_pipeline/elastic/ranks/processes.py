@@ -1,7 +1,4 @@
-"""The processes of one node's ranks in one attempt: started in the background, signalled by process group, waited for.
-
-In: a function that starts processes of `multiprocessing`. Out: process ids and exit codes by rank.
-"""
+"""The processes of one node's ranks in one attempt: started in the background, signalled by process group, waited for."""
 
 import os
 import signal

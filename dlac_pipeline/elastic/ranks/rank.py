@@ -150,7 +150,13 @@ def _run(script: str) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BaseException as found:  # a cancelled task, or an exception class of the script's own, among them
-        err = _as_script_invalid(found, script)
+        err = found
+        if (
+            isinstance(found, SyntaxError) and found.filename == script
+        ):  # every attempt meets it, unlike a missing module
+            err = ScriptInvalid(
+                f"expected a training script that can be run, found {type(found).__name__}: {found}: correct {script}"
+            )
         leave_reason(err)
         _print_to_log(traceback.format_exc())
         return err.exit_code if isinstance(err, DlacError) else 1
@@ -163,48 +169,26 @@ def _print_to_log(text: str) -> None:
         sys.stderr.flush()
 
 
-def _as_script_invalid(err: BaseException, script: str) -> BaseException:
-    """Return the error that ended a script, as ScriptInvalid if every attempt would meet it again.
-
-    A missing module is not of this kind: its file system may be mounted after the node has rejoined.
-    """
-    if not isinstance(err, SyntaxError) or err.filename != script:
-        return err
-    return ScriptInvalid(
-        f"expected a training script that can be run, found {type(err).__name__}: {err}: correct {script}"
-    )
-
-
 def leave_reason(err: BaseException) -> None:
     """Overwrite the reserved blanks, or an earlier record: this exception may be that the disk is full.
 
     A DLAC error is recorded under its public class, `sys.exit` with a status other than 0 without a class. An interrupt, which
     a person sends, is not recorded.
     """
-    if isinstance(err, KeyboardInterrupt | GeneratorExit) or (isinstance(err, SystemExit) and _status_of(err) == 0):
-        return
-    if hasattr(err, _RECORDED):
+    status = _status_of(err) if isinstance(err, SystemExit) else None
+    if isinstance(err, KeyboardInterrupt | GeneratorExit) or status == 0 or hasattr(err, _RECORDED):
         return
     setattr(err, _RECORDED, True)
-    exits = isinstance(err, SystemExit)
-    reason = {
-        "kind": "" if exits else error_kind(err),
-        "message": "" if exits else mask_secrets(text_of(err))[: _RESERVED_BYTES // 8],
-        "detail": {"status": _status_of(err)} if isinstance(err, SystemExit) else _mask_detail(err),
-        "at": time.time(),
-        **describe_exception(err),
-    }
+    reason = {"kind": "", "message": "", "detail": {"status": status}, "at": time.time(), **describe_exception(err)}
+    if status is None:
+        reason["kind"] = error_kind(err)
+        reason["message"] = mask_secrets(text_of(err))[: _RESERVED_BYTES // 8]
+        reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
     with reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
 
 
-def _mask_detail(err: BaseException) -> Any:
-    """Return the detail of an exception as plain JSON values without secrets."""
-    return mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
-
-
 def _status_of(err: SystemExit) -> int:
-    """Return the exit status that Python makes of it."""
     return err.code if isinstance(err.code, int) else 0 if err.code is None else 1
 
 

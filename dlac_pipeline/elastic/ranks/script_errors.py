@@ -1,6 +1,6 @@
 """The record of an exception that ends a rank: what it was, where it was raised, and which party it blames.
 
-In: an exception. Out: fields of `ranks.group.Exit`. Standard library only, because every rank imports this before its script.
+Standard library only, because every rank imports this before its script.
 """
 
 import errno
@@ -86,7 +86,6 @@ def _origin_of(err: BaseException, frames: traceback.StackSummary) -> Origin:
 
 
 def _chain_of(err: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that led to it."""
     seen: set[int] = set()
     current: BaseException | None = err
     while current is not None and id(current) not in seen:
@@ -140,7 +139,7 @@ def _owner_of(file: str) -> Literal["user", "dlac", ""]:
     if file.startswith("<frozen"):
         return ""
     path = os.path.realpath(file)
-    if path.startswith(_dlac_folders()):
+    if path.startswith(_DLAC_FOLDER):
         return "dlac"
     return "" if path.startswith(_library_folders()) or _SITE.search(path) else "user"
 
@@ -149,12 +148,8 @@ def _is_users(file: str) -> bool:
     return _owner_of(file) == "user"
 
 
+_DLAC_FOLDER = os.path.join(os.path.realpath(Path(__file__).parents[2]), "")
 _SITE = re.compile(r"[/\\](site|dist)-packages[/\\]")
-
-
-@cache
-def _dlac_folders() -> tuple[str, ...]:
-    return (os.path.join(os.path.realpath(Path(__file__).parents[2]), ""),)
 
 
 @cache

@@ -1,7 +1,6 @@
-"""Writer of a rank's heartbeat: its phase, the start of the phase, and its own time in each phase.
+"""Writer of a rank's heartbeat: its phase, the start of the phase, and its own time in each phase. A step has three small writes.
 
-A heartbeat is one small write. A step has three. Times exclude waits for other ranks in a collective, where these can be
-measured: in reading, loading, and computing up to the loss.
+Times exclude waits for other ranks in a collective, where these can be measured: in reading, loading, and up to the loss.
 """
 
 import json

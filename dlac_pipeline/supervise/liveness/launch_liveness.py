@@ -1,11 +1,8 @@
 """Liveness of a launch under another supervisor, and the refusal of a second launch while the first one is alive.
 
 On this node the launch's lock decides, because the kernel releases it with its holder. Of another node only its writes can
-be seen: the ledger, and its launch folder if that is shared.
-
-The refusal is a courtesy for cases that no lock of this node can show. Safety does not depend on it. A launch of a cluster's
-job is never refused, because its scheduler may start it again. A launch by an orchestrator is not refused because of another
-run of the same orchestrator. Only the orchestrator can know if that run is alive.
+be seen: the ledger, and its launch folder if that is shared. The refusal is a courtesy. Safety does not depend on it. A cluster's
+job is never refused, because its scheduler may start it again, nor an orchestrator's launch because of its own other run.
 """
 
 import logging
@@ -76,15 +73,13 @@ def liveness_of(rows: list[LedgerRow], attempt: int) -> LaunchLiveness:
         return LaunchLiveness(host="", local="", here=False, lock_held=False, silent_s=float("inf"))
     written = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and isinstance(row, _ITS_OWN)]
     steps = [progress.at for progress in read_heartbeats(Path(claim.launch_folder))] if claim.launch_folder else []
-    host, local = claim.host, claim.local
-    here = host == socket.gethostname()
+    here, local = claim.host == socket.gethostname(), claim.local
     return LaunchLiveness(
-        host=host,
+        host=claim.host,
         local=local,
         here=here,
-        lock_held=here
-        and bool(local)
-        and is_lock_held(lock_path(local, claim.run)),  # rewinds and forks launch nothing
+        # rewinds and forks launch nothing
+        lock_held=here and bool(local) and is_lock_held(lock_path(local, claim.run)),
         silent_s=time.time() - max([*written, *steps]),
         newest=(max(written), *steps),
         rows_every_s=max((after - before for before, after in pairwise(sorted(written))), default=None),
@@ -108,10 +103,9 @@ def is_lock_held(lock: Path) -> bool:
 def refuse_if_alive_elsewhere(
     rows_now: Callable[[], list[LedgerRow]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
-    """Wait up to `wait_s` for a launch of the spec's run elsewhere to exit or be lost, then refuse. `rows_now` reads rows.
+    """Wait up to `wait_s` for a launch of the spec's run elsewhere to exit or be lost. `rows_now` reads rows.
 
-    Raises:
-        RunBusy: the launch counts as alive, or `stop` was set.
+    Raise `RunBusy` if it still counts as alive, or if `stop` was set.
     """
     deadline = time.monotonic() + wait_s
     detector = _LaunchFailureDetector()
@@ -126,11 +120,7 @@ def refuse_if_alive_elsewhere(
 
 
 class _LaunchFailureDetector:
-    """Failure detector of a launch elsewhere, while this node watches its heartbeats.
-
-    The clocks of two nodes may differ by hours. So the launch's own clock is believed only after a watch by this node's
-    clock, for the time between two of its heartbeats.
-    """
+    """Failure detector of a launch elsewhere. Clocks of two nodes may differ by hours, so this node's clock counts as well."""
 
     def __init__(self) -> None:
         self._newest: tuple[float, ...] | None = None
@@ -148,11 +138,8 @@ class _LaunchFailureDetector:
             self._newest, self._since = launch.newest, time.monotonic()
             if self.may_be_lost(launch):
                 _log.warning(
-                    "attempt on node %r sent its last heartbeat %.0f s ago by its clock: watching for %.0f s whether another "
-                    "follows",
-                    launch.host,
-                    launch.silent_s,
-                    _watch_s(launch),
+                    f"attempt on node {launch.host!r} sent its last heartbeat {launch.silent_s:.0f} s ago by its clock: watching "
+                    f"for {_watch_s(launch):.0f} s whether another follows"
                 )
         watched_s = time.monotonic() - self._since
         return watched_s >= (_watch_s(launch) if self.may_be_lost(launch) else LOST_AFTER_S)
@@ -164,11 +151,8 @@ class _LaunchFailureDetector:
 
 def _watch_s(launch: LaunchLiveness) -> float:
     """Return the seconds to watch for another heartbeat of a launch that is lost by its own clock."""
-    if launch.shows_steps:
-        return min(LOST_AFTER_S, _STEPS_SEEN_S)
-    return (
-        LOST_AFTER_S if launch.rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * launch.rows_every_s))
-    )
+    rows_every_s = 0.0 if launch.shows_steps else launch.rows_every_s
+    return LOST_AFTER_S if rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * rows_every_s))
 
 
 def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:
@@ -187,15 +171,12 @@ def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiv
 
 
 def _message(run: str, attempt: int, launch: LaunchLiveness) -> str:
-    silent_s = max(0.0, launch.silent_s)
-    found, wait = (
-        (f"on this node, with the local folder {launch.local!r}", "wait for it")
-        if launch.here
-        else (
-            f"on node {launch.host!r}, whose last heartbeat was {silent_s:.0f} s ago",
-            f"wait {math.ceil(max(0.0, LOST_AFTER_S - max(0.0, launch.silent_s)))} s, for it counts as lost if no other follows",
-        )
-    )
+    found, wait = f"on this node, with the local folder {launch.local!r}", "wait for it"
+    if not launch.here:
+        silent_s = max(0.0, launch.silent_s)
+        left_s = math.ceil(max(0.0, LOST_AFTER_S - silent_s))
+        found = f"on node {launch.host!r}, whose last heartbeat was {silent_s:.0f} s ago"
+        wait = f"wait {left_s} s, for it counts as lost if no other follows"
     return (
         f"expected no other launch of run {run!r}, found attempt {attempt} {found}: {wait}, stop it, or take the run over with "
         "--takeover, which fences it off"

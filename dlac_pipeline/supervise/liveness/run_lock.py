@@ -33,13 +33,10 @@ def run_lock(
     may_replace: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
 ) -> Iterator[None]:
-    """Hold the run's lock. Wait up to `wait_s` for another holder to exit, then replace its lock (`takeover`) or refuse.
+    """Hold the run's lock. Wait up to `wait_s` for another holder to exit, then replace its lock (`takeover`) or raise `RunBusy`.
 
     The lock is in the run's folder, which `Tiers.check_writable` has made. `may_replace` is called before the lock of a live
     launch is replaced, and raises to refuse. Once `stop` is set, the call neither waits nor replaces a lock.
-
-    Raises:
-        RunBusy: another launch holds the lock, and `takeover` was not requested, or the launch was asked to stop.
     """
     stop = stop or threading.Event()
     path = lock_path(local, run)
@@ -83,11 +80,10 @@ def _replace(path: Path) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is(path: Path, descriptor: int) -> bool:

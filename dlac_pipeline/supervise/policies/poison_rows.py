@@ -1,12 +1,10 @@
 """Poison rows: deaths at the same rows or at the same line of the script, and the rows that were in hand.
 
 A row that kills each process that reads it ends every attempt in the same step. Deaths that another rule covers are not
-counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node. A row group does not
-decode for one of two causes: damage, or an unavailable store.
+counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -129,10 +127,7 @@ def _manner_of(failure: Failure) -> str:
 def rows_in_hand(
     plans: Plans, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
 ) -> tuple[Unreadable, ...]:
-    """Return the rows of the global batch of `step` by row group.
-
-    `folder` is the launch folder of an attempt that had the batch in hand.
-    """
+    """Return the rows of the global batch of `step` by row group. An attempt with the launch `folder` had the batch in hand."""
     units: dict[str, UnitTable] = {}
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         units |= {name: plans.load(name, table=source.table).units for name in mine.start.plan_ids}
@@ -168,16 +163,13 @@ def _places(source: SourceOrder, pass_index: int, group: int, block: int, positi
         yield (cut.units, *cut.block(group, block).place_of(position))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Damaged:
-    """A damaged row group, and the job spec's policy for it."""
+def damaged_row_group(
+    plans: Plans, spec: JobSpec, leg: Leg, path: str, row_group: int
+) -> tuple[Unreadable, str] | None:
+    """Return the damaged row group of a leg on which an attempt failed, and the job spec's policy for it.
 
-    unreadable: Unreadable
-    policy: str
-
-
-def damaged_row_group(plans: Plans, spec: JobSpec, leg: Leg, path: str, row_group: int) -> Damaged | None:
-    """Return the damaged row group of a leg on which an attempt failed. None if it decodes now, or if nothing can be read."""
+    Return None if it decodes now, or if nothing can be read: the store may be unavailable.
+    """
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         for plan_id in mine.start.live_plan_ids:
             plan = plans.load(plan_id, table=source.table)
@@ -189,14 +181,11 @@ def damaged_row_group(plans: Plans, spec: JobSpec, leg: Leg, path: str, row_grou
             reason = _problem(decoder, plan, unit)
             if reason is None or not _store_answers(decoder, plan, path):
                 return None
-            return Damaged(
-                unreadable=Unreadable(path=path, row_group=row_group, reason=reason), policy=source.on_unreadable
-            )
+            return Unreadable(path=path, row_group=row_group, reason=reason), source.on_unreadable
     return None
 
 
 def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
-    """Return why a unit does not decode, or None if it decodes."""
     try:
         decoder.row_group(*plan.units.place(unit), int(plan.units.rows[unit]))
     except errors.DataFileUnreadable as err:
@@ -206,9 +195,9 @@ def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
 
 def _store_answers(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
     """Return True if another data file can be read, or if the plan has only one file, whose damage is then believed."""
-    first_units = {
-        plan.units.file_paths[file]: unit for unit, file in reversed(list(enumerate(plan.units.file.tolist())))
-    }
+    first_units: dict[str, int] = {}
+    for unit, file in enumerate(plan.units.file.tolist()):
+        first_units.setdefault(plan.units.file_paths[file], unit)
     first_units.pop(path, None)
     others = list(first_units.values())[:_WITNESSES]
     return not others or any(_problem(decoder, plan, unit) is None for unit in others)

@@ -1,7 +1,4 @@
-"""Restart policy after a failed attempt: another attempt, the rows that it leaves out, or the end of the run.
-
-In: attempts and their failures. Out: row groups and rows to leave out, or the error that ends the run.
-"""
+"""Restart policy after a failed attempt: another attempt, the rows that it leaves out, or the end of the run."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -35,10 +32,7 @@ class RestartPolicy:
         self._crash_loop = CrashLoop(self._spec.launch.deaths_at_same_rows)
 
     def note_rescale(self, attempt: SupervisedAttempt) -> None:
-        """Note the planned end of an attempt, so that other nodes resume the run.
-
-        This is no failure, and is progress only if the attempt committed something.
-        """
+        """Note the planned end of an attempt. This is no failure, and is progress only if it committed something."""
         if attempt.committed:
             self._fruitless = 0
 
@@ -124,11 +118,7 @@ class RestartPolicy:
             )
 
     def _damaged(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
-        """Return the row group on which the attempt died, if the next attempt leaves it out.
-
-        Raises:
-            DataFileUnreadable: the row group is damaged, and the policy is to fail.
-        """
+        """Return the row group on which the attempt died, if the next attempt leaves it out."""
         if leg is None or "row_group" not in failure.detail:
             return ()
         found = damaged_row_group(
@@ -136,30 +126,24 @@ class RestartPolicy:
         )
         if found is None:
             return ()
-        if found.policy == "fail":
+        unreadable, policy = found
+        if policy == "fail":
             raise errors.DataFileUnreadable(failure.message)
-        self._supervision.publish({"event": "quarantine", **asdict(found.unreadable)})
-        return (found.unreadable,)
+        self._supervision.publish({"event": "quarantine", **asdict(unreadable)})
+        return (unreadable,)
 
     def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
         """Return the rows that the last attempts had in hand when they died."""
         assert attempt.leg is not None, "it has trained"
-        step = failure.in_hand
-        times = self._spec.launch.deaths_at_same_rows
+        step, times, plans = failure.in_hand, self._spec.launch.deaths_at_same_rows, self._supervision.plans
         count = min(times, 2) if failure.script_raised else times
         reason = (
             f"{count} attempts in a row died in step {step} with these rows in hand; the last one: {failure.summary}"
         )
-        rows = rows_in_hand(
-            self._supervision.plans, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason
-        )
-        facts = {
-            "row_groups": len(rows),
-            "rows": sum(len(each.positions) for each in rows),
-            "reason": reason,
-            "tentative": True,
-        }
-        self._supervision.publish({"event": "quarantine", "step": step, **facts})
+        rows = rows_in_hand(plans, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
+        counts = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows)}
+        event = {"event": "quarantine", "step": step, **counts, "reason": reason, "tentative": True}
+        self._supervision.publish(event)
         return rows
 
 

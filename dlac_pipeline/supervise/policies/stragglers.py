@@ -1,7 +1,7 @@
 """Stragglers: ranks that are slower than the others, and their slow phase, from the times that ranks report.
 
-Reading and computing are compared over several steps. Rare phases (loading, checkpoints) are compared each time. Times are
-the ranks' own, without their waits for each other: in synchronous training all ranks' steps take the time of the slowest.
+Times are the ranks' own, without their waits for each other: in synchronous training all ranks' steps take the time of the
+slowest. Reading and computing are compared over several steps, rare phases (loading, checkpoints) each time.
 """
 
 from collections.abc import Mapping, Sequence

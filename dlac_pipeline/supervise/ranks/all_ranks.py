@@ -29,10 +29,7 @@ class AllRanks:
         self._round = round_
         self._looks = -1
         self._messages: dict[int, Message] = {}
-        """Messages of the other nodes by place, as of the last read of the store.
-
-        That read also yields the lost nodes and the heartbeats of the other nodes' ranks.
-        """
+        """Messages of the other nodes by place, as of the last read of the store, with the next two."""
         self._lost_places: list[int] = []
         self._heartbeats: dict[int, RankHeartbeat] = {}
         self._beats: dict[int, int] = {}
@@ -67,13 +64,19 @@ class AllRanks:
         if not self._requested_reports:
             self._requested_reports = True
             self._round.publish({REQUESTS_REPORTS: True})
-        return [] if self._waits_for_reports() else found
+        awaited = {} if self._round.cut_off else self._read_messages()
+        lost = self._lost_places
+        has_all = all(message.get(ANSWERS_REQUEST) for place, message in awaited.items() if place not in lost)
+        return found if has_all else []
 
     def _known_failures(self) -> list[Exit]:
         """Return the failures that are known now. A lost node may report again, and is then no failure any more."""
         found = [*self._lost_ranks(), *self.own.failures()]
         for place, message in self._read_messages().items():
-            found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
+            for failure in message.get("failures", ()):
+                self._log_ends[failure["exit"]["rank"]] = failure["log_end"]
+                exit_ = Exit(**failure["exit"])
+                found.append(replace(exit_, at=exit_.at + self._later_s.get(place, 0.0)))
         return found
 
     def all_exited(self) -> bool:
@@ -109,20 +112,6 @@ class AllRanks:
             if node.ranks:
                 found.append(Exit(rank=node.first_rank, code=1, kind=LOST, message=which, at=0.0))
         return found
-
-    def _waits_for_reports(self) -> bool:
-        """Return True if a node that is not lost has not answered the leader's request yet."""
-        if self._round.cut_off:
-            return False
-        lost = set(self._lost_places)
-        return any(
-            not message.get(ANSWERS_REQUEST) for place, message in self._read_messages().items() if place not in lost
-        )
-
-    def _exit_of(self, failure: Message, place: int) -> Exit:
-        self._log_ends[failure["exit"]["rank"]] = failure["log_end"]
-        exit_ = Exit(**failure["exit"])
-        return replace(exit_, at=exit_.at + self._later_s.get(place, 0.0))
 
     def _copy_heartbeats(self, message: Message, place: int) -> None:
         if "progress" not in message or self._beats.get(place) == message["beat"]:

@@ -1,7 +1,7 @@
 """Process of a run's listeners, from the side of training: events go in, and nothing that listeners do comes back.
 
-A listener may hang in C code, or leave threads and exit handlers. A thread of this process could not be ended then, so the
-listeners run in a process of their own. It ends by the end of its standard input, however this process ends.
+A listener may hang in C code, or leave threads and exit handlers. So listeners run in a process of their own, which ends by the
+end of its standard input, however this process ends.
 """
 
 import json

@@ -99,7 +99,9 @@ class RankGroup:
         If a rank failed, also return the running ranks that have recorded a reason, because it may be the cause.
         """
         ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
-        return ended and [*ended, *self._failing()]
+        running = [rank for rank in self.ranks if self._processes.exit_code(rank) is None]
+        failing = (Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank)))
+        return ended and [*ended, *failing]
 
     def suppressed_errors(self) -> list[Exit]:
         """Return the ranks that ended well although they recorded a failure, because the script suppressed the exception."""
@@ -130,17 +132,15 @@ class RankGroup:
 
     def request_checkpoint(self) -> bool:
         """Ask all ranks of the attempt to exit after a checkpoint, without a deadline. Return True if that was written."""
-        try:
+        with contextlib.suppress(OSError):  # the disk may be full for a moment
             room_file(self.folder).touch()
-        except OSError:  # the disk may be full for a moment
-            return False
-        return True
+            return True
+        return False
 
     def end(self) -> None:
         """Kill every rank's process group with SIGKILL, and wait until all are gone.
 
-        Raises:
-            TrainingFailed: a rank is not gone, because the kernel still waits for a device or a file system on its behalf.
+        Raise `TrainingFailed` if a rank is not gone, because the kernel waits for a device or a file system on its behalf.
         """
         self._processes.signal(signal.SIGKILL)
         running = self._processes.wait_until_gone(_KILLED_WITHIN_S)
@@ -155,17 +155,12 @@ class RankGroup:
         codes = {rank: self._processes.exit_code(rank) for rank in self.ranks}
         return [Exit(rank=rank, code=code, **self._reason(rank)) for rank, code in codes.items() if code is not None]
 
-    def _failing(self) -> list[Exit]:
-        running = [rank for rank in self.ranks if self._processes.exit_code(rank) is None]
-        return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
-
     def _reason(self, rank: int) -> Reason:
         """Return the reason that the rank recorded, or the reason why it never started. Empty if none is complete."""
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):
             reason: Reason = json.loads(reason_file(self.folder, rank).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return self._processes.reason(rank)
-        return reason
+            return reason
+        return self._processes.reason(rank)
 
     def _was_done(self, rank: int) -> bool:
         heartbeat = read_heartbeat(self.folder, rank)

@@ -1,7 +1,7 @@
 """Logs of ranks: a bound on their size while ranks write, and reading them.
 
-Ranks write into their logs directly and do not know the bound. So the bound also holds for output of their libraries and
-children, and a rank outlives the process that enforces it. In: log files. Out: the files without their middle, and lines.
+Ranks write into their logs directly and do not know the bound. So it also holds for their libraries and children, and a rank
+outlives the process that enforces it.
 """
 
 import ctypes
@@ -127,10 +127,7 @@ class LogReader:
         self._rest = b""
 
     def read(self) -> Iterator[str]:
-        """Yield the lines that were completed since the last call.
-
-        If the log was cut since then, yield a line that reports it.
-        """
+        """Yield the lines that were completed since the last call. If the log was cut since then, a line reports it."""
         with suppress(FileNotFoundError), self._path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             if self._at < 0:

@@ -1,7 +1,4 @@
-"""Start of a node's ranks in a new launch folder, and the removal of old launch folders.
-
-In: a job spec, a round, a starter. Out: the ranks, as their supervisor watches them.
-"""
+"""Start of a node's ranks in a new launch folder, and the removal of old launch folders."""
 
 import shutil
 from contextlib import suppress
@@ -27,11 +24,7 @@ def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
 
 
 def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
-    """Start this node's ranks with a new launch folder.
-
-    Raises:
-        StoreUnavailable: the folder cannot be made, or the run's folder is gone with its mount.
-    """
+    """Start this node's ranks with a new launch folder. Raise `StoreUnavailable` if the folder cannot be made."""
     with storing(folder):
         make_below(folder.parent, folder)
         path = folder / "spec.json"

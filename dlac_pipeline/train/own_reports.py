@@ -1,10 +1,11 @@
-"""Recoveries without a supervisor: rank 0 records how the recovery from a failure went."""
+"""Reports without a supervisor: rank 0 records its recovery from a failure, and passes its events to the listeners."""
 
 import logging
 import os
 import random
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 
@@ -12,6 +13,7 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.claim import ResumePoint
@@ -19,6 +21,7 @@ from dlac_pipeline.supervise.failure import failure_of_attempt, planned_end
 from dlac_pipeline.supervise.incident import Incident, RecoveryOutcome, write_given_up
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.startup import LAUNCHED_VARIABLE
 
@@ -74,10 +77,9 @@ class OwnRecoveries:
 
 
 def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, claimed_at: float) -> Incident | None:
-    """Return the incident from which rank 0 recovers without a supervisor, or None if no attempt had failed.
+    """Return the incident from which rank 0 recovers, or None if no attempt had failed. It began to claim at `claimed_at`.
 
-    torchrun detects a dead rank. Otherwise an operator starts the ranks again. `claimed_at` is the moment at which rank 0
-    began to claim the run.
+    torchrun detects a dead rank. Otherwise an operator starts the ranks again.
     """
     if not point.replaces or LAUNCHED_VARIABLE not in os.environ:
         return None
@@ -90,3 +92,24 @@ def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, cl
         stopped_at=claimed_at,
     )
     return None if failure is None else Incident(spec, point, failure)
+
+
+def start_listeners(
+    plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
+) -> None:
+    """Pass the events of rank 0, which leads without a supervisor, to the listeners of the job spec. `held` ends them.
+
+    An outage of the catalog is only logged. The attempt then has no listeners.
+    """
+    if not spec.listeners.chosen():
+        return
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    try:
+        start = describe_attempt(point, plans, world_size=spec.launch.world_size, nodes=nodes, folder=folder)
+        start["ledger"] = Ledger(plans.lakehouse).table_uuid
+    except DlacError as err:
+        _log.warning("attempt %d of run %r has no listeners: %s", point.attempt, spec.run, err)
+        return
+    process = held.enter_context(ListenerProcess(spec))
+    process.send(start)
+    events.pass_to(process.send)
