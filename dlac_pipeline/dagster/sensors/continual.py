@@ -5,7 +5,7 @@ needs a person is not requested again until its work changes.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import dagster as dg
@@ -88,24 +88,35 @@ def _requests(
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
     """Yield what is due for each training run, or why nothing is. Job files that define none are named."""
     yield from wrong_job_files()
+    trainers = _trainers(instance)
     for name, run in training_runs().items():
         try:
-            yield _look(instance, run.job_spec(), log)
+            yield _look(instance, run.job_spec(), trainers, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
             log.error(f"{name}: {err}")
             yield f"{name}: {err}"
 
 
-def _look(instance: dg.DagsterInstance, spec: JobSpec, log: logging.Logger) -> "tuple[JobSpec, Due] | str":
+def _trainers(instance: dg.DagsterInstance) -> dict[str, str]:
+    """Return the newest Dagster run under way for each training run, by its tag and by the models it is to materialize."""
+    trainers: dict[str, str] = {}
+    for each in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)):
+        # that of *Materialize* has no tag before its model's step
+        for name in (each.tags.get(RUN_TAG, ""), *names_of_training(instance, each)):
+            trainers.setdefault(name, each.run_id)
+    return trainers
+
+
+def _look(
+    instance: dg.DagsterInstance, spec: JobSpec, trainers: Mapping[str, str], log: logging.Logger
+) -> "tuple[JobSpec, Due] | str":
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.operations.pending_work import due
 
     if not any(source.follow == "appends" for source in spec.sources):
         return f"{spec.run} follows no table"
-    for each in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)):
-        # that of *Materialize* has no tag before its model's step
-        if each.tags.get(RUN_TAG) == spec.run or spec.run in names_of_training(instance, each):
-            return f"{spec.run} is trained by Dagster run {each.run_id}"
+    if spec.run in trainers:
+        return f"{spec.run} is trained by Dagster run {trainers[spec.run]}"
     lakehouse = connect(spec.lakehouse)
     found = due(lakehouse, spec)
     obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
