@@ -71,23 +71,18 @@ def rewind(
         spec=_known_spec(lakehouse, run, spec, home),
     )
     if as_json:
-        ui.show_facts(asdict(done), as_json=True)
-        return
-    _show_branch(run, done)
-    _show_seen(run, done, exclude or (), source)
+        ui.show_json(asdict(done))
+    else:
+        _show_rewound(run, done, exclude or (), source)
 
 
-def _show_branch(run: str, done: "Rewound") -> None:
-    """Print where the new branch begins, and which one was left."""
+def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:
+    """Print where the new branch begins, how many excluded rows it was trained on, and how to rewind to before them."""
     where = "begins again" if done.checkpoint_id is None else f"resumes after checkpoint {done.checkpoint_id}"
     ui.show_text(
         f"run {run} {where} (step {done.step}). Its head was {done.left} (step {done.left_step}), on the branch that it leaves. "
         f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`"
     )
-
-
-def _show_seen(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:
-    """Say how many excluded rows the checkpoint has been trained on, and how to go back to where it was none."""
     if done.not_counted:
         ui.show_text(
             f"how many excluded rows checkpoint {done.checkpoint_id} has seen could not be counted: {done.not_counted}"
@@ -138,21 +133,13 @@ def fork(
     job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
     lakehouse = ui.lakehouse_of(spec, home, create=True)
     parent = _known_spec(lakehouse, run, None, home)
-    done = fork_run(
-        lakehouse,
-        job,
-        run,
-        step=step,
-        checkpoint_id=checkpoint,
-        files=None if parent is None else tiers_of(parent).files,
-    )
+    files = None if parent is None else tiers_of(parent).files
+    done = fork_run(lakehouse, job, run, step=step, checkpoint_id=checkpoint, files=files)
     if as_json:
-        ui.show_facts(asdict(done), as_json=True)
-        return
-    ui.show_text(
-        f"run {new} begins with checkpoint {done.checkpoint_id}, forked from {done.parent_checkpoint} (step "
-        f"{done.parent_step} of run {run})"
-    )
+        ui.show_json(asdict(done))
+    else:
+        origin = f"{done.parent_checkpoint} (step {done.parent_step} of run {run})"
+        ui.show_text(f"run {new} begins with checkpoint {done.checkpoint_id}, forked from {origin}")
 
 
 @ui.command(app, ui.BRANCH, "dlac retire my-run", "dlac retire my-run --checkpoint 400")

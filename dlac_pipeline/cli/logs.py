@@ -59,7 +59,7 @@ def logs(
         readers = {each: _reader(path, tail) for each, path in _logs_of(rows, run, shown, rank).items()}
         _print_lines(readers, last=not follow)
         if follow:
-            _Follower(ledger, run, rank, shown, readers).follow(later=attempt is None)
+            _follow(ledger, run, rank, shown, readers, later=attempt is None)
 
 
 def _reader(path: Path, tail: int | None) -> "LogReader":
@@ -69,11 +69,7 @@ def _reader(path: Path, tail: int | None) -> "LogReader":
 
 
 def _logs_of(rows: "list[LedgerRow]", run: str, attempt: int, rank: int | None) -> dict[int, Path]:
-    """Return the logs of an attempt that are on this node, by rank.
-
-    Raises:
-        LogsMissing: none of those that are wanted is, or they may not be read.
-    """
+    """Return the logs of an attempt that are on this node, by rank. Raise `LogsMissing` if none that is wanted can be read."""
     from dlac_pipeline.elastic.ranks.launch_folder import logs_by_rank
     from dlac_pipeline.supervise.claims import launch_folders_of
 
@@ -93,12 +89,7 @@ def _logs_of(rows: "list[LedgerRow]", run: str, attempt: int, rank: int | None) 
 
 
 def _attempt_of(rows: "list[LedgerRow]", run: str, wanted: int | None) -> int:
-    """Return the attempt that is wanted, or the last one that trains.
-
-    Raises:
-        SpecInvalid: the run has no such attempt.
-        LogsMissing: it has none at all.
-    """
+    """Return the attempt that is wanted, or the last one that trains. Raise `SpecInvalid` or `LogsMissing` without one."""
     from dlac_pipeline.supervise.claims import trained_attempts
 
     known = trained_attempts(rows)
@@ -113,7 +104,6 @@ def _attempt_of(rows: "list[LedgerRow]", run: str, wanted: int | None) -> int:
 
 
 def _why_missing(rows: "list[LedgerRow]", run: str, attempt: int, folders: list[Path]) -> str:
-
     what = f"expected the logs of attempt {attempt} of run {run!r}"
     claim = claim_of(rows, attempt)
     folder, node = claim.launch_folder, claim.host
@@ -152,46 +142,26 @@ def _unreadable(err: OSError) -> LogsMissing:
     return LogsMissing(f"expected to read the logs, found {err}: run `dlac logs` as the user who trains")
 
 
-class _Follower:
-    """Prints what ranks append to their logs."""
-
-    def __init__(
-        self, ledger: "Ledger", run: str, rank: int | None, attempt: int, readers: "dict[int, LogReader]"
-    ) -> None:
-        self._ledger = ledger
-        self._run = run
-        self._rank = rank
-        self._attempt = attempt
-        self._readers = readers
-
-    def follow(self, *, later: bool) -> None:
-        """Print until the run ends, or its attempt where `later` attempts are not wanted."""
-        asked_at = -math.inf
-        while True:
-            if not _print_lines(self._readers, last=False):
-                time.sleep(_LOOK_EVERY_S)
-            if time.monotonic() < asked_at + _ASK_EVERY_S:
-                continue
-            asked_at = time.monotonic()
-            with suppress(DlacError):  # the catalog is unavailable for a moment; the logs are not
-                state = self._ledger.state(self._run)
-                replaced = state.fence.attempt != self._attempt
-                if state.finished or (replaced and not later):
-                    _print_lines(self._readers, last=True)
-                    return
-                self._look(state.fence.attempt)
-
-    def _look(self, attempt: int) -> None:
-        """Read the logs that have appeared since, those of a newer attempt after all of the one before.
-
-        Raises:
-            LogsMissing: the newer one has none here: its ranks have not started, or it trains nothing.
-        """
-        logs = _logs_of(self._ledger.head_rows(self._run), self._run, attempt, self._rank)
-        if attempt != self._attempt:
-            _print_lines(self._readers, last=True)
-            self._attempt, self._readers = attempt, {}
-            ERR.print(f"attempt {attempt}", style="dim", highlight=False)
-        for rank, path in logs.items():
-            if rank not in self._readers:
-                self._readers[rank] = _reader(path, None)
+def _follow(
+    ledger: "Ledger", run: str, rank: int | None, attempt: int, readers: "dict[int, LogReader]", *, later: bool
+) -> None:
+    """Print what ranks append to their logs, until the run ends, or the attempt where `later` ones are not wanted."""
+    asked_at = -math.inf
+    while True:
+        if not _print_lines(readers, last=False):
+            time.sleep(_LOOK_EVERY_S)
+        if time.monotonic() < asked_at + _ASK_EVERY_S:
+            continue
+        asked_at = time.monotonic()
+        with suppress(DlacError):  # the catalog is unavailable for a moment, or a newer attempt has no log here yet
+            state = ledger.state(run)
+            current = state.fence.attempt
+            if state.finished or (current != attempt and not later):
+                _print_lines(readers, last=True)
+                return
+            logs = _logs_of(ledger.head_rows(run), run, current, rank)
+            if current != attempt:
+                _print_lines(readers, last=True)
+                attempt, readers = current, {}
+                ERR.print(f"attempt {attempt}", style="dim", highlight=False)
+            readers |= {each: _reader(path, None) for each, path in logs.items() if each not in readers}

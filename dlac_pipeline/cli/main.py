@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.text import Text
 
-from dlac_pipeline.cli import branches, checkpoints, init, lakehouse, logs, recovery, runs, training
+from dlac_pipeline.cli import branches, checkpoints, init, lakehouse, logs, runs, training
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
@@ -32,7 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (init, training, runs, recovery, logs, checkpoints, branches, lakehouse):
+for _part in (init, training, runs, logs, checkpoints, branches, lakehouse):
     app.add_typer(_part.app)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich import progress
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -41,17 +41,16 @@ _JOINERS = "\u200c\u200d"
 def terminal_text(text: str) -> str:
     """Return the text with control characters, and those that change the order of others, as escapes such as \\x1b.
 
-    Names, paths and values of tables come from others. Printed as they are, they could move the cursor and rewrite what stands
-    above. Line breaks and tabs stay.
+    Names, paths and values of tables come from others, and could move the cursor. Line breaks and tabs stay.
     """
+
+    def is_shown(character: str) -> bool:
+        is_control = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        return not is_control or character in ("\n", "\t", *_JOINERS)
+
     if text.isprintable():
         return text
-    return "".join(each if _is_shown(each) else each.encode("unicode_escape").decode() for each in text)
-
-
-def _is_shown(character: str) -> bool:
-    is_control = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return not is_control or character in ("\n", "\t", *_JOINERS)
+    return "".join(each if is_shown(each) else each.encode("unicode_escape").decode() for each in text)
 
 
 class _SafeConsole(Console):
@@ -154,16 +153,15 @@ def places_of_run(run: str, spec: Path | None, home: Path | None) -> tuple["Lake
     return lakehouse, tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse))
 
 
-def steps_bar() -> Progress:
-    """A progress bar of so many of so many."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=ERR, transient=True)
+def bar_columns(*facts: progress.ProgressColumn) -> tuple[progress.ProgressColumn, ...]:
+    """Return the columns of a progress bar of so many of so many, with further facts before the times."""
+    count = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), progress.MofNCompleteColumn()
+    return *count, *facts, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+
+
+def steps_bar() -> progress.Progress:
+    """Return a progress bar on standard error that disappears at its end."""
+    return progress.Progress(*bar_columns(), console=ERR, transient=True)
 
 
 def show_text(text: str) -> None:
