@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 SILENT_S = 120.0
 """Seconds without output, after which a supervisor is given up."""
 _DIED = "SupervisorDied"
-_NOTICED_BY = "Dagster run"
 _OLD_LAUNCH_S = 30.0
 """Seconds for the ranks of a killed supervisor to end: they hold the lock of the run's folder no longer then."""
 
@@ -55,21 +54,12 @@ def supervise_run(
         last = supervise_launch(request, pass_on, on_asking=on_asking)
         if last.get("kind") != _DIED or "checkpoint" not in seen or request.spec.launch.on != "here":
             return last, request
-        _pass_on(
-            on_event, {"event": "warning", "message": f"the supervisor died ({last['message']}): another one starts"}
-        )
-        request = request.model_copy(
-            update={
-                "plan_ids": (),
-                "repin": False,
-                "replaces": seen.get("attempt", {}).get("attempt", 0),
-                "recovers": request.launched_by,
-                "takeover": True,
-                "wait_s": _OLD_LAUNCH_S,
-                "noticed_by": _NOTICED_BY,
-                "noticed_at": time.time(),
-            }
-        )
+        warning = f"the supervisor died ({last['message']}): another one starts"
+        _pass_on(on_event, {"event": "warning", "message": warning})
+        replaced = seen.get("attempt", {}).get("attempt", 0)
+        update = {"replaces": replaced, "recovers": request.launched_by, "takeover": True, "wait_s": _OLD_LAUNCH_S}
+        update |= {"noticed_by": "Dagster run", "noticed_at": time.time(), "plan_ids": (), "repin": False}
+        request = request.model_copy(update=update)
 
 
 def supervise_launch(
@@ -145,8 +135,7 @@ class _Voice:
     def events(self, *, silent_s: float = math.inf, within_s: float = math.inf) -> Iterator[Event]:
         """Yield its events until it has ended, has been silent for `silent_s`, or `within_s` have passed.
 
-        Its output is read once more before it is given up, because the receiver of the events may have taken all of that
-        time.
+        Then its output is read once more, because the receiver of the events may have taken all of that time.
         """
         began = received = time.monotonic()
         while self.open:

@@ -10,10 +10,8 @@ import dagster as dg
 from dagster.components.resolved.model import Injected
 from pydantic import ConfigDict, Field, model_validator
 
-from dlac_pipeline.dagster.assets.checks import build_checks
-from dlac_pipeline.dagster.assets.planning import build_plan
-from dlac_pipeline.dagster.assets.rehearsal import build_rehearsal
-from dlac_pipeline.dagster.assets.training import POOL, build_model
+from dlac_pipeline.dagster.assets.checks import build_checks, build_rehearsal
+from dlac_pipeline.dagster.assets.training import POOL, build_model, build_plan
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
 from dlac_pipeline.dagster.training_runs import (
@@ -110,14 +108,10 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         spec = self._read(folder, {})
         run = TrainingRunDefinition(name=spec.run, read_spec=read)
         define_training_run(run)
-        sources = [self._asset_of(table) for table in dict.fromkeys(source.table for source in spec.sources)]
-        model = build_model(
-            run,
-            pool=self.pool,
-            kinds={_KIND, *self.kinds},
-            description=_describe(spec, self.spec_file),
-            **self._attributes("train"),
-        )
+        named, tables = self.source_assets, dict.fromkeys(source.table for source in spec.sources)
+        sources = [dg.AssetKey.from_user_string(named[one]) if one in named else table_key(one) for one in tables]
+        about = {"description": _describe(spec, self.spec_file), **self._attributes("train")}
+        model = build_model(run, pool=self.pool, kinds={_KIND, *self.kinds}, **about)
         return dg.Definitions(
             assets=[build_plan(run, deps=sources, kinds={"iceberg"}, **self._attributes("plan")), model],
             asset_checks=[*build_checks(run), *([build_rehearsal(run)] if self.rehearsal else [])],
@@ -138,10 +132,6 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
             return read_spec(folder / self.spec_file, overrides=overrides)
         raw = copy.deepcopy(self.spec or {})
         return spec_of_file(raw, folder=folder, origin=f"the spec in {folder}", overrides=overrides)
-
-    def _asset_of(self, table: str) -> dg.AssetKey:
-        named = self.source_assets.get(table)
-        return table_key(table) if named is None else dg.AssetKey.from_user_string(named)
 
     def _automation(self, run: str) -> Iterator[dg.AutomationConditionSensorDefinition]:
         """Yield the sensor that evaluates the condition: one for each run, so that no Dagster run trains two of them."""

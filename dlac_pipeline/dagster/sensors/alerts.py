@@ -38,9 +38,7 @@ class Alert:
     """One alert."""
 
     kind: Kind
-    """recovering: died, and a recovery is requested. gave_up: died, and a person is needed. failed: another job than
-    training.
-    """
+    """recovering: died, a recovery is requested. gave_up: died, a person is needed. failed: another job than training."""
     run: str
     """The training run, or empty."""
     job: str
@@ -121,11 +119,7 @@ def _send_alert(
     kinds: Sequence[Kind],
     send: Send,
 ) -> dg.SkipReason:
-    """Send the alert about an ended run, if it needs one. Any result ends the tick, because the next run has its own.
-
-    Raises:
-        AlertUnsent: it was refused. The next tick, some seconds later, tries again.
-    """
+    """Send the alert about an ended run, if it needs one. Raise `AlertUnsent` if it was refused: the next tick tries again."""
     run = context.dagster_run
     if not (run.job_name in _BESIDE_TRAINING or names_of_training(context.instance, run)):
         return dg.SkipReason(f"run {run.run_id} of {run.job_name} does not train")
@@ -136,9 +130,8 @@ def _send_alert(
         send(alert, context.log)
     except Exception as err:
         if ended_s_ago(context.instance, run) < _HELD_S:
-            raise AlertUnsent(
-                f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
-            ) from err
+            text = f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
+            raise AlertUnsent(text) from err
         context.log.exception(f"no alert about run {run.run_id} could be sent")
         return dg.SkipReason(f"gave up the alert about run {run.run_id}: {err}")
     return dg.SkipReason(f"sent an alert about run {run.run_id}: {alert.kind}")
@@ -175,7 +168,7 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
 
 
 def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
-    """Return one alert for all failed checks of a run, with the severity of the worst. Checks of other runs are not read.
+    """Return one alert for all failed checks of a run, with the severity of the worst.
 
     It reads the run's own log: across runs Dagster's default storage, which has a database for each, cannot be queried.
     """

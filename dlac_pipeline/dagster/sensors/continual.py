@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING
 import dagster as dg
 from blake3 import blake3
 
+from dlac_pipeline.dagster import training_runs as runs
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.dagster.sensors.recovery import decide_recoveries, living_trainer
 from dlac_pipeline.dagster.settings import settings_or_defaults
-from dlac_pipeline.dagster.training_runs import (
-    TrainingJob,
-    model_key,
-    names_of_training,
-    plan_key,
-    training_runs,
-    wrong_job_files,
-)
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -36,14 +29,11 @@ _GOES_ON = (
 )
 _PAGE = 100
 """Dagster runs of one read."""
-_UNDER_WAY = [
-    status
-    for status in dg.DagsterRunStatus
-    if status not in (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
-]
+_ENDED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+_UNDER_WAY = [status for status in dg.DagsterRunStatus if status not in _ENDED]
 
 
-def build_continual_schedule(runs_job: TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
+def build_continual_schedule(runs_job: runs.TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
     """Return the schedule that requests a Dagster run for each training run that has rows to train and no trainer."""
 
     @dg.schedule(
@@ -58,7 +48,7 @@ def build_continual_schedule(runs_job: TrainingJob, *, cron_schedule: str) -> dg
     return continual_training_schedule
 
 
-def build_new_snapshot_sensor(runs_job: TrainingJob) -> dg.SensorDefinition:
+def build_new_snapshot_sensor(runs_job: runs.TrainingJob) -> dg.SensorDefinition:
     """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script.
 
     Dagster launches nothing for a run key that it has seen.
@@ -80,16 +70,23 @@ def _requests(
     instance: dg.DagsterInstance, log: logging.Logger, *, once_per_snapshot: bool
 ) -> list[dg.RunRequest] | dg.SkipReason:
     looks = list(_looks(instance, log))
-    requests = [_request(*look, once_per_snapshot) for look in looks if not isinstance(look, str)]
+    requests = [
+        dg.RunRequest(
+            run_key=_purpose(spec, found) if once_per_snapshot else None,
+            asset_selection=[runs.plan_key(spec.run), runs.model_key(spec.run)],
+            tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.reason},
+        )
+        for spec, found in (look for look in looks if not isinstance(look, str))
+    ]
     reasons = "; ".join(look for look in looks if isinstance(look, str))
     return requests or dg.SkipReason(reasons or "this code location defines no training run")
 
 
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
     """Yield what is due for each training run, or why nothing is. Job files that define none are named."""
-    yield from wrong_job_files()
+    yield from runs.wrong_job_files()
     trainers = _trainers(instance)
-    for name, run in training_runs().items():
+    for name, run in runs.training_runs().items():
         try:
             yield _look(instance, run.job_spec(), trainers, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
@@ -102,7 +99,7 @@ def _trainers(instance: dg.DagsterInstance) -> dict[str, str]:
     trainers: dict[str, str] = {}
     for each in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)):
         # that of *Materialize* has no tag before its model's step
-        for name in (each.tags.get(RUN_TAG, ""), *names_of_training(instance, each)):
+        for name in (each.tags.get(RUN_TAG, ""), *runs.names_of_training(instance, each)):
             trainers.setdefault(name, each.run_id)
     return trainers
 
@@ -153,7 +150,7 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
     for run in _newest_first(instance, spec.run):
         if newest is None:
             refused = run_tag(run, NO_RECOVERY_TAG) == RunBusy.__name__
-            if refused or not names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
+            if refused or not runs.names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
             newest, ending = run, _needs_a_person(instance, run, log)
             if not ending:
@@ -184,14 +181,6 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
         if isinstance(recovery, dg.SkipReason) and "NoProgress" in str(recovery.skip_message):
             return f"was given up ({recovery.skip_message})"
     return ""
-
-
-def _request(spec: JobSpec, found: "Due", once_per_snapshot: bool) -> dg.RunRequest:
-    return dg.RunRequest(
-        run_key=_purpose(spec, found) if once_per_snapshot else None,
-        asset_selection=[plan_key(spec.run), model_key(spec.run)],
-        tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.reason},
-    )
 
 
 def due_key(spec: JobSpec, found: "Due") -> str:
