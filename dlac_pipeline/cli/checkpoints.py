@@ -203,8 +203,7 @@ def export_state(
 @ui.command(app, ui.CHECKPOINTS, "dlac identify weights.safetensors")
 def identify(
     file: Annotated[
-        Path,
-        typer.Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False),
+        Path, typer.Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False)
     ],
     home: ui.Home = None,
     spec: ui.SpecOption = None,

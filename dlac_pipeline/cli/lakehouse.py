@@ -104,8 +104,7 @@ def sql(
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
     allow_files: Annotated[
-        bool,
-        typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions."),
+        bool, typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions.")
     ] = False,
     database: Annotated[
         Path | None,

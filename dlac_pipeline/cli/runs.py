@@ -88,8 +88,7 @@ def rehearse(
         typer.Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
     ] = None,
     sandbox: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary."),
+        Path | None, typer.Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")
     ] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,

@@ -58,18 +58,13 @@ class Kubernetes:
             # one after the other: a TrainJob is refused before its runtime exists
             created = [self._custom("create", one["kind"], body=one, field_validation="Strict") for one in others]
             job = created[-1]["metadata"]
-            owner = {
-                "apiVersion": others[-1]["apiVersion"],
-                "kind": others[-1]["kind"],
-                "name": job["name"],
-                "uid": job["uid"],
-            }
+            owner = {name: others[-1][name] for name in ("apiVersion", "kind")}
+            owner |= {"name": job["name"], "uid": job["uid"]}
             owned = {"metadata": {"ownerReferences": [owner]}}
             for document in others[:-1]:
                 self._custom("patch", document["kind"], name=document["metadata"]["name"], body=owned)
-            _client("CoreV1Api").create_namespaced_secret(
-                self._namespace, merged(secret, owned), _request_timeout=ANSWER_S
-            )
+            body, core = merged(secret, owned), _client("CoreV1Api")
+            core.create_namespaced_secret(self._namespace, body, _request_timeout=ANSWER_S)
         except Exception:
             for document in others:
                 self._custom("delete", document["kind"], name=document["metadata"]["name"])
@@ -94,10 +89,8 @@ class Kubernetes:
         """Return the new content of the pods' logs. A pod that replaces another continues its log."""
         core, now = _client("CoreV1Api"), time.monotonic()
         since = {} if self._read_at is None else {"since_seconds": int(now - self._read_at) + _OVERLAP_S}
-        pods = core.list_namespaced_pod(
-            self._namespace, label_selector=f"{_JOBSET_LABEL}={job}", _request_timeout=ANSWER_S
-        )
-        pieces = []
+        selector, pieces = f"{_JOBSET_LABEL}={job}", []
+        pods = core.list_namespaced_pod(self._namespace, label_selector=selector, _request_timeout=ANSWER_S)
         for pod in pods.items:
             if pod.status.phase == "Pending":
                 continue
@@ -111,9 +104,8 @@ class Kubernetes:
                 _request_timeout=ANSWER_S,
                 **known,
             )
-            pieces.append(
-                (pod.metadata.labels[_INDEX_LABEL], self._new(pod.metadata.uid, answer.data.decode(errors="replace")))
-            )
+            log = answer.data.decode(errors="replace")
+            pieces.append((pod.metadata.labels[_INDEX_LABEL], self._new(pod.metadata.uid, log)))
         self._read_at = now
         return pieces
 
@@ -158,11 +150,8 @@ def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     """Return the secret, then what the cluster is to run: the last document is the job."""
     launch, cluster = request.spec.launch, request.spec.cluster
     name = f"{job_name(request)}-{secrets.token_hex(3)}"
-    resources = {
-        "cpu": cluster.cpu,
-        "nvidia.com/gpu": cluster.gpu,
-        "memory": cluster.memory_mb and f"{cluster.memory_mb}M",
-    }
+    memory = cluster.memory_mb and f"{cluster.memory_mb}M"
+    resources = {"cpu": cluster.cpu, "nvidia.com/gpu": cluster.gpu, "memory": memory}
     values: dict[str, object] = {
         "name": name,
         "request": pack(request),

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_setting
@@ -19,7 +19,7 @@ from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from dlac_pipeline.launchers.cluster_job import ClusterJob
@@ -88,21 +88,8 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-class Launcher(Protocol):
-    """Runs one request."""
-
-    def run(self) -> Outcome:
-        """Train until the run ends.
-
-        Raises:
-            DlacError: what it died of.
-        """
-
-    def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`launchers/orchestrator.py`)."""
-
-    def leave(self) -> None:
-        """Ask this node alone to leave. The run continues if enough others are left."""
+Launcher: TypeAlias = "Supervisor | ClusterJob"
+"""Runs one request, by `run`. From any thread, `stop` asks for an orderly end of the run, and `leave` of this node's part."""
 
 
 def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:

@@ -20,10 +20,17 @@ from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s, new_key
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
-_ENDED = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
-    *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
-}
+_ENDED = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+]
 _UNKNOWN = "Invalid job id"
 """Slurm's answer about a job that it does not know, or knows no longer. Any other failure is no answer."""
 _NONE = "(null)"
@@ -104,7 +111,8 @@ class Slurm:
         name, preempted = facts["JobState"], facts.get("PreemptTime", "None") != "None"
         if preempted and name not in ("PENDING", "CANCELLED"):  # Slurm before 24.05 calls it COMPLETED or FAILED
             return JobState(name="PREEMPTED", over=name in _ENDED)
-        lost = name == "RUNNING" and facts["BatchHost"] not in _expanded(facts["NodeList"])
+        nodes = _answer("scontrol", "show", "hostnames", facts["NodeList"]).split() if name == "RUNNING" else []
+        lost = name == "RUNNING" and facts["BatchHost"] not in nodes
         return JobState(name=name, over=name in _ENDED, first_node_lost=lost)
 
     def _prefer_no_longer(self, job: str, facts: Mapping[str, str]) -> None:
@@ -159,17 +167,8 @@ def _accounted(job: str) -> JobState | None:
     return JobState(name=states[0], over=states[0] in _ENDED) if states else None
 
 
-def _expanded(nodes: str) -> list[str]:
-    """Return the names in Slurm's short form of a list of nodes."""
-    return _answer("scontrol", "show", "hostnames", nodes).split()
-
-
 def _answer(*command: str, script: str | None = None) -> str:
-    """Run one of Slurm's commands. Return its standard output.
-
-    Raises:
-        ConnectionError: it failed. The message is its standard error.
-    """
+    """Run one of Slurm's commands. Return its standard output, or raise `ConnectionError` with its standard error."""
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     if done.returncode:
         raise ConnectionError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")

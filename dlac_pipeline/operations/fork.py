@@ -122,11 +122,7 @@ def _release_parent(ledger: Ledger, run: str, parent_run: str) -> None:
 
 
 def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
-    """Check that the run is new, or was only begun by forks that did not finish.
-
-    Raises:
-        SpecInvalid: the run has a checkpoint, or a claim for another purpose.
-    """
+    """Check that the run is new, or was only begun by forks that did not finish. Raises as `check_new`."""
     rows = ledger.rows(run, kinds=HEAD_KINDS)
     try:
         check_new(rows, run, purpose="forks")

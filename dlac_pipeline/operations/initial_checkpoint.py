@@ -21,7 +21,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -67,7 +67,14 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     plans = Plans(lakehouse)
     point = claim_and_verify(plans, spec, ClaimRequest(purpose=beginning.purpose))
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
-    committer = _committer(lakehouse, spec, point, opened)
+    attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
+    committer = Committer(
+        AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order),
+        lakehouse=lakehouse,
+        settings=spec.checkpoint,
+        config_digest=config_digest(spec),
+        tiers=tiers_of(spec),
+    )
     name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
     files = _make_files(beginning, tiers_of(spec), name)
     prepared = Prepared(
@@ -81,8 +88,7 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     decision = committer.decide(_votes(opened, files, beginning.world_size), prepared)
     if decision["error"] is not None:
         raise failure_named(decision["error"])
-    checkpoint_id: str = decision["checkpoint_id"]
-    return checkpoint_id
+    return str(decision["checkpoint_id"])
 
 
 def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry]:
@@ -100,30 +106,11 @@ def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry
             raise
 
 
-def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, opened: OpenLeg) -> Committer:
-    attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
-    return Committer(
-        AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order),
-        lakehouse=lakehouse,
-        settings=spec.checkpoint,
-        config_digest=config_digest(spec),
-        tiers=tiers_of(spec),
-    )
-
-
 def _votes(opened: OpenLeg, files: Sequence[FileEntry], world_size: int) -> list[Vote]:
     """Return the votes of `world_size` ranks that have read nothing. The first rank has all files."""
     groups = range(opened.order.settings.key_groups)
     start = opened.start_state()
     cursors = [[list(start[source][group]) for source in range(len(start))] for group in groups]
-    nothing: Vote = {
-        "failure": None,
-        "files": [],
-        "phases": {},
-        "step": 0,
-        "groups": [],
-        "cursors": [],
-        "advances": [],
-    }
+    nothing: Vote = {"failure": None, "files": [], "phases": {}, "step": 0, "groups": [], "cursors": [], "advances": []}
     first = {**nothing, "files": [asdict(entry) for entry in files], "groups": list(groups), "cursors": cursors}
     return [first, *[nothing] * (world_size - 1)]

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise import claims
-from dlac_pipeline.supervise.liveness.launch_liveness import LaunchLiveness, liveness_of
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
@@ -135,8 +135,7 @@ def _listed(run: str, rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> 
 def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> Standing:
     """Return the state of the last launch of a run, from its rows, its recoveries and the processes of this node.
 
-    For a launch on this node the lock decides: a living process holds it, or none. On another node only its writes are
-    known.
+    For a launch on this node the lock decides: a living process holds it, or none. On another node only its writes are known.
     """
     if not rows:
         return Standing(state="unknown")
@@ -152,24 +151,21 @@ def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> S
 def _standing_of_launch(rows: list[LedgerRow], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
     """Return the state of an attempt that was launched to train."""
     signs = liveness_of(rows, attempt)
+    ago = f"last heartbeat {format_ago(signs.silent_s)}"
     if signs.here and signs.lock_held:
-        note = f"attempt {attempt}, process {_holder(signs, run)} on this node"
+        holder = lock_path(signs.local, run).read_text() or "(starting)"
+        note = f"attempt {attempt}, process {holder} on this node"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     ended = _ended_in_order(rows, attempt)
     if ended is not None:
         return Standing(state=ended, command=_resume(rows, run))
     if not signs.here and signs.silent_s < LOST_AFTER_S:
-        note = f"attempt {attempt} on node {signs.host}, last heartbeat {format_ago(signs.silent_s)}"
+        note = f"attempt {attempt} on node {signs.host}, {ago}"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     given_up = [each.cause for each in recoveries if (each.attempt, each.outcome) == (attempt, "gave up")]
     if given_up:
         return Standing(state="given up", note=given_up[-1].partition("\n")[0], command=("incidents", run))
-    return _describe_lost(rows, run, attempt, signs)
-
-
-def _describe_lost(rows: list[LedgerRow], run: str, attempt: int, signs: LaunchLiveness) -> Standing:
-    """Describe a launch that ended without a request: its process is gone, or it was silent for too long."""
-    ago = f"last heartbeat {format_ago(signs.silent_s)}"
+    # It ended without a request: its process is gone, or it was silent for too long.
     note = f"attempt {attempt} has no process on this node any more, {ago}"
     if not signs.here:
         note = f"attempt {attempt} on node {signs.host or '(not recorded)'}, {ago}"
@@ -177,11 +173,6 @@ def _describe_lost(rows: list[LedgerRow], run: str, attempt: int, signs: LaunchL
     if launched_by:
         note += f"; the sensor of Dagster run {launched_by} recovers it"
     return Standing(state="dead" if signs.here else "silent", note=note, command=_resume(rows, run))
-
-
-def _holder(signs: LaunchLiveness, run: str) -> str:
-    """Return the id of the process that holds a run's lock, as the lock file records it."""
-    return lock_path(signs.local, run).read_text() or "(starting)"
 
 
 def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:

@@ -352,10 +352,7 @@ class JobSpec(spec_problems.Section):
             store = str(Path(store).resolve())
         places = {"store": store, "local": str(Path(made_in or store).resolve())}
         return self.model_copy(
-            update={
-                "lakehouse": self.lakehouse.at_home(home),
-                "checkpoint": self.checkpoint.model_copy(update=places),
-            }
+            update={"lakehouse": self.lakehouse.at_home(home), "checkpoint": self.checkpoint.model_copy(update=places)}
         )
 
 

@@ -10,20 +10,11 @@ import dagster as dg
 from dagster.components.resolved.model import Injected
 from pydantic import ConfigDict, Field, model_validator
 
+from dlac_pipeline.dagster import training_runs as runs
 from dlac_pipeline.dagster.assets.checks import build_checks, build_rehearsal
 from dlac_pipeline.dagster.assets.training import POOL, build_model, build_plan
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
-from dlac_pipeline.dagster.training_runs import (
-    NOT_RETRIED,
-    RUNS_JOB,
-    TrainingRunDefinition,
-    define_training_run,
-    model_key,
-    note_wrong_job_files,
-    plan_key,
-    table_key,
-)
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
@@ -106,10 +97,10 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
             return changed.resolved(home_folder())
 
         spec = self._read(folder, {})
-        run = TrainingRunDefinition(name=spec.run, read_spec=read)
-        define_training_run(run)
+        run = runs.TrainingRunDefinition(name=spec.run, read_spec=read)
+        runs.define_training_run(run)
         named, tables = self.source_assets, dict.fromkeys(source.table for source in spec.sources)
-        sources = [dg.AssetKey.from_user_string(named[one]) if one in named else table_key(one) for one in tables]
+        sources = [dg.AssetKey.from_user_string(named[one]) if one in named else runs.table_key(one) for one in tables]
         about = {"description": _describe(spec, self.spec_file), **self._attributes("train")}
         model = build_model(run, pool=self.pool, kinds={_KIND, *self.kinds}, **about)
         return dg.Definitions(
@@ -137,9 +128,9 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         """Yield the sensor that evaluates the condition: one for each run, so that no Dagster run trains two of them."""
         if self.automation_condition is not None:
             yield dg.AutomationConditionSensorDefinition(
-                name=f"{model_key(run).to_python_identifier()}_automation",
-                target=dg.AssetSelection.assets(plan_key(run), model_key(run)),
-                run_tags={**NOT_RETRIED, RUN_TAG: run},
+                name=f"{runs.model_key(run).to_python_identifier()}_automation",
+                target=dg.AssetSelection.assets(runs.plan_key(run), runs.model_key(run)),
+                run_tags={**runs.NOT_RETRIED, RUN_TAG: run},
                 description=f"Requests training run {run} by its automation condition. Off until you turn it on.",
             )
 
@@ -156,7 +147,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
         try:
             component = TrainingRun(spec_file=path.name, **attributes)
             run = read_spec(path).run
-            step = model_key(run).to_python_identifier()  # of a-b and of a_b as well
+            step = runs.model_key(run).to_python_identifier()  # of a-b and of a_b as well
             if step in found:
                 raise SpecInvalid(
                     f"expected a name that Dagster can tell from those of other files, found {run!r} again"
@@ -165,7 +156,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
         except (SpecInvalid, dg.DagsterInvalidDefinitionError) as err:
             problems.append(f"{path} defines no training run: {err}")
             _log.error("%s", problems[-1])
-    note_wrong_job_files(problems)
+    runs.note_wrong_job_files(problems)
     return dg.Definitions.merge(*found.values())
 
 
@@ -173,10 +164,10 @@ def build_runs_job() -> Any:
     """Return the job on all training runs, for sensors and schedules that select one of them."""
     models = dg.AssetSelection.kind(_KIND)
     return dg.define_asset_job(
-        RUNS_JOB,
+        runs.RUNS_JOB,
         selection=models | models.upstream(depth=1) & dg.AssetSelection.tag(_STAGE, "plan"),
         description="All training runs. Sensors launch one of them. By hand, use Materialize of its asset.",
-        tags=NOT_RETRIED,
+        tags=runs.NOT_RETRIED,
         executor_def=dg.in_process_executor,
     )
 

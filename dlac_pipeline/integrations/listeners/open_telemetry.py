@@ -19,13 +19,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import OpenTelemetrySpec
 
 _SCOPE = "dlac"
-_UNITS = {
-    "step": "{step}",
-    "loss": "1",
-    "rows_at_risk": "{row}",
-    "rows_per_s": "{row}/s",
-    "tokens_per_s": "{token}/s",
-}
+_UNITS = {"step": "{step}", "loss": "1", "rows_at_risk": "{row}", "rows_per_s": "{row}/s", "tokens_per_s": "{token}/s"}
 
 
 class OpenTelemetryListener:
