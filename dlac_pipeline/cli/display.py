@@ -1,7 +1,4 @@
-"""Terminal display of a run. A run of this process: a progress bar, and a line per checkpoint, failure and recovery.
-
-Any other run: the facts of each look.
-"""
+"""Terminal display: of a run of this process a progress bar and a line per event, of any other run the facts of each look."""
 
 import shlex
 import time
@@ -124,10 +121,7 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
 
 
 def command_with(command: str, options: Sequence[str]) -> str:
-    """Return a command with the options that name the lakehouse. Empty without a command.
-
-    A job spec among the options replaces the placeholder in the command.
-    """
+    """Return a command, if any, with the options that name the lakehouse. A job spec among them replaces the placeholder."""
     from dlac_pipeline.operations.status import SPEC_PLACEHOLDER
 
     if "--spec" in options:

@@ -79,11 +79,7 @@ def init(
 
 
 def _is_location(source: str) -> bool:
-    """Return True for files, and False for a name such as namespace.table.
-
-    Raises:
-        SpecInvalid: it is neither.
-    """
+    """Return True for files, False for a name such as namespace.table. Raise `SpecInvalid` if it is neither."""
     if "/" in source or _WILD.search(source) or source.endswith(".parquet") or Path(source).exists():
         return True
     if "." in source:

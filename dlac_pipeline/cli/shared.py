@@ -84,11 +84,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def check_number(value: float) -> float:
-    """Return the number of an option. nan is within every bound, and refused here.
-
-    Raises:
-        typer.BadParameter: it is nan.
-    """
+    """Return the number of an option. Raise `typer.BadParameter` for nan, which is within every bound."""
     if math.isnan(value):
         raise typer.BadParameter(f"expected a number, found {value!r}")
     return value

@@ -1,7 +1,4 @@
-"""Building blocks for a Dagster project: components, resources, assets, checks, sensors and jobs.
-
-No other room imports Dagster.
-"""
+"""Building blocks for a Dagster project, which no other room imports: components, resources, assets, checks, sensors, jobs."""
 
 from dlac_pipeline.dagster.components.iceberg_table import IcebergTable
 from dlac_pipeline.dagster.components.recovery import Recovery

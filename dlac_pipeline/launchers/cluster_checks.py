@@ -24,11 +24,7 @@ NODE = "node"
 
 
 def check_cluster(spec: JobSpec) -> None:
-    """Refuse what the scheduler of `launch.on` cannot do.
-
-    Raises:
-        SpecInvalid: a setting, or the lakehouse, is not for it.
-    """
+    """Raise `SpecInvalid` for a setting, or a lakehouse, with which the scheduler of `launch.on` cannot run a job."""
     lakehouse = configured(spec.lakehouse)
     if lakehouse.uri.startswith("sqlite"):
         raise SpecInvalid(

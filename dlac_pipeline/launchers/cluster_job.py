@@ -218,9 +218,7 @@ class ClusterJob:
         return replace(last, over=gone or self._events.is_done)
 
     def _act(self, job: str, state: JobState) -> None:
-        """Cancel a job that is to end, on request or because a part of it stays after the run is done. Cancel it again where that
-        changed nothing. Queue a job again that has lost its first node.
-        """
+        """Cancel a job that is to end, again where that changed nothing. Queue one again that has lost its first node."""
         if state.over or self._unknown_since is not None:
             return
         stays_s = LISTENS_S if self._events.all_ended else self._silent_s

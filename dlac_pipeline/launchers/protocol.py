@@ -107,11 +107,7 @@ def launcher_for(request: Request, on_event: Callable[[Event], None], starter: R
 
 
 def render_job(request: Request) -> str:
-    """Return the job that a scheduler would get, with *** for each secret. Nothing is submitted.
-
-    Raises:
-        SpecInvalid: no scheduler is named, or it cannot do what the job spec requests.
-    """
+    """Return the job that a scheduler would get, with *** for each secret. Raise `SpecInvalid` if none can run it."""
     if request.spec.launch.on == "here":
         raise SpecInvalid("expected launch.on = 'slurm' or 'kubernetes' to render a job for, found 'here'")
     shown = parse_spec(mask_setting("", request.spec.model_dump()), origin="the job spec without its secrets")

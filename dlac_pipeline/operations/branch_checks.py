@@ -1,7 +1,4 @@
-"""Sources of a new branch: checks of their plans, of their history of appends, and of the rows that exclusions leave.
-
-And the excluded rows that the checkpoint was trained on before.
-"""
+"""Sources of a new branch: checks of plans, appends and exclusions, and the excluded rows that were trained on before."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -110,10 +107,7 @@ def seen_before(
     wanted: Sequence[Exclusion],
     of: tuple[Leg, JobSpec | None],
 ) -> dict[str, Any]:
-    """Return how many excluded rows the target has seen, and the newest checkpoint that has seen none.
-
-    `of` is the target's leg, with the run's spec.
-    """
+    """Return how many excluded rows the target has seen, and the newest checkpoint without them. `of`: its leg, the spec."""
     if not wanted:
         return {}
     if target is None:

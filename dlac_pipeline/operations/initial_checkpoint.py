@@ -44,11 +44,7 @@ class Beginning:
 
 
 def check_new(rows: Sequence[LedgerRow], run: str, *, purpose: Purpose) -> None:
-    """Check that the run of these rows is new, or has only unfinished claims for this purpose.
-
-    Raises:
-        SpecInvalid: the run has a checkpoint, or a claim for another purpose.
-    """
+    """Raise `SpecInvalid` unless the run of these rows is new, or has only unfinished claims for this purpose."""
     claims = [row for row in rows if isinstance(row, ClaimRow) and row.purpose != purpose]
     checkpoints = [row for row in rows if isinstance(row, CheckpointRow)]
     if claims or checkpoints:

@@ -114,12 +114,7 @@ def _data_files(table: Table) -> Iterator[DataFile]:
 
 
 def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None:
-    """Check the types of columns in one data file, which Iceberg does not record: unsigned numbers may be too large.
-
-    Raises:
-        UnsupportedColumn: one of the types cannot be read.
-        DataFileUnreadable: the file cannot be read.
-    """
+    """Check the types of columns in one data file, which Iceberg does not record: unsigned numbers may be too large."""
     schema, mapping = table.schema(), name_mapping_of(table)
     keys = {field.source_id: None for field in table.spec().fields}  # which may be in no file
     try:
@@ -137,11 +132,7 @@ def _may_have_nulls(table: Table, column: str, files: Collection[DataFile]) -> b
 
 
 def check_free(folder: Path, run: str) -> None:
-    """Check that a folder has none of the files of a project.
-
-    Raises:
-        SpecInvalid: one exists, or the folder cannot be looked into.
-    """
+    """Raise `SpecInvalid` if a folder has a file of a project, or cannot be looked into."""
     with _writing():
         found = [name for name in _templates(run) if (folder / name).exists()]
     if found:

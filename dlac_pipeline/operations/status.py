@@ -112,24 +112,23 @@ def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
     recoveries: dict[str, list[Recovery]] = defaultdict(list)
     for each in recoveries_of(lakehouse):
         recoveries[each.run].append(each)
-    newest_first = sorted(by_run.items(), key=lambda item: item[1][-1].committed_at, reverse=True)
-    return [_listed(run, mine, recoveries[run]) for run, mine in newest_first]
-
-
-def _listed(run: str, rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    fence, standing = run_rows.fence_of_rows(rows), standing_of(rows, recoveries)
-    head = run_rows.checkpoint_rows(rows).get(fence.head or "")
-    return {
-        "run": run,
-        "state": "finished" if standing.state == "finished" else "open",
-        "launch": standing.state,
-        "step": 0 if head is None else head.step,
-        "total_steps": _total_steps(rows),
-        "head_checkpoint": fence.head,
-        "head_committed_at": None if head is None else head.committed_at,
-        "attempts": fence.attempt,
-        "next_command": standing.next_command,
-    }
+    found = []
+    for run, rows in sorted(by_run.items(), key=lambda item: item[1][-1].committed_at, reverse=True):
+        fence, standing = run_rows.fence_of_rows(rows), standing_of(rows, recoveries[run])
+        head = run_rows.checkpoint_rows(rows).get(fence.head or "")
+        facts = {
+            "run": run,
+            "state": "finished" if standing.state == "finished" else "open",
+            "launch": standing.state,
+            "step": 0 if head is None else head.step,
+            "total_steps": _total_steps(rows),
+            "head_checkpoint": fence.head,
+            "head_committed_at": None if head is None else head.committed_at,
+            "attempts": fence.attempt,
+            "next_command": standing.next_command,
+        }
+        found.append(facts)
+    return found
 
 
 def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> Standing:

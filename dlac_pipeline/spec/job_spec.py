@@ -362,11 +362,7 @@ def home_folder() -> Path:
 
 
 def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
-    """A validated spec from plain data.
-
-    Raises:
-        SpecInvalid: every wrong field by name, with what was expected and found.
-    """
+    """Return a validated spec from plain data. Raise `SpecInvalid` with every wrong field, what was expected and found."""
     return spec_problems.validate(JobSpec, raw, invalid=f"{origin} is not a valid job spec")
 
 

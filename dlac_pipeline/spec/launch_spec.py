@@ -1,9 +1,9 @@
 """The launch section of a job spec: how the ranks are started, watched and recovered."""
 
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section, Timeout, Wait
 
@@ -13,15 +13,12 @@ LISTENS_S = 30.0
 """Extra seconds for the nodes of a cluster's job, past their ranks' time to exit, until their last events appear in its logs."""
 
 
-def check_port(address: str) -> None:
-    """Check the port of a host:port. An empty address has none.
-
-    Raises:
-        ValueError: it is no port.
-    """
+def check_port(address: str) -> str:
+    """Return a host:port, or an empty address. Raise `ValueError` if its port is none."""
     host, _, port = address.rpartition(":")
     if address and not (host and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
         raise ValueError(f"expected host:port with a port from 1 to 65535, found {address!r}: correct it")
+    return address
 
 
 class LaunchSpec(Section):
@@ -41,7 +38,7 @@ class LaunchSpec(Section):
     is the largest that divides the batch size. Empty: this node, with `world_size` ranks."""
     nproc_per_node: int = Field(default=0, ge=0, le=4096)
     """With `nodes`: ranks of this node. 0: one per accelerator, or one rank without accelerators."""
-    rendezvous: str = Field(default="", pattern=r"^(\S+:[0-9]+)?$")
+    rendezvous: Annotated[str, AfterValidator(check_port)] = Field(default="", pattern=r"^(\S+:[0-9]+)?$")
     """With several nodes: host:port at which they meet. The node with that address serves it. The nodes of a scheduler's job find
     it automatically."""
     rendezvous_key_file: str = ""
@@ -134,12 +131,6 @@ class LaunchSpec(Section):
         if any("\0" in each for each in ([value] if isinstance(value, str) else value)):
             raise ValueError(f"expected text without NUL, found {value!r}: remove it")
         return value
-
-    @field_validator("rendezvous")
-    @classmethod
-    def _is_a_port(cls, rendezvous: str) -> str:
-        check_port(rendezvous)
-        return rendezvous
 
     @field_validator("termination_url")
     @classmethod

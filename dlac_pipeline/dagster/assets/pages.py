@@ -23,11 +23,7 @@ _INCIDENT = (
 
 
 def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
-    """Metadata of the model as `run` left it.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-    """
+    """Return metadata of the model as `run` left it. Raise `NoSuchRun` if the ledger has no row of it."""
     status = run_status(lakehouse, run)
     loss = status["loss"]
     if loss is not None and not math.isfinite(loss):

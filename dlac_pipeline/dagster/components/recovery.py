@@ -19,10 +19,7 @@ _MAINTENANCE = {"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehears
 
 
 class Recovery(dg.Component, dg.Model, dg.Resolvable):
-    """Recovery of all training runs of a code location, alerts about them, and maintenance of their lakehouse.
-
-    A code location has one.
-    """
+    """Recovery of all training runs of a code location, alerts about them, and upkeep of their lakehouse. A location has one."""
 
     lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
     continual_cron: str = Field(default="*/15 * * * *", description="When runs that follow appends are looked at.")

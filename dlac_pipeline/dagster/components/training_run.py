@@ -84,21 +84,21 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
 
         def read(overrides: Mapping[str, Any]) -> JobSpec:
             changed = self._read(folder, overrides)
-            if (changed.run, changed.lakehouse) != (spec.run, spec.lakehouse) and not overrides:
-                raise SpecInvalid(
-                    f"expected the job file of run {spec.run!r} with its lakehouse, found those of {changed.run!r}: reload the "
-                    "definitions, or restore the file"
-                )
-            if (changed.run, changed.lakehouse) != (spec.run, spec.lakehouse):
+            if (changed.run, changed.lakehouse) == (spec.run, spec.lakehouse):
+                return changed.resolved(home_folder())
+            if overrides:
                 raise SpecInvalid(
                     f"expected overrides of other settings than run and lakehouse, found {sorted(overrides)}: the asset, its "
                     "checks and its recovery are those of the job file's run"
                 )
-            return changed.resolved(home_folder())
+            raise SpecInvalid(
+                f"expected the job file of run {spec.run!r} with its lakehouse, found those of {changed.run!r}: reload the "
+                "definitions, or restore the file"
+            )
 
         spec = self._read(folder, {})
         run = runs.TrainingRunDefinition(name=spec.run, read_spec=read)
-        runs.define_training_run(run)
+        runs.defined_runs[run.name] = run
         named, tables = self.source_assets, dict.fromkeys(source.table for source in spec.sources)
         sources = [dg.AssetKey.from_user_string(named[one]) if one in named else runs.table_key(one) for one in tables]
         about = {"description": _describe(spec, self.spec_file), **self._attributes("train")}
@@ -156,7 +156,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
         except (SpecInvalid, dg.DagsterInvalidDefinitionError) as err:
             problems.append(f"{path} defines no training run: {err}")
             _log.error("%s", problems[-1])
-    runs.note_wrong_job_files(problems)
+    runs.wrong_job_files[:] = problems
     return dg.Definitions.merge(*found.values())
 
 

@@ -49,10 +49,7 @@ def build_continual_schedule(runs_job: runs.TrainingJob, *, cron_schedule: str) 
 
 
 def build_new_snapshot_sensor(runs_job: runs.TrainingJob) -> dg.SensorDefinition:
-    """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script.
-
-    Dagster launches nothing for a run key that it has seen.
-    """
+    """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script, by its run key."""
 
     @dg.sensor(
         job=runs_job,
@@ -84,9 +81,9 @@ def _requests(
 
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
     """Yield what is due for each training run, or why nothing is. Job files that define none are named."""
-    yield from runs.wrong_job_files()
+    yield from runs.wrong_job_files
     trainers = _trainers(instance)
-    for name, run in runs.training_runs().items():
+    for name, run in runs.defined_runs.items():
         try:
             yield _look(instance, run.job_spec(), trainers, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training

@@ -100,21 +100,19 @@ def _recover(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.Ski
 def decide_recoveries(
     instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
 ) -> list[dg.RunRequest | dg.SkipReason]:
-    """Return the recovery of each training run of a Dagster run that has ended, or why it has none.
-
-    It only reads, so a second call returns the same.
+    """Return the recovery of each training run of a Dagster run that has ended, or why it has none. It only reads.
 
     Raises:
         RecoveryDeferred: this code location does not define a training run. A new job file may not be loaded yet.
     """
-    defined, names = runs.training_runs(), runs.names_of_training(instance, dead)
+    defined, names = runs.defined_runs, runs.names_of_training(instance, dead)
     missing = [name for name in names if name not in defined]
     if missing and ended_s_ago(instance, dead) < _LOADED_WITHIN_S:
         raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")
     found: list[dg.RunRequest | dg.SkipReason] = []
     for name in names:
         if name in missing:
-            hint = "; ".join(runs.wrong_job_files()) or "reload its definitions, and materialize its model"
+            hint = "; ".join(runs.wrong_job_files) or "reload its definitions, and materialize its model"
             found.append(dg.SkipReason(f"{name} is not defined in this code location: {hint}"))
         elif reason := _reason_against(instance, dead, name, alone=len(names) == 1):
             found.append(dg.SkipReason(reason))
