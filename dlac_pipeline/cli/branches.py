@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 CheckpointId = Annotated[
-    str | None, typer.Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
+    str | None, Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
 ]
 
 
@@ -33,16 +34,16 @@ CheckpointId = Annotated[
 )
 def rewind(
     run: ui.RunName,
-    to_step: Annotated[int | None, typer.Option(help="Step of the checkpoint to go back to. 0: the beginning.")] = None,
+    to_step: Annotated[int | None, Option(help="Step of the checkpoint to go back to. 0: the beginning.")] = None,
     checkpoint: CheckpointId = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Rows that the new branch excludes, e.g. \"doc_id < 900 and lang = 'xx'\". The option can be repeated."
         ),
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Source of these rows, in a mixture.")] = None,
-    why: Annotated[str, typer.Option(help="Reason to record in the ledger.")] = "",
+    source: Annotated[str | None, Option(help="Source of these rows, in a mixture.")] = None,
+    why: Annotated[str, Option(help="Reason to record in the ledger.")] = "",
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
@@ -113,9 +114,9 @@ def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str
 )
 def fork(
     run: ui.RunName,
-    new: Annotated[str, typer.Option("--as", help="Name of the new run.", callback=check_run_name)],
-    spec: Annotated[Path, typer.Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    new: Annotated[str, Option("--as", help="Name of the new run.", callback=check_run_name)],
+    spec: Annotated[Path, Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
+    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
     checkpoint: CheckpointId = None,
     home: ui.Home = None,
     as_json: ui.AsJson = False,
@@ -146,7 +147,7 @@ def fork(
 def retire(
     run: ui.RunName,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
+        str | None, Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
     ] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,

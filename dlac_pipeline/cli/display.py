@@ -41,10 +41,7 @@ def watch_run(
     as_json: bool,
     options: Sequence[str] = (),
 ) -> None:
-    """Show where a run is, again and again, until it has ended or Ctrl-C: as text, or as lines of JSON for programs.
-
-    A run that is not there yet, or whose lakehouse is not, is waited for. `options` go with the commands that are shown.
-    """
+    """Show where a run is until it ends or Ctrl-C, as text or as lines of JSON. A run that does not exist yet is waited for."""
     with suppress(KeyboardInterrupt, Interrupted):
         looks = _looks(open_lakehouse, run, every_s)
         if as_json or not console.is_terminal:
@@ -222,7 +219,6 @@ def describe_outcome(run: str, outcome: "Outcome", *, attempt: int) -> str:
 
 
 def _format_event(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an event with its facts as people read them."""
     found = dict(event)
     if "total_steps" in event:
         found["step_of"] = f"{event['step']:,}" + (f" of {total:,}" if (total := event["total_steps"]) else "")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -32,24 +33,22 @@ _MODELS = {
 )
 def init(
     source: Annotated[
-        str,
-        typer.Argument(help="Table, as namespace.table, or Parquet files: a folder, a bucket, a file or a pattern."),
+        str, Argument(help="Table, as namespace.table, or Parquet files: a folder, a bucket, a file or a pattern.")
     ],
-    into: Annotated[Path, typer.Option(help="Folder of the new files. No file in it is overwritten.")] = Path(),
-    run: Annotated[str | None, typer.Option(help="Name of the run. Unset: that of the table.")] = None,
+    into: Annotated[Path, Option(help="Folder of the new files. No file in it is overwritten.")] = Path(),
+    run: Annotated[str | None, Option(help="Name of the run. Unset: that of the table.")] = None,
     columns: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Columns to train on, as a,b. Unset: lists of integers, else all numbers, or else a text, without "
             "partition keys. Of numbers, the last one is predicted."
         ),
     ] = None,
     table: Annotated[
-        str | None,
-        typer.Option(help="For Parquet files: the name of their table. Unset: lake and the name of the folder."),
+        str | None, Option(help="For Parquet files: the name of their table. Unset: lake and the name of the folder.")
     ] = None,
     catalog: Annotated[
-        str | None, typer.Option(help="Catalog, by its name in PyIceberg's configuration. Unset: the one in --home.")
+        str | None, Option(help="Catalog, by its name in PyIceberg's configuration. Unset: the one in --home.")
     ] = None,
     home: ui.Home = None,
 ) -> None:
@@ -104,7 +103,6 @@ def _run_of(table: str) -> str:
 
 
 def _show_next(run: str, into: Path, options: tuple[str, ...]) -> None:
-    """Show the commands with which a person continues."""
     given = "".join(f" {shlex.quote(option)}" for option in options)
     home = f"DLAC_HOME={shlex.quote(str(Path(options[1]).absolute()))} " if options else ""
     ui.show_text("next:")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, ledger_of
@@ -33,17 +34,14 @@ _ASK_EVERY_S = 2.0
 def logs(
     run: RunName,
     rank: Annotated[
-        int | None, typer.Option(help="Only this rank. Unset: all ranks with a log on this node.", min=0, max=_MOST)
+        int | None, Option(help="Only this rank. Unset: all ranks with a log on this node.", min=0, max=_MOST)
     ] = None,
-    attempt: Annotated[
-        int | None, typer.Option(help="Number of the attempt. Unset: the last one.", min=1, max=_MOST)
-    ] = None,
+    attempt: Annotated[int | None, Option(help="Number of the attempt. Unset: the last one.", min=1, max=_MOST)] = None,
     tail: Annotated[
-        int | None, typer.Option(help="Only so many last lines of each rank. Unset: all.", min=0, max=_MOST)
+        int | None, Option(help="Only so many last lines of each rank. Unset: all.", min=0, max=_MOST)
     ] = None,
     follow: Annotated[
-        bool,
-        typer.Option("--follow", "-f", help="Print new lines, also of later attempts, until the run ends or Ctrl-C."),
+        bool, Option("--follow", "-f", help="Print new lines, also of later attempts, until the run ends or Ctrl-C.")
     ] = False,
     home: Home = None,
     spec: SpecOption = None,

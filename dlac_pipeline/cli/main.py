@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.text import Text
+from typer import Option
 
 from dlac_pipeline.cli import branches, checkpoints, init, lakehouse, logs, runs, training
 from dlac_pipeline.cli.display import Interrupted
@@ -45,7 +46,7 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Define options of the command itself. The help text is the app's."""

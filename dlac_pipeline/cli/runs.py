@@ -2,12 +2,12 @@
 
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import fold, format_age, format_count, format_duration, lay_out_facts, table_columns
 from dlac_pipeline.cli import shared as ui
@@ -30,16 +30,14 @@ def status(
     as_json: ui.AsJson = False,
     watch: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--watch",
             help="Show it each second until the run is finished or Ctrl-C. Outside a terminal: as JSON lines.",
         ),
     ] = False,
     every_s: Annotated[
         float,
-        typer.Option(
-            help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=ui.check_number
-        ),
+        Option(help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=ui.check_number),
     ] = 1.0,
 ) -> None:
     """Show the state of a run: step, loss, last checkpoint, attempt, exclusions of rewinds.
@@ -70,14 +68,12 @@ def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = 
         return
     names = ("run", "state", "step", "checkpoint", "attempts")
     columns = table_columns(names, right=("step", "attempts"), long=("run",))
-    ui.show_table(columns, [_row_of_run(each) for each in found], empty="no run yet: `dlac train SPEC` starts one")
-
-
-def _row_of_run(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    total = facts["total_steps"]
-    step = f"{facts['step']:,}" + (f"/{total:,}" if total else "")
-    committed = format_age(facts["head_committed_at"]) or "none yet"
-    return facts["run"], facts["launch"], step, committed, f"{facts['attempts']:,}"
+    rows = []
+    for each in found:
+        step = f"{each['step']:,}" + (f"/{total:,}" if (total := each["total_steps"]) else "")
+        committed = format_age(each["head_committed_at"]) or "none yet"
+        rows.append((each["run"], each["launch"], step, committed, f"{each['attempts']:,}"))
+    ui.show_table(columns, rows, empty="no run yet: `dlac train SPEC` starts one")
 
 
 @ui.command(app, ui.RECOVER, "dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch")
@@ -85,10 +81,10 @@ def rehearse(
     run: ui.RunName,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
+        Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
     ] = None,
     sandbox: Annotated[
-        Path | None, typer.Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")
+        Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")
     ] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
@@ -117,7 +113,7 @@ def rehearse(
 def incidents(
     run: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Name of the training run. Unset: all runs.",
             callback=lambda run: None if run is None else check_run_name(run),
         ),

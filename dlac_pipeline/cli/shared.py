@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -67,20 +68,18 @@ ERR = _SafeConsole(stderr=True)
 
 Home = Annotated[
     Path | None,
-    typer.Option(
-        "--home", help="Folder of the embedded lakehouse and store.", envvar="DLAC_HOME", show_default=".dlac"
-    ),
+    Option("--home", help="Folder of the embedded lakehouse and store.", envvar="DLAC_HOME", show_default=".dlac"),
 ]
-SpecFile = Annotated[Path, typer.Argument(help="Job spec, a .toml or .yaml file.")]
+SpecFile = Annotated[Path, Argument(help="Job spec, a .toml or .yaml file.")]
 SpecOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--spec",
         help="Job spec with the lakehouse, if that is not in the home folder, and with the run, if another node launched it.",
     ),
 ]
-RunName = Annotated[str, typer.Argument(help="Name of the training run.", callback=check_run_name)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+RunName = Annotated[str, Argument(help="Name of the training run.", callback=check_run_name)]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
 
 def check_number(value: float) -> float:
@@ -204,7 +203,6 @@ def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
 
 
 def _format_fact(name: str, value: object) -> object:
-    """Return a fact as people read it."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: None}[value]
     if name == "bytes" and isinstance(value, int):

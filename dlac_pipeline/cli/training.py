@@ -6,6 +6,7 @@ import threading
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
@@ -58,22 +59,19 @@ def train(
     spec: ui.SpecFile,
     home: ui.Home = None,
     takeover: Annotated[
-        bool, typer.Option(help="Fence off a launch that is still alive. Without it, training is refused.")
+        bool, Option(help="Fence off a launch that is still alive. Without it, training is refused.")
     ] = False,
     plan_id: Annotated[
         list[str] | None,
-        typer.Option(help="Plan to train. Repeat the option for each source. Unset: plan the sources of the spec."),
+        Option(help="Plan to train. Repeat the option for each source. Unset: plan the sources of the spec."),
     ] = None,
     new_leg: Annotated[
-        bool,
-        typer.Option(help="Allow a changed spec: weights, exclusions, batch size, passes, steps, snapshot or order."),
+        bool, Option(help="Allow a changed spec: weights, exclusions, batch size, passes, steps, snapshot or order.")
     ] = False,
-    nodes: Annotated[
-        str | None, typer.Option(help='Nodes that train the run together: "4", or "2:4" for 2 to 4.')
-    ] = None,
-    rendezvous: Annotated[str | None, typer.Option(help="host:port at which the nodes meet.")] = None,
+    nodes: Annotated[str | None, Option(help='Nodes that train the run together: "4", or "2:4" for 2 to 4.')] = None,
+    rendezvous: Annotated[str | None, Option(help="host:port at which the nodes meet.")] = None,
     render: Annotated[
-        bool, typer.Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
+        bool, Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
     ] = False,
 ) -> None:
     """Train a run to its end, from its last committed checkpoint. Ctrl-C stops it after a checkpoint.
@@ -97,9 +95,7 @@ def train(
 
 
 @ui.command(app, ui.TRAIN, "dlac rendezvous node-1:29400")
-def rendezvous(
-    address: Annotated[str, typer.Argument(help="host:port, the same address as on the nodes of a run.")],
-) -> None:
+def rendezvous(address: Annotated[str, Argument(help="host:port, the same address as on the nodes of a run.")]) -> None:
     """Serve the rendezvous of runs on several nodes, on a node that outlives them. SIGTERM or Ctrl-C ends it.
 
     Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
@@ -122,7 +118,6 @@ def _with_torchrun_options(job: JobSpec, options: list[str]) -> JobSpec:
 
 
 def _with_launch(job: JobSpec, options: dict[str, object]) -> JobSpec:
-    """The job spec with settings of its launch replaced."""
     return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **options}}, origin="the command line")
 
 
@@ -135,7 +130,7 @@ def recover(
     spec: ui.SpecOption = None,
     wait_s: Annotated[
         float,
-        typer.Option(
+        Option(
             help="Seconds that a live launch has to exit on its own.",
             min=0,
             max=LONGEST_WAIT_S,

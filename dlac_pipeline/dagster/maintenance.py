@@ -169,7 +169,6 @@ def rehearsal(
 
 
 def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
-    """The runs that have committed a checkpoint since then."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 

@@ -99,7 +99,6 @@ def _check_pod(cluster: ClusterSpec) -> None:
 
 
 def _containers(cluster: ClusterSpec) -> list[dict[str, Any]]:
-    """Return the containers of `cluster.pod`."""
     containers = cluster.pod.get("spec", {}).get("containers", [])
     if not all(isinstance(one, dict) and one.get("name") for one in containers):
         raise SpecInvalid(
@@ -109,7 +108,6 @@ def _containers(cluster: ClusterSpec) -> list[dict[str, Any]]:
 
 
 def _refuse(cluster: ClusterSpec, names: tuple[str, ...], on: str) -> None:
-    """Refuse settings of another scheduler: they would change nothing."""
     for name in names:
         if value := getattr(cluster, name):
             raise SpecInvalid(f"expected no cluster.{name} with launch.on = {on!r}, found {value!r}: leave it out")

@@ -171,9 +171,8 @@ def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     }
     secret, jobset = _filled("jobset.yaml", values)
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    if near and _keeps_copies(request):
-        job["template"] = merged(job["template"], _preference(near))
-    job["template"] = merged(merged(job["template"], _additions(cluster)), cluster.pod)
+    for part in (_preference(request, near), _additions(cluster), cluster.pod):
+        job["template"] = merged(job["template"], part)
     if cluster.kind == "trainjob":
         return [secret, *_filled("trainjob.yaml", {**values, "jobset_spec": jobset["spec"]})]
     return [secret, jobset]
@@ -192,14 +191,11 @@ def _additions(cluster: ClusterSpec) -> Document:
     return {"spec": {"containers": [node], "volumes": [{"name": name, **one.volume()} for name, one in mounts.items()]}}
 
 
-def _keeps_copies(request: Request) -> bool:
-    """Return whether local copies of checkpoints are in a folder of the node, which outlives the pod."""
+def _preference(request: Request, nodes: Sequence[str]) -> Document:
+    """Return a part of a pod by which it prefers nodes, where copies of checkpoints are in their folders and outlive pods."""
     mounts = [mount.path for mount in request.spec.cluster.mounts if mount.kind == "host" and mount.writable]
-    return any(Path(request.spec.checkpoint.local).is_relative_to(path) for path in mounts)
-
-
-def _preference(nodes: Sequence[str]) -> Document:
-    """Return a part of a pod by which it prefers nodes."""
+    if not nodes or not any(Path(request.spec.checkpoint.local).is_relative_to(path) for path in mounts):
+        return {}
     named = {"key": _NODE_LABEL, "operator": "In", "values": [*nodes]}
     term = {"weight": 100, "preference": {"matchExpressions": [named]}}
     return {"spec": {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}}}

@@ -49,10 +49,7 @@ def report_error(err: DlacError) -> int:
 
 
 def stop_when_replaced(launcher: Launcher, request: Request) -> None:
-    """Exit once the run was this launch's and is another's: later training can never be committed.
-
-    An unavailable catalog is asked over a new connection.
-    """
+    """Exit once the run was this launch's and is another's: later training can never be committed."""
     ledger: Ledger | None = None
     seen = 0
     while True:
@@ -64,7 +61,7 @@ def stop_when_replaced(launcher: Launcher, request: Request) -> None:
         except DlacError:
             if ledger is not None:
                 ledger.lakehouse.catalog.close()
-            ledger = None
+            ledger = None  # a new connection
             continue
         seen = attempt
         owners = [launcher_of(rows, row.attempt) for row in rows]

@@ -38,7 +38,11 @@ def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobS
         for plan_id in mine.start.plan_ids:
             plans.check(plan_id, table=(leg if spec is None else spec).sources[index].table)
         if mine.follow == "appends":
-            _check_history(table, mine, "read" if spec is None else spec.sources[index].on_overwrite)
+            until, columns = snapshot_of(table, None).snapshot_id, mine.identity_columns
+            # Without a spec, an overwrite counts as new rows.
+            on_overwrite: OnOverwrite = "read" if spec is None else spec.sources[index].on_overwrite
+            if until != mine.snapshot_id:
+                changes(table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=columns).check()
         where = [each.where for each in wanted if each.source == index]
         for each in where:
             schema = table.schemas()[mine.schema_id]
@@ -60,14 +64,6 @@ def _tables_of(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Tab
     """Return the table of each source, by its current name."""
     names = [source.table for source in (leg.sources if spec is None else spec.sources)]
     return [lakehouse.load(name) for name in names]
-
-
-def _check_history(table: Table, mine: LegSource, on_overwrite: OnOverwrite) -> None:
-    """Check that the branch can resume with the appended rows. Without a spec, an overwrite counts as new rows."""
-    until = snapshot_of(table, None).snapshot_id
-    if until != mine.snapshot_id:
-        columns = mine.identity_columns
-        changes(table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=columns).check()
 
 
 def _check_leaves_some(

@@ -1,7 +1,6 @@
 """Fork: a new run that begins from a checkpoint of another run and inherits what that run has consumed.
 
-Its first checkpoint, at step 0, has the parent's files. A `fork` row names the parent. The data order starts from the
-beginning, as the job spec of the new run states.
+Its first checkpoint, at step 0, has the parent's files. Its data order starts from the beginning, as its job spec states.
 """
 
 import errno

@@ -1,7 +1,6 @@
 """Live status of a run: the ledger's rows, and the heartbeats that its ranks leave in the launch folder.
 
-The ledger is read only when it has new rows. The launch folder is on the node where the run was launched. Without it only
-committed facts are known.
+The launch folder is on the node where the run was launched. Without it only committed facts are known.
 """
 
 import time

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,10 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
     if not sum(file.record_count for file in files):
         raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
     _check_readable(loaded, columns, files[0])
-    nulls = tuple(name for name in columns if _may_have_nulls(loaded, name, files))
+    fields = [loaded.schema().find_field(name) for name in columns]
+    counts = [file.null_value_counts or {} for file in files]
+    optional = [each for each in fields if not each.required]
+    nulls = tuple(each.name for each in optional if any(count.get(each.field_id) != 0 for count in counts))
     return Trainable(table=table, kind=kind, columns=columns, with_nulls=nulls)
 
 
@@ -124,11 +127,6 @@ def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None
         raise UnsupportedColumn(f"{err}, or name other columns with --columns") from err
     except (OSError, ArrowException) as err:
         raise DataFileUnreadable(f"expected a Parquet file at {one.file_path!r}, found {err}: restore it") from err
-
-
-def _may_have_nulls(table: Table, column: str, files: Collection[DataFile]) -> bool:
-    field = table.schema().find_field(column)
-    return not field.required and any((file.null_value_counts or {}).get(field.field_id) != 0 for file in files)
 
 
 def check_free(folder: Path, run: str) -> None:
@@ -194,7 +192,6 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
 
 
 def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the template of a job file."""
     rows, more = "", ""
     if found.kind != "numbers":
         column = found.columns[0].replace('"', '""')

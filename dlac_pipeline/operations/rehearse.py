@@ -1,7 +1,6 @@
 """Rehearsal: a kept checkpoint is restored in a sandbox, and the losses of the steps after it are compared.
 
-Production is only read: a rehearsal makes no claim, no ledger row, no file in the run's folders or in the store, and takes no
-lock that a live run needs.
+Production is only read: no claim, no ledger row, no file of the run, no lock that a live run needs.
 """
 
 import time
@@ -237,7 +236,6 @@ def _compared(
 
 
 def _skipped_steps(lakehouse: Lakehouse, successor: CheckpointRow) -> set[int]:
-    """Return the steps that production's engine did not apply."""
     if not successor.skipped_steps:
         return set()
     rows = Ledger(lakehouse).rows(successor.run, kinds=(AdvanceRow,))

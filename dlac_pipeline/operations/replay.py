@@ -1,7 +1,6 @@
 """Ranks of a rehearsal: their start in a sandbox, and the losses of the steps that they repeat.
 
-A sandbox is a temporary folder. Its owner holds a lock in it, which the kernel releases when the owner dies. The next sandbox
-removes one whose owner was killed.
+A sandbox is a temporary folder with a lock of its owner. The next sandbox removes one whose owner was killed.
 """
 
 import fcntl

@@ -88,7 +88,6 @@ def _check_store_files(ledger: Ledger, run: str, spec: JobSpec | None) -> StoreF
 
 
 def _report_again(ledger: Ledger, rows: list[LedgerRow], landed: RewindRow, spec: JobSpec | None) -> Rewound:
-    """Report a rewind that was committed before."""
     run = landed.run
     done = commit_rewind(ledger, run, nonce=landed.nonce, checkpoint_id=None, detail={})
     wanted = tuple(landed.exclude)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.spec.launch_spec import LISTENS_S, LaunchSpec
+from dlac_pipeline.spec.launch_spec import LISTENS_S
 
 Event = dict[str, Any]
 _MARGIN_S = 10.0
@@ -80,7 +80,7 @@ def supervise_launch(
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    voice = _Voice(process)
+    voice, launch = _Voice(process), request.spec.launch
     last: Event = {}
     try:
         assert process.stdin is not None
@@ -98,15 +98,11 @@ def supervise_launch(
             if voice.open:
                 on_asking()
                 process.send_signal(signal.SIGTERM)
-                for event in voice.events(within_s=_leaves_within_s(request.spec.launch)):
+                extra_s = _MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S
+                for event in voice.events(within_s=launch.leave_s + extra_s):
                     _pass_on(on_event, {**event, "asked": True})
         finally:
             _kill(process)
-
-
-def _leaves_within_s(launch: LaunchSpec) -> float:
-    """Seconds from asking the supervisor to stop until it is killed, with its ranks if they are here."""
-    return launch.leave_s + (_MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S)
 
 
 def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:
@@ -141,19 +137,16 @@ class _Voice:
         while self.open:
             late = time.monotonic() >= began + within_s
             if select.select([self._descriptor], [], [], 0.0 if late else _LOOK_S)[0]:
-                yield from self._read_events()
+                data = os.read(self._descriptor, 65536)
+                self.open = bool(data)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                found = (event for line in lines if (event := _event_of(line)) is not None)
+                yield from (event for event in found if event["event"] != "alive")
                 received = time.monotonic()
             elif time.monotonic() >= received + silent_s:
                 return
             if late:
                 return
-
-    def _read_events(self) -> Iterator[Event]:
-        """The events that can be read now."""
-        data = os.read(self._descriptor, 65536)
-        self.open = bool(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        yield from (event for line in lines if (event := _event_of(line)) is not None and event["event"] != "alive")
 
 
 def _event_of(line: bytes) -> Event | None:

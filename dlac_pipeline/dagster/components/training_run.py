@@ -173,7 +173,6 @@ def build_runs_job() -> Any:
 
 
 def _describe(spec: JobSpec, file: str | None) -> str:
-    """Return the description of a model: what it trains on, and the job spec."""
     tables = ", ".join(source.table for source in spec.sources)
     settings = mask_secrets(spec.model_dump_json(indent=2, exclude_defaults=True))
     return (

@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.errors import RunBusy, TrainingFailed
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 Severity = Literal["info", "warning", "error"]
-_BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
+_BESIDE_TRAINING = (upkeep_job, verify_job, rehearse_job)
 _HELD_S = 3600.0
 """Seconds after the end of its run during which a refused alert is tried in each tick. Later alerts wait."""
 
@@ -86,18 +86,14 @@ def dlac_alerts(
     def sensor(
         name: str, status: dg.DagsterRunStatus, alert_of: Callable[[dg.RunStatusSensorContext], Alert | None], text: str
     ) -> dg.SensorDefinition:
-        @dg.run_status_sensor(
+        return dg.run_status_sensor(
             name=f"{prefix}_{name}",
             run_status=status,
-            monitored_jobs=[*MONITORED, upkeep_job, verify_job, rehearse_job],
+            monitored_jobs=[*MONITORED, *_BESIDE_TRAINING],
             default_status=default_status,
             minimum_interval_seconds=5,
             description=text,
-        )
-        def report(context: dg.RunStatusSensorContext) -> dg.SkipReason:
-            return _send_alert(context, alert_of, kinds, send)
-
-        return report
+        )(lambda context: _send_alert(context, alert_of, kinds, send))
 
     failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
     sensors = [
@@ -121,7 +117,7 @@ def _send_alert(
 ) -> dg.SkipReason:
     """Send the alert about an ended run, if it needs one. Raise `AlertUnsent` if it was refused: the next tick tries again."""
     run = context.dagster_run
-    if not (run.job_name in _BESIDE_TRAINING or names_of_training(context.instance, run)):
+    if not (run.job_name in [job.name for job in _BESIDE_TRAINING] or names_of_training(context.instance, run)):
         return dg.SkipReason(f"run {run.run_id} of {run.job_name} does not train")
     try:
         alert = alert_of(context)

@@ -1,7 +1,6 @@
-"""Continual training: training runs whose sources follow appends are trained again when new rows exist.
+"""Continual training, by a schedule or by a sensor on new snapshots: sources that follow appends are trained again.
 
-It runs on a schedule, or as soon as a sensor sees a new snapshot. Both are off until a person turns them on. A run whose end
-needs a person is not requested again until its work changes.
+Both are off until a person turns them on. A run whose end needs a person is not requested again until its work changes.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Dagster runs whose process is gone: the code server or the whole node died, and Dagster still waits for them.
+"""Dagster runs whose process is gone, with the code server or the whole node, although Dagster waits for them.
 
-A sensor looks at their heartbeats. It only marks the run as ended. The sensors in recovery.py decide what follows.
+A sensor finds them by their heartbeats and marks them as ended. The sensors in recovery.py decide what follows.
 """
 
 import importlib

@@ -43,10 +43,7 @@ class RecoveryDeferred(dg.DagsterError):
 
 
 def build_recovery_sensors(runs_job: runs.TrainingJob) -> list[dg.SensorDefinition]:
-    """Return the sensors that request a recovery per training run of an ended Dagster run: a dead one, or a preempted one.
-
-    The recovery replaces the current attempt, unless that one is alive.
-    """
+    """Return the sensors that request a recovery of each training run of a dead or preempted Dagster run."""
     shared: dict[str, Any] = {
         "monitored_jobs": runs.MONITORED,
         "request_job": runs_job,

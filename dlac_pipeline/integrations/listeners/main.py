@@ -156,7 +156,6 @@ def _lines() -> Iterator[bytes | None]:
 
 
 def _maker(name: str, options: Mapping[str, Any], spec: JobSpec) -> Callable[[], Listener]:
-    """Return a function that imports and makes a listener."""
 
     def make() -> Listener:
         if name in _OWN:

@@ -1,7 +1,4 @@
-"""OpenLineage: each attempt is a run, the tables are its inputs, and the checkpoints its outputs.
-
-The client reads its transport from the variables OPENLINEAGE_* or from openlineage.yml.
-"""
+"""OpenLineage: each attempt is a run, the tables are its inputs, and the checkpoints its outputs."""
 
 import logging
 import os

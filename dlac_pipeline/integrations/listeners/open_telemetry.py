@@ -1,7 +1,4 @@
-"""OpenTelemetry: recoveries and their phases as spans, and gauges of progress, over OTLP.
-
-The exporters read their addresses and headers from the variables OTEL_EXPORTER_OTLP_*.
-"""
+"""OpenTelemetry: recoveries and their phases as spans, and gauges of progress, over OTLP."""
 
 import os
 
