@@ -104,11 +104,13 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
     return read_spec(spec).resolved(home or home_folder())
 
 
-def lakehouse_of(spec: Path | None, home: Path | None, *, create: bool = False) -> "Lakehouse":
-    """The lakehouse to look at, which must exist unless `create` is set: looking creates none."""
+def lakehouse_of(
+    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None
+) -> "Lakehouse":
+    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-    embedded = LakehouseConfig().at_home(home or home_folder())
+    embedded = LakehouseConfig(name=catalog).at_home(home or home_folder())
     return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=create)
 
 

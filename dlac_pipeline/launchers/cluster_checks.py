@@ -6,8 +6,8 @@ from typing import Any
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.named_catalogs import configured
-from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder
+from dlac_pipeline.spec.launch_spec import ClusterSpec
 
 _OF_SLURM = ("partition", "account", "options")
 _OF_KUBERNETES = ("queue", "namespace", "service_account", "priority_class", "mounts", "pod")

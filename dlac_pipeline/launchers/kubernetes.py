@@ -19,8 +19,8 @@ import yaml
 
 from dlac_pipeline.launchers.cluster_checks import NODE
 from dlac_pipeline.launchers.protocol import ANSWER_S, JobState, job_name, leave_s, new_key
-from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.launch_request import Request, pack
+from dlac_pipeline.spec.launch_spec import ClusterSpec
 
 _GROUPS = {
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),

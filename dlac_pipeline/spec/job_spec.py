@@ -16,8 +16,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.external.locations import external_identifier
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec import spec_problems
-from dlac_pipeline.spec.cluster_spec import ClusterSpec
-from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec
 from dlac_pipeline.spec.listeners_spec import ListenersSpec
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -123,7 +124,7 @@ def main() -> int:
     spec = parse_spec(head["spec"], origin="the job spec of the listeners")
     translator = EventTranslator(spec, parent_run=head["launched_by"])
     subscriptions = [
-        Subscription(name, _maker(name, options, spec), most_waiting=spec.listeners.queue_events)
+        Subscription(name, partial(_make, name, options, spec), most_waiting=spec.listeners.queue_events)
         for name, options in spec.listeners.chosen().items()
     ]
     for line in lines:
@@ -155,19 +156,15 @@ def _lines() -> Iterator[bytes | None]:
         yield from lines
 
 
-def _maker(name: str, options: Mapping[str, Any], spec: JobSpec) -> Callable[[], Listener]:
-
-    def make() -> Listener:
-        if name in _OWN:
-            module, kind = _OWN[name]
-            own = import_module(f"dlac_pipeline.integrations.listeners.{module}")
-            made: Listener = getattr(own, kind)(getattr(spec.listeners, name), spec)
-            return made
-        (point,) = entry_points(group=GROUP, name=name)
-        other: Listener = point.load()(**options)
-        return other
-
-    return make
+def _make(name: str, options: Mapping[str, Any], spec: JobSpec) -> Listener:
+    if name in _OWN:
+        module, kind = _OWN[name]
+        own = import_module(f"dlac_pipeline.integrations.listeners.{module}")
+        made: Listener = getattr(own, kind)(getattr(spec.listeners, name), spec)
+        return made
+    (point,) = entry_points(group=GROUP, name=name)
+    other: Listener = point.load()(**options)
+    return other
 
 
 if __name__ == "__main__":
