@@ -79,15 +79,14 @@ def rewind(
 
 def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:
     """Print where the new branch begins, how many excluded rows it was trained on, and how to rewind to before them."""
-    where = "begins again" if done.checkpoint_id is None else f"resumes after checkpoint {done.checkpoint_id}"
+    checkpoint = f"checkpoint {done.checkpoint_id}"
+    where = "begins again" if done.checkpoint_id is None else f"resumes after {checkpoint}"
     ui.show_text(
         f"run {run} {where} (step {done.step}). Its head was {done.left} (step {done.left_step}), on the branch that it leaves. "
         f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`"
     )
     if done.not_counted:
-        ui.show_text(
-            f"how many excluded rows checkpoint {done.checkpoint_id} has seen could not be counted: {done.not_counted}"
-        )
+        ui.show_text(f"how many excluded rows {checkpoint} has seen could not be counted: {done.not_counted}")
     if not done.excluded_rows_seen:
         return
     words = [word for where in exclude for word in ("--exclude", where)] + (["--source", source] if source else [])
@@ -101,9 +100,7 @@ def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str
         advice = f"no earlier checkpoint that is kept has seen none of them: begin the run again with {again}"
     else:
         advice = f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
-    ui.show_text(
-        f"checkpoint {done.checkpoint_id} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}"
-    )
+    ui.show_text(f"{checkpoint} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}")
 
 
 @ui.command(

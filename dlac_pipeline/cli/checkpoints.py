@@ -134,7 +134,7 @@ def adopt(
     A checkpoint with more than tensors and plain values is refused. No code in it runs.
     """
     from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
-    from dlac_pipeline.operations.adopt import adopt_checkpoint
+    from dlac_pipeline.operations.fork import adopt_checkpoint
 
     job = ui.resolved(spec, home)
     found = foreign_checkpoint(folder, tag=tag)

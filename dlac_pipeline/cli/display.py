@@ -153,12 +153,9 @@ class TrainingDisplay(Progress):
         if kind == "training":
             self.update(self._task, description=self._run, completed=event["step"], total=event["total_steps"])
         elif kind == "verifying":
-            self.update(
-                self._task,
-                description=f"{self._run}: verifying the checkpoint of step {event['step']} (MB)",
-                completed=event["bytes"] // 10**6,
-                total=max(1, event["of"] // 10**6),
-            )
+            text = f"{self._run}: verifying the checkpoint of step {event['step']} (MB)"
+            done_mb, total_mb = event["bytes"] // 10**6, max(1, event["of"] // 10**6)
+            self.update(self._task, description=text, completed=done_mb, total=total_mb)
         elif kind == "step":
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
             self.update(self._task, completed=event["step"], loss=loss)

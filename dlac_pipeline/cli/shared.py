@@ -14,7 +14,7 @@ from rich import progress
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from typer import Argument, Option
 
@@ -89,14 +89,10 @@ def check_number(value: float) -> float:
     return value
 
 
-def examples(*commands: str) -> str:
-    """Write the end of a command's help: commands that can be copied, a line each."""
-    return "\n\n".join(("Examples:", *(escape(f"$ {command}") for command in commands)))
-
-
 def command(app: typer.Typer, panel: str, *commands: str, **options: Any) -> Callable[[Command], Command]:
     """Return the decorator of a command of `app`, in a group of the help, whose end has examples. `options` are typer's."""
-    return app.command(rich_help_panel=panel, epilog=examples(*commands), **options)
+    examples = "\n\n".join(("Examples:", *(escape(f"$ {each}") for each in commands)))
+    return app.command(rich_help_panel=panel, epilog=examples, **options)
 
 
 def resolved(spec: Path, home: Path | None) -> JobSpec:
@@ -125,18 +121,12 @@ def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None
     """Return the job spec in a file, for this run whichever it names, or None without a file."""
     if spec is None:
         return None
-    return parse_spec(
-        {**resolved(spec, home).model_dump(), "run": run}, origin=f"{str(spec)!r} with the name of the run"
-    )
+    raw = {**resolved(spec, home).model_dump(), "run": run}
+    return parse_spec(raw, origin=f"{str(spec)!r} with the name of the run")
 
 
 def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: "Lakehouse | None" = None) -> JobSpec:
-    """The run's spec: as given, or as it was launched last, for which the lakehouse is looked into, open already or not.
-
-    Raises:
-        NoSuchRun: the ledger has no row of it.
-        NoSuchJobSpec: none is given, and that of the last launch is not on this node.
-    """
+    """Return the spec as given, or of the last launch. Raise `NoSuchRun`, or `NoSuchJobSpec` if that is not on this node."""
     from dlac_pipeline.supervise.claims import last_spec
 
     return given_spec(run, spec, home) or last_spec(lakehouse or lakehouse_of(None, home), run)
@@ -186,9 +176,7 @@ def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         OUT.print(table)
         return
     for row in cells:
-        one = Table(show_header=False)
-        one.add_column(overflow="fold")
-        one.add_column(overflow="fold")
+        one = Table(Column(overflow="fold"), Column(overflow="fold"), show_header=False)
         for name, cell in zip(names, row, strict=True):
             one.add_row(Text(terminal_text(name)), cell)
         OUT.print(one)
@@ -198,10 +186,9 @@ def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
     """Show facts: a label and a value on each line for people, or one JSON object."""
     if as_json:
         show_json(facts)
-        return
-    show_lines(
-        lay_out_facts({name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}, OUT.width)
-    )
+    else:
+        shown = {name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}
+        show_lines(lay_out_facts(shown, OUT.width))
 
 
 def _format_fact(name: str, value: object) -> object:

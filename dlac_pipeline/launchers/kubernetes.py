@@ -185,7 +185,7 @@ def _additions(cluster: ClusterSpec) -> Document:
         "name": NODE,
         "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in cluster.env.items()],
         "volumeMounts": [
-            {"name": name, "mountPath": mount.path, "readOnly": not mount.writable} for name, mount in mounts.items()
+            {"name": key, "mountPath": one.path, "readOnly": not one.writable} for key, one in mounts.items()
         ],
     }
     return {"spec": {"containers": [node], "volumes": [{"name": name, **one.volume()} for name, one in mounts.items()]}}

@@ -172,23 +172,18 @@ def _excluded_rows(
         "AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors($3))",
         [str(table.metadata.table_uuid), source, checkpoint],
     )
-    parts = [
-        pa.table(
-            {"plan_id": pa.array([], pa.string()), "file_path": pa.array([], pa.string()), "row": np.zeros(0, np.int64)}
-        )
-    ]
+    texts = pa.array([], pa.string())
+    parts = [pa.table({"plan_id": texts, "file_path": texts, "row": np.zeros(0, np.int64)})]
     for plan in plans:
         query = "SELECT DISTINCT file_path FROM units WHERE plan_id = $1"
         paths = {each["file_path"] for each in rows_of(connection, query, [plan["plan_id"]])}
-        groups = row_groups_of(
-            table, plan["snapshot_id"], "", schema=table.schemas()[plan["schema_id"]], only=paths, exclude=where
-        )
+        schema = table.schemas()[plan["schema_id"]]
+        groups = row_groups_of(table, plan["snapshot_id"], "", schema=schema, only=paths, exclude=where)
         for group in groups:
             positions = group.first_row + group.dead
             same = {"plan_id": plan["plan_id"], "file_path": group.file_path}
-            parts.append(
-                pa.table({**{name: pa.repeat(value, len(positions)) for name, value in same.items()}, "row": positions})
-            )
+            repeated = {name: pa.repeat(value, len(positions)) for name, value in same.items()}
+            parts.append(pa.table({**repeated, "row": positions}))
     return pa.concat_tables(parts)
 
 

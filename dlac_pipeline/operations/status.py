@@ -58,12 +58,7 @@ class Standing:
 
 
 def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
-    """Return the facts about a run by name.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-        LedgerOlderThanStore: the catalog was restored from an older backup.
-    """
+    """Return the facts about a run by name. Raise `NoSuchRun`, or `LedgerOlderThanStore` after an old backup was restored."""
     check_ledger(lakehouse, run)
     rows = Ledger(lakehouse).head_rows(run)
     recoveries = recoveries_of(lakehouse, run)

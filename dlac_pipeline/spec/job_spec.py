@@ -350,9 +350,8 @@ class JobSpec(spec_problems.Section):
         if "://" not in store:
             store = str(Path(store).resolve())
         places = {"store": store, "local": str(Path(made_in or store).resolve())}
-        return self.model_copy(
-            update={"lakehouse": self.lakehouse.at_home(home), "checkpoint": self.checkpoint.model_copy(update=places)}
-        )
+        checkpoint = self.checkpoint.model_copy(update=places)
+        return self.model_copy(update={"lakehouse": self.lakehouse.at_home(home), "checkpoint": checkpoint})
 
 
 def home_folder() -> Path:

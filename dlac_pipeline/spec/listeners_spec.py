@@ -128,12 +128,7 @@ class ListenersSpec(Section):
 
 
 def check_listeners(listeners: ListenersSpec) -> None:
-    """Check that the chosen listeners are installed. Nothing of theirs is imported.
-
-    Raises:
-        SpecInvalid: no distribution has a listener of this name.
-        BadInput: a package that a listener needs is not installed.
-    """
+    """Raise `SpecInvalid` for a chosen listener that is unknown, or `BadInput` if a package that it needs is not installed."""
     others = {point.name: point for point in entry_points(group=GROUP)} if listeners.other else {}
     for name in listeners.chosen():
         if name not in _PACKAGES and name not in others:

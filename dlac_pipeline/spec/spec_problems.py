@@ -101,10 +101,8 @@ def validate(section: type[_SectionT], raw: object, *, invalid: str) -> _Section
     try:
         return section.model_validate(raw)
     except ValidationError as err:
-        lines = [
-            f"  {describe_place(each['loc'], section)}: {describe_problem(each, section)}" for each in err.errors()
-        ]
-        raise SpecInvalid(f"{invalid}:\n" + "\n".join(lines)) from err
+        found = [(describe_place(each["loc"], section), describe_problem(each, section)) for each in err.errors()]
+        raise SpecInvalid(f"{invalid}:\n" + "\n".join(f"  {place}: {text}" for place, text in found)) from err
 
 
 def describe_place(path: Sequence[str | int], root: type[BaseModel]) -> str:

@@ -37,15 +37,21 @@ _AUDITED = {
 _RESTORABLE = "checkpoint_restorable"
 _RESTORABLE_ABOUT = "The files of the newest checkpoint exist, and have the committed digests when they are read again."
 _REHEARSAL = "rehearsal_identical"
+_REHEARSAL_ABOUT = (
+    "In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit."
+)
 _REHEARSED = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")
 _IMPOSSIBLE = (
-    *(errors.NothingToRehearse, errors.NoSuchRun, errors.NoSuchJobSpec),
-    *(errors.CatalogUnreachable, errors.StoreUnavailable),
+    errors.NothingToRehearse,
+    errors.NoSuchRun,
+    errors.NoSuchJobSpec,
+    errors.CatalogUnreachable,
+    errors.StoreUnavailable,
 )
 """Errors of a run that cannot be rehearsed. They prove nothing about its checkpoints."""
 
 
-def build_checks(run: TrainingRunDefinition) -> list[dg.AssetChecksDefinition]:
+def build_checks(run: TrainingRunDefinition, *, with_rehearsal: bool) -> list[dg.AssetChecksDefinition]:
     """Return the checks of the asset `models/<run>`."""
     model = model_key(run.name)
 
@@ -55,11 +61,16 @@ def build_checks(run: TrainingRunDefinition) -> list[dg.AssetChecksDefinition]:
     def verify_run(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         return _verify(context, run)
 
+    def rehearse_run() -> dg.AssetCheckResult:
+        return rehearse_model(run.lakehouse(), run.name)
+
     specs = [dg.AssetCheckSpec(name, asset=model, description=text) for name, (text, _) in _AUDITED.items()]
-    return [
+    checks = [
         dg.multi_asset_check(name=f"{model.to_python_identifier()}_audit", specs=specs)(audit_run),
         dg.asset_check(asset=model, name=_RESTORABLE, description=_RESTORABLE_ABOUT)(verify_run),
+        dg.asset_check(asset=model, name=_REHEARSAL, description=_REHEARSAL_ABOUT)(rehearse_run),
     ]
+    return checks if with_rehearsal else checks[:-1]
 
 
 def _audit(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) -> Iterator[dg.AssetCheckResult]:
@@ -138,9 +149,8 @@ def verify_head(
     verdict = next((each for each in found if each.checkpoint.state == "head"), None)
     if verdict is None:
         raise errors.NoSuchCheckpoint(f"expected the head of run {run!r} to read it again, found it retired since")
-    record_verified(
-        Ledger(lakehouse), run, {verdict.checkpoint.checkpoint_id: verdict.problem}, verification=token_hex(8)
-    )
+    found_now = {verdict.checkpoint.checkpoint_id: verdict.problem}
+    record_verified(Ledger(lakehouse), run, found_now, verification=token_hex(8))
     return verdict
 
 
@@ -149,19 +159,6 @@ def facts_of(verdict: "Verification", began: float) -> dict[str, Any]:
     names = ("run", "step", "checkpoint_id", "bytes")
     facts = {name: getattr(verdict.checkpoint, name) or 0 for name in names}
     return {**facts, "took_s": round(time.monotonic() - began, 3)}
-
-
-def build_rehearsal(run: TrainingRunDefinition) -> dg.AssetChecksDefinition:
-    """Return the check `rehearsal_identical` of the asset `models/<run>`."""
-
-    def rehearse_run() -> dg.AssetCheckResult:
-        return rehearse_model(run.lakehouse(), run.name)
-
-    return dg.asset_check(
-        asset=model_key(run.name),
-        name=_REHEARSAL,
-        description="In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit.",
-    )(rehearse_run)
 
 
 def rehearse_model(

@@ -30,10 +30,9 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         loss = str(loss)  # Dagster stores metadata as JSON
     with open_run(lakehouse, run) as connection:
         found = rows_of(connection, "FROM recoveries WHERE run = ? ORDER BY seq DESC LIMIT ?", [run, _SHOWN])
+        curves = [read_losses(connection, run)]
         pictures = {
-            "loss_curve": picture(
-                "Loss on the surviving lineage; recoveries are marked", draw_losses([read_losses(connection, run)])
-            ),
+            "loss_curve": picture("Loss on the surviving lineage; recoveries are marked", draw_losses(curves)),
             "coverage": picture("Coverage of files and row groups", draw_coverage(connection, run)),
             "checkpoint_cost": picture("Cost of each checkpoint", draw_costs(connection, run)),
         }

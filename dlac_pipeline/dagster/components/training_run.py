@@ -11,7 +11,7 @@ from dagster.components.resolved.model import Injected
 from pydantic import ConfigDict, Field, model_validator
 
 from dlac_pipeline.dagster import training_runs as runs
-from dlac_pipeline.dagster.assets.checks import build_checks, build_rehearsal
+from dlac_pipeline.dagster.assets.checks import build_checks
 from dlac_pipeline.dagster.assets.training import POOL, build_model, build_plan
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
@@ -105,7 +105,7 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         model = build_model(run, pool=self.pool, kinds={_KIND, *self.kinds}, **about)
         return dg.Definitions(
             assets=[build_plan(run, deps=sources, kinds={"iceberg"}, **self._attributes("plan")), model],
-            asset_checks=[*build_checks(run), *([build_rehearsal(run)] if self.rehearsal else [])],
+            asset_checks=build_checks(run, with_rehearsal=self.rehearsal),
             sensors=list(self._automation(run.name)),
             resources={HEARTBEAT: heartbeat_resource},
         )

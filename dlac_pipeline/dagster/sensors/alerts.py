@@ -51,12 +51,7 @@ Send = Callable[[Alert, logging.Logger], None]
 
 
 def send_by_settings(alert: Alert, log: logging.Logger) -> None:
-    """Log an alert, and give it to the command of orchestration.toml if one is named.
-
-    Raises:
-        SpecInvalid: orchestration.toml is not valid.
-        TrainingFailed: the command cannot be run, fails, or takes too long.
-    """
+    """Log an alert, and give it to the command of orchestration.toml. Raise `SpecInvalid` or `TrainingFailed` if that fails."""
     levels = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
     log.log(levels[alert.severity], f"{alert.kind}: {alert.run or alert.job}: {alert.message}")
     settings = read_settings().alerts

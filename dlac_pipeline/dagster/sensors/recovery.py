@@ -115,7 +115,7 @@ def decide_recoveries(
             found.append(dg.SkipReason(reason))
         else:
             run = defined[name].as_launched(dead)
-            found.append(_recovery_of(instance, dead, run, noticed_by=noticed_by, log=log))
+            found.append(_recovery_of(instance, dead, run, noticed_by, log))
     return found
 
 
@@ -148,7 +148,6 @@ def _recovery_of(
     instance: dg.DagsterInstance,
     dead: dg.DagsterRun,
     run: runs.TrainingRunDefinition,
-    *,
     noticed_by: str,
     log: logging.Logger,
 ) -> dg.RunRequest | dg.SkipReason:

@@ -27,9 +27,8 @@ class OpenTelemetryListener:
         resource = Resource.create({"dlac.run": spec.run})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        reader = PeriodicExportingMetricReader(
-            OTLPMetricExporter(), export_interval_millis=options.export_every_s * 1000
-        )
+        every_ms = options.export_every_s * 1000
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(), export_interval_millis=every_ms)
         self._metrics = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer(_SCOPE)
         meter = self._metrics.get_meter(_SCOPE)

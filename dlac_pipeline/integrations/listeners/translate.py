@@ -91,9 +91,8 @@ class EventTranslator:
         return {"run": self._spec.run, "attempt": self._started.attempt, "at": event["at"]}
 
     def _start(self, event: Event) -> events.RunEvent:
-        facts = {
-            name: event[name] for name in ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from")
-        }
+        names = ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from")
+        facts = {name: event[name] for name in names}
         tables = tuple(events.InputTable(**table) for table in event["tables"])
         self._started = events.AttemptStarted(run=self._spec.run, tables=tables, parent_run=self._parent_run, **facts)
         self._folder = Path(event["folder"]) if event["folder"] else None
