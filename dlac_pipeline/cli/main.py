@@ -92,13 +92,11 @@ def main() -> None:
         _end(f"{type(err).__name__}: {err}", err.exit_code)
     except (Interrupted, KeyboardInterrupt):
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError as err:
-        if not _output_fails():  # it was another pipe
-            _end(report_unexpected(err), EXIT_CODE)
-        sys.exit(128 + signal.SIGPIPE)
     except OSError as err:
-        if not _output_fails():
+        if not _output_fails():  # it was another file or pipe
             _end(report_unexpected(err), EXIT_CODE)
+        if isinstance(err, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
         _end(f"expected to write to standard output, found {err}", _EX_IOERR)
     except Exception as err:
         _end(report_unexpected(err), EXIT_CODE)

@@ -17,8 +17,7 @@ from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
-from dlac_pipeline.launchers.cluster_checks import store_in_doubt
-from dlac_pipeline.launchers.protocol import JobState, Scheduler
+from dlac_pipeline.launchers.protocol import JobState, Scheduler, store_in_doubt
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
 from dlac_pipeline.supervise.ranks.rank_events import Event

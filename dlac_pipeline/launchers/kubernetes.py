@@ -1,9 +1,7 @@
-"""Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request. All rendered from templates.
+"""Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request, rendered from templates.
 
-The official client submits, looks, reads logs and deletes.
-
-Nodes that hold the newest checkpoint are preferred by an affinity of the pods, which Kubernetes ignores where those nodes have no
-room. Pods hold copies only in a folder of the node: where `checkpoint.local` is on no host mount, no node is preferred.
+An affinity of the pods prefers nodes that hold the newest checkpoint, if `checkpoint.local` is on a host mount, where copies
+outlive pods. Kubernetes ignores it where those nodes have no room.
 """
 
 import json
@@ -17,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from dlac_pipeline.launchers.cluster_checks import NODE
-from dlac_pipeline.launchers.protocol import ANSWER_S, JobState, job_name, leave_s, new_key
+from dlac_pipeline.launchers.protocol import ANSWER_S, NODE, JobState, job_name, leave_s, new_key
 from dlac_pipeline.spec.launch_request import Request, pack
 from dlac_pipeline.spec.launch_spec import ClusterSpec
 

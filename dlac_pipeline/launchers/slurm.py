@@ -1,9 +1,8 @@
 """Slurm: one batch script, rendered from `job.sbatch`, and the commands that submit, look at, requeue and cancel its job.
 
-Nodes that hold the newest checkpoint are preferred. Slurm has no option for that: `--prefer` names features of nodes and not
-nodes (a job that prefers an unknown feature is refused), and `--nodelist` is a requirement, for which a job waits without an end
-if the node is down. So the job requires those of the nodes that are idle when it is submitted, and the requirement is dropped
-(`scontrol update ReqNodeList=`) once the job has been pending for half a minute.
+Nodes that hold the newest checkpoint are preferred. Slurm has no option for that: `--prefer` names features, and for the nodes of
+`--nodelist` a job waits without an end if one is down. So the job requires those that are idle when it is submitted, until it
+has been pending for half a minute (`scontrol update ReqNodeList=`).
 """
 
 import re
