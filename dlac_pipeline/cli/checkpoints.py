@@ -28,20 +28,11 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
         return
     names = ("step", "state", "committed", "size", "attempt", "tiers", "verified", "checkpoint", "tags")
     columns = table_columns(names, right=("step", "size", "attempt"), long=("checkpoint", "tags"))
-    rows = [
-        (
-            f"{each.step:,}",
-            each.state,
-            format_age(each.committed_at),
-            format_bytes(each.bytes),
-            f"{each.attempt:,}",
-            " ".join(each.tiers),
-            format_age(each.verified_at),
-            each.checkpoint_id,
-            ", ".join(each.names),
-        )
-        for each in listed
-    ]
+    rows = []
+    for each in listed:
+        facts = (each.state, format_age(each.committed_at), format_bytes(each.bytes), f"{each.attempt:,}")
+        kept = (" ".join(each.tiers), format_age(each.verified_at), each.checkpoint_id, ", ".join(each.names))
+        rows.append((f"{each.step:,}", *facts, *kept))
     ui.show_table(columns, rows, empty=f"run {run} has no checkpoint yet")
 
 

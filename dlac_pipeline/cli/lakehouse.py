@@ -4,7 +4,7 @@ import sys
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -14,9 +14,6 @@ from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
-
-if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.iceberg.pins import Pin
 
 app = typer.Typer()
 
@@ -165,14 +162,15 @@ def pins(
         return
     names = ("table", "snapshot", "made", "pinned", "holds back", "needed by", "other runs")
     columns = table_columns(names, right=("snapshot",), long=("needed by", "other runs"))
-    ui.show_table(columns, [_row_of(pin) for pin in found], empty="no snapshot is pinned")
-
-
-def _row_of(pin: "Pin") -> tuple[str, ...]:
-    size = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
-    others = ", ".join(use.run for use in pin.uses if not use.needed)
-    created, pinned = format_age(pin.committed_at), format_age(pin.pinned_at)
-    return pin.table, str(pin.snapshot_id), created, pinned, size, ", ".join(pin.needed_by), others
+    rows = []
+    for pin in found:
+        files = (
+            f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
+        )
+        others = ", ".join(use.run for use in pin.uses if not use.needed)
+        ages = format_age(pin.committed_at), format_age(pin.pinned_at)
+        rows.append((pin.table, str(pin.snapshot_id), *ages, files, ", ".join(pin.needed_by), others))
+    ui.show_table(columns, rows, empty="no snapshot is pinned")
 
 
 @ui.command(app, ui.LAKEHOUSE, "dlac unpin lake.documents 1287862416068212033")

@@ -17,7 +17,6 @@ from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_STEPS
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-    from dlac_pipeline.operations.rehearse import RehearsedStep
 
 app = typer.Typer()
 
@@ -103,7 +102,13 @@ def rehearse(
         ui.show_json(done.to_json())
     else:
         columns = table_columns(("step", "recorded", "replayed", "verdict"), right=("step",))
-        ui.show_table(columns, [_row_of_step(each) for each in done.steps], empty="no step was replayed")
+        rows = []
+        for each in done.steps:  # two losses to the last digit, and whether they are the same
+            verdict = "no loss recorded" if not each.compared else "identical" if each.identical else "differs"
+            skipped = ", skipped" if each.recorded_skipped or each.replayed_skipped else ""
+            losses = ("" if loss is None else repr(loss) for loss in (each.recorded, each.replayed))
+            rows.append((str(each.step), *losses, verdict + skipped))
+        ui.show_table(columns, rows, empty="no step was replayed")
         ui.show_text(done.summary())
     if not done.identical:
         raise typer.Exit(1)
@@ -156,14 +161,6 @@ def describe_incident(recovery: "Recovery") -> dict[str, str | None]:
         "recovery" if not gave_up else "ended": f"{took}: {_phases(recovery)}" if _phases(recovery) else took,
         "lost": None if gave_up else replayed + (f", {lost}" if lost else ""),
     }
-
-
-def _row_of_step(step: "RehearsedStep") -> tuple[str, ...]:
-    """A rehearsed step as cells: two losses to the last digit, and whether they are the same."""
-    verdict = "no loss recorded" if not step.compared else "identical" if step.identical else "differs"
-    skipped = ", skipped" if step.recorded_skipped or step.replayed_skipped else ""
-    recorded = "" if step.recorded is None else repr(step.recorded)
-    return str(step.step), recorded, "" if step.replayed is None else repr(step.replayed), verdict + skipped
 
 
 def _phases(recovery: "Recovery") -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dlac_pipeline.launchers.protocol import ANSWER_S, NODE, JobState, job_name, leave_s, new_key
+from dlac_pipeline.launchers.protocol import ANSWER_S, NODE, JobState, job_name, leave_s
 from dlac_pipeline.spec.launch_request import Request, pack
 from dlac_pipeline.spec.launch_spec import ClusterSpec
 
@@ -86,21 +86,14 @@ class Kubernetes:
         """Return the new content of the pods' logs. A pod that replaces another continues its log."""
         core, now = _client("CoreV1Api"), time.monotonic()
         since = {} if self._read_at is None else {"since_seconds": int(now - self._read_at) + _OVERLAP_S}
+        options = {"container": NODE, "timestamps": True, "_preload_content": False, "_request_timeout": ANSWER_S}
         selector, pieces = f"{_JOBSET_LABEL}={job}", []
         pods = core.list_namespaced_pod(self._namespace, label_selector=selector, _request_timeout=ANSWER_S)
         for pod in pods.items:
             if pod.status.phase == "Pending":
                 continue
             known = since if pod.metadata.uid in self._read_to else {}
-            answer = core.read_namespaced_pod_log(
-                pod.metadata.name,
-                self._namespace,
-                container=NODE,
-                timestamps=True,
-                _preload_content=False,
-                _request_timeout=ANSWER_S,
-                **known,
-            )
+            answer = core.read_namespaced_pod_log(pod.metadata.name, self._namespace, **options, **known)
             log = answer.data.decode(errors="replace")
             pieces.append((pod.metadata.labels[_INDEX_LABEL], self._new(pod.metadata.uid, log)))
         self._read_at = now
@@ -152,7 +145,7 @@ def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     values: dict[str, object] = {
         "name": name,
         "request": pack(request),
-        "rendezvous_key": new_key(),
+        "rendezvous_key": secrets.token_hex(32),  # which the nodes of the job share
         "first_node": f"{name}-node-0-0.{name}",
         "labels": {_QUEUE_LABEL: cluster.queue} if cluster.queue else None,
         "least": launch.min_nodes,

@@ -7,7 +7,6 @@ with a pod are refused by name.
 
 import math
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -96,11 +95,6 @@ def job_name(request: Request) -> str:
 def leave_s(request: Request) -> int:
     """Return the whole seconds from SIGTERM until a node is gone."""
     return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
-
-
-def new_key() -> str:
-    """Return the secret that the nodes of one job share: they meet without the user's."""
-    return secrets.token_hex(32)
 
 
 Launcher: TypeAlias = "Supervisor | ClusterJob"

@@ -6,6 +6,7 @@ has been pending for half a minute (`scontrol update ReqNodeList=`).
 """
 
 import re
+import secrets
 import shlex
 import subprocess
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from string import Template
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
-from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s, new_key
+from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = [
@@ -68,7 +69,7 @@ class Slurm:
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
         lines += [f"#SBATCH --{name}={value}".rstrip("=") for name, value in cluster.options.items()]
-        environment = {KEY_VARIABLE: new_key(), **cluster.env, REQUEST_VARIABLE: pack(request)}
+        environment = {KEY_VARIABLE: secrets.token_hex(32), **cluster.env, REQUEST_VARIABLE: pack(request)}
         least, most = launch.min_nodes, launch.max_nodes
         return Template(files(__package__).joinpath("job.sbatch").read_text()).substitute(
             name=job_name(request),

@@ -64,15 +64,11 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     point = claim_and_verify(plans, spec, ClaimRequest(purpose=beginning.purpose))
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
-    committer = Committer(
-        AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order),
-        lakehouse=lakehouse,
-        settings=spec.checkpoint,
-        config_digest=config_digest(spec),
-        tiers=tiers_of(spec),
-    )
+    leg = AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order)
+    tiers, digest = tiers_of(spec), config_digest(spec)
+    committer = Committer(leg, lakehouse=lakehouse, settings=spec.checkpoint, config_digest=digest, tiers=tiers)
     name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
-    files = _make_files(beginning, tiers_of(spec), name)
+    files = _make_files(beginning, tiers, name)
     prepared = Prepared(
         name=name,
         engine=beginning.engine,

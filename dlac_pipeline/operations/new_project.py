@@ -170,13 +170,9 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
         tokenizer = "tokenizer.json"
         if not (folder / tokenizer).exists():
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
-    values = {
-        "features": _json(found.columns[:-1] or found.columns),
-        "target": _json(found.columns[-1]),
-        "vocabulary": vocabulary,
-        "lakehouse": _json(lakehouse),
-        **_job_values(run, found, tokenizer, lakehouse),
-    }
+    values = {"features": _json(found.columns[:-1] or found.columns), "target": _json(found.columns[-1])}
+    values |= {"vocabulary": str(vocabulary), "lakehouse": _json(lakehouse)}
+    values |= _job_values(run, found, tokenizer, lakehouse)
     for name, template in _templates(run, found.kind).items():
         texts[name] = Template(template.read_text()).substitute(values)
     parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
@@ -201,14 +197,8 @@ def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[s
         rows = _setting("nullable", found.with_nulls)
     if lakehouse:
         more += "\n[lakehouse]\n" + "".join(_setting(name, value) for name, value in lakehouse.items())
-    return {
-        "run": _json(run),
-        "table": _json(found.table),
-        "columns": _json(found.columns),
-        "batch_size": "128" if found.kind == "numbers" else "16",
-        "rows": rows,
-        "more": more,
-    }
+    quoted = {"run": _json(run), "table": _json(found.table), "columns": _json(found.columns)}
+    return {**quoted, "batch_size": "128" if found.kind == "numbers" else "16", "rows": rows, "more": more}
 
 
 def _json(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Component of a training run: its plan and its model as assets, from its job file."""
+"""Components of a training run, whose plan and model are assets, and of a source table that other programs write."""
 
 import copy
 import logging
@@ -15,6 +15,7 @@ from dlac_pipeline.dagster.assets.checks import build_checks
 from dlac_pipeline.dagster.assets.training import POOL, build_model, build_plan
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
@@ -76,11 +77,7 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         return self.build_in(context.path)
 
     def build_in(self, folder: Path) -> dg.Definitions:
-        """Return the definitions of the run. `folder` is where a relative `spec_file` and the script of `spec` are.
-
-        Raises:
-            SpecInvalid: the job spec cannot be read, or a setting is wrong.
-        """
+        """Return the definitions of the run, whose files are relative to `folder`. Raise `SpecInvalid` if a setting is wrong."""
 
         def read(overrides: Mapping[str, Any]) -> JobSpec:
             changed = self._read(folder, overrides)
@@ -133,6 +130,40 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
                 run_tags={**runs.NOT_RETRIED, RUN_TAG: run},
                 description=f"Requests training run {run} by its automation condition. Off until you turn it on.",
             )
+
+
+class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
+    """A source table that other programs write, as an observed asset. Its data version is the current snapshot."""
+
+    table: str = Field(description="Name of the table, as namespace.table.")
+    lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
+    group_name: str = Field(default="sources", description="Group of the asset.")
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """Return the asset, and the sensor that observes it each minute."""
+        key = runs.table_key(self.table)
+
+        def observe() -> dg.DataVersion:
+            from dlac_pipeline.lakehouse.iceberg.connect import connect
+
+            lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
+            current = lakehouse.load(self.table).current_snapshot()
+            return dg.DataVersion("empty" if current is None else str(current.snapshot_id))
+
+        asset = dg.observable_source_asset(
+            key=key,
+            group_name=self.group_name,
+            description=f"One row per row of the Iceberg table {self.table}. Its data version is the snapshot.",
+            automation_condition=dg.AutomationCondition.cron_tick_passed("* * * * *")
+            & ~dg.AutomationCondition.in_progress(),
+        )(observe)
+        sensor = dg.AutomationConditionSensorDefinition(
+            name=f"{key.to_python_identifier()}_observation",
+            target=dg.AssetSelection.assets(key),
+            default_status=dg.DefaultSensorStatus.RUNNING,
+            description=f"Looks at the snapshot of {self.table} each minute.",
+        )
+        return dg.Definitions(assets=[asset], sensors=[sensor])
 
 
 def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:

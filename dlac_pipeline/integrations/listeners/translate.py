@@ -124,12 +124,6 @@ class EventTranslator:
         return events.RecoveryEnded(**self._facts(event), **facts, phases=tuple(phases))
 
     def _quarantine(self, event: Event) -> events.RunEvent:
-        path, rows = event.get("path", ""), event.get("rows") or len(event.get("positions", ())) or None
-        return events.RowsQuarantined(
-            **self._facts(event),
-            reason=event["reason"],
-            path=path,
-            row_group=event.get("row_group"),
-            rows=rows,
-            is_tentative=bool(event.get("tentative")),
-        )
+        facts = {"reason": event["reason"], "path": event.get("path", ""), "row_group": event.get("row_group")}
+        facts |= {"rows": event.get("rows") or len(event.get("positions", ())) or None}
+        return events.RowsQuarantined(**self._facts(event), **facts, is_tentative=bool(event.get("tentative")))
