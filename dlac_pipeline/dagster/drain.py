@@ -13,6 +13,7 @@ from typing import Annotated
 
 import dagster as dg
 import typer
+from typer import Option
 
 from dlac_pipeline.dagster.failures import PREEMPTED_TAG, own_value
 from dlac_pipeline.dagster.heartbeat import beats_of
@@ -72,9 +73,9 @@ def _preempt(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> t
 
 
 def drain_node(
-    reason: Annotated[str, typer.Option(help="Why, for the runs' tag.")] = "drained",
+    reason: Annotated[str, Option(help="Why, for the runs' tag.")] = "drained",
     within_s: Annotated[
-        float, typer.Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
+        float, Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
     ] = 60.0,
 ) -> None:
     """Preempt the training runs of this node. Exit status 0 only if all have exited."""

@@ -87,12 +87,12 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record an optimizer step that has just ended, and take a checkpoint if one is due."""
-        lost: torch.Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if lost is None:
+        micro_loss: torch.Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if micro_loss is None:
             raise SpecInvalid(
                 "expected a loss from training_step, found None: a skipped batch would count as trained. Return a loss of zero"
             )
-        self._loss = self._loss + lost.detach()  # which Lightning has divided by the number of micro-batches
+        self._loss = self._loss + micro_loss.detach()  # which Lightning has divided by the number of micro-batches
         if trainer.global_step == self._run.step:
             return
         loss, self._loss = self._loss, 0.0

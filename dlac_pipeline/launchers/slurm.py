@@ -47,7 +47,6 @@ class Slurm:
     name = "Slurm"
 
     def __init__(self, *, prefers_s: float = PREFERS_S) -> None:
-        """`prefers_s` stands in for the constant above."""
         self._log = Path()
         self._read_bytes = 0
         self._prefers_s = prefers_s

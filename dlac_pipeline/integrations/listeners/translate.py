@@ -52,7 +52,9 @@ class EventTranslator:
             reason = event.get("cause") or event["message"]
             yield from self.end("failed", reason=reason, step=event.get("step"), at=event["at"])
 
-    def end(self, ending: Any, *, reason: str = "", step: int | None = None, at: Any = None) -> list[events.RunEvent]:
+    def end(
+        self, ending: Any, *, reason: str = "", step: int | None = None, at: float | None = None
+    ) -> list[events.RunEvent]:
         """Return the end of the current attempt, once."""
         if not self._is_open:
             return []
