@@ -27,6 +27,26 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.supervise.supervisor import Outcome
 
+_LINES = {
+    "attempt": "attempt {attempt} {begins}",
+    "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows}, {bytes} in {duration}",
+    "finished": "finished at step {step}",
+    "interval": "[dim]a checkpoint every {interval} of training: {why}[/]",
+    "preempted": "[yellow]preempted:[/] {message}",
+    "straggler": "[yellow]straggler:[/] {message}",
+    "stopped": "stopped after step {step}",
+    "left": "the script ended at step {step_of}, after a checkpoint: start it again to resume",
+    "submitted": "submitted as [green]{job}[/]",
+    "job": "[dim]the job is {state}[/]",
+    "warning": "[yellow]warning[/] {message}",
+    "caught_up": "caught up after step {step}: the next start trains what is appended",
+}
+_FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{excerpt}[/]"
+_FAILURE_LINES = 12
+"""Last lines of a traceback, or of the log of a rank that recorded none."""
+_RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} replayed"
+_ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
+
 
 class Interrupted(BaseException):
     """Ctrl-C in a `dlac` command. For a KeyboardInterrupt click prints a word, and ends with exit status 1."""
@@ -183,27 +203,6 @@ class TrainingDisplay(Progress):
         """Print a line of markup with an event's values in it, which are no markup."""
         values = {name: escape(value) if isinstance(value, str) else value for name, value in event.items()}
         self.console.print(line.format_map(values), highlight=False, emoji=False)
-
-
-_LINES = {
-    "attempt": "attempt {attempt} {begins}",
-    "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows}, {bytes} in {duration}",
-    "finished": "finished at step {step}",
-    "interval": "[dim]a checkpoint every {interval} of training: {why}[/]",
-    "preempted": "[yellow]preempted:[/] {message}",
-    "straggler": "[yellow]straggler:[/] {message}",
-    "stopped": "stopped after step {step}",
-    "left": "the script ended at step {step_of}, after a checkpoint: start it again to resume",
-    "submitted": "submitted as [green]{job}[/]",
-    "job": "[dim]the job is {state}[/]",
-    "warning": "[yellow]warning[/] {message}",
-    "caught_up": "caught up after step {step}: the next start trains what is appended",
-}
-_FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{excerpt}[/]"
-_FAILURE_LINES = 12
-"""Last lines of a traceback, or of the log of a rank that recorded none."""
-_RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} replayed"
-_ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
 
 
 def describe_outcome(run: str, outcome: "Outcome", *, attempt: int) -> str:

@@ -129,9 +129,7 @@ def sql(
             names = [column[0] for column in result.description or []]
             rows = result.fetchall()
         except duckdb.Error as err:
-            kept_out = "disabled" in str(err) or "external" in str(err)
-            advice = "; files outside of the lakehouse are read with --allow-files" if kept_out else ""
-            raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{advice}") from err
+            raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{_advice(err)}") from err
     if as_json:
         sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
     else:
@@ -216,6 +214,12 @@ def upkeep(
     ui.show_table(columns, rows, empty="there is no table")
     if any(each.busy for each in done):
         ui.OUT.print("busy: others committed so often that something was left for the next time", soft_wrap=True)
+
+
+def _advice(err: Exception) -> str:
+    """Return advice on a file that SQL may not read. DuckDB only reports that it is disabled."""
+    kept_out = "disabled" in str(err) or "external" in str(err)
+    return "; files outside of the lakehouse are read with --allow-files" if kept_out else ""
 
 
 def _json_value(value: object) -> object:

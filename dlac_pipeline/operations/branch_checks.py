@@ -24,6 +24,9 @@ from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 
+_SeenRow = tuple[int, str, int, str]
+"""Source, data file, position in the file, and the checkpoint that was trained on the row."""
+
 
 def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobSpec | None, *, begins: bool) -> None:
     """Check that a branch can read the sources of its leg without the rows of `wanted`.
@@ -131,10 +134,6 @@ def _newest_before(rows: Sequence[LedgerRow], target: str, seen_by: Collection[s
         return None
     oldest, kept = max(places[name] for name in seen_by), restorable_rows(rows)
     return next((name for name, place in places.items() if place > oldest and name in kept), None)
-
-
-_SeenRow = tuple[int, str, int, str]
-"""Source, data file, position in the file, and the checkpoint that was trained on the row."""
 
 
 def _seen_rows(

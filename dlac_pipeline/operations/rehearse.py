@@ -25,6 +25,9 @@ from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.claims import spec_of_attempt
 
+MOST_STEPS = 20
+"""Number of steps unless the caller requests more."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsedStep:
@@ -110,10 +113,6 @@ class Rehearsal:
             f"{steps} on {self.world_size} ranks: {len(self.differing)} of {self.compared} losses differ, first in step "
             f"{first.step}: expected {first.recorded!r}, found {found}{by}{skipped}{changed}"
         )
-
-
-MOST_STEPS = 20
-"""Number of steps unless the caller requests more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

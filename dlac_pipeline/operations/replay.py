@@ -32,6 +32,7 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
 PREFIX = "dlac-rehearsal-"
 _LOCK = "owner.lock"
+_POLL_S = 0.05
 
 
 @contextmanager
@@ -70,9 +71,6 @@ def _make_folder(parent: Path) -> tuple[Path, int]:
             if os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock)):
                 return folder, lock
         os.close(lock)
-
-
-_POLL_S = 0.05
 
 
 def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: CheckpointRow, folder: Path) -> JobSpec:
