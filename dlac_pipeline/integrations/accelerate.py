@@ -27,10 +27,15 @@ def accelerator_files(accelerator: Accelerator, *models: Any) -> TrainerFiles:
     To accumulate gradients over G micro-batches, iterate over `run.loader(inputs, micro_batches=G)`, and call `run.step_done`
     with the sum of their losses divided by G, when `accelerator.sync_gradients` is true.
     """
+
+    def save(folder: Path) -> Path:
+        return Path(accelerator.save_state(str(folder)))
+
+    def load(folder: Path) -> None:
+        accelerator.load_state(str(folder))
+
+    def applied() -> bool:
+        return not accelerator.optimizer_step_was_skipped
+
     named = {f"model{index or ''}": model for index, model in enumerate(models)}
-    return TrainerFiles(
-        lambda folder: Path(accelerator.save_state(str(folder))),
-        lambda folder: accelerator.load_state(str(folder)),
-        modules=named,
-        applied=lambda: not accelerator.optimizer_step_was_skipped,
-    )
+    return TrainerFiles(save, load, modules=named, applied=applied)

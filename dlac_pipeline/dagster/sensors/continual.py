@@ -34,32 +34,24 @@ _UNDER_WAY = [status for status in dg.DagsterRunStatus if status not in _ENDED]
 
 def build_continual_schedule(runs_job: runs.TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
     """Return the schedule that requests a Dagster run for each training run that has rows to train and no trainer."""
-
-    @dg.schedule(
+    return dg.schedule(
+        name="continual_training_schedule",
         job=runs_job,
         cron_schedule=cron_schedule,
         default_status=dg.DefaultScheduleStatus.STOPPED,
         description="Trains each run that follows appends and has new rows. Off until you turn it on.",
-    )
-    def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _requests(context.instance, context.log, once_per_snapshot=False)
-
-    return continual_training_schedule
+    )(lambda context: _requests(context.instance, context.log, once_per_snapshot=False))
 
 
 def build_new_snapshot_sensor(runs_job: runs.TrainingJob) -> dg.SensorDefinition:
     """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script, by its run key."""
-
-    @dg.sensor(
+    return dg.sensor(
+        name="new_snapshot_sensor",
         job=runs_job,
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
         description="Trains a run once a table that it follows has a new snapshot. Off until you turn it on.",
-    )
-    def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _requests(context.instance, context.log, once_per_snapshot=True)
-
-    return new_snapshot_sensor
+    )(lambda context: _requests(context.instance, context.log, once_per_snapshot=True))
 
 
 def _requests(
