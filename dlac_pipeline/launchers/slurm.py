@@ -20,17 +20,10 @@ from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
-_ENDED = [
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-]
+_ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
+}
 _UNKNOWN = "Invalid job id"
 """Slurm's answer about a job that it does not know, or knows no longer. Any other failure is no answer."""
 _NONE = "(null)"
