@@ -63,9 +63,6 @@ def tokens(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> d
             "table": report.identifier,
             "dagster/column_schema": column_schema(TOKENS.schema),
             "dagster/row_count": report.sequences,
-            "tokens": report.tokens,
-            "sequence_length": report.sequence_length,
-            "vocab_size": report.vocab_size,
-            "tokenizer_digest": report.tokenizer_digest,
+            **{name: getattr(report, name) for name in ("tokens", "sequence_length", "vocab_size", "tokenizer_digest")},
         }
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 CheckpointId = Annotated[
-    str | None, typer.Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
+    str | None, Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
 ]
 
 
@@ -33,16 +34,16 @@ CheckpointId = Annotated[
 )
 def rewind(
     run: ui.RunName,
-    to_step: Annotated[int | None, typer.Option(help="Step of the checkpoint to go back to. 0: the beginning.")] = None,
+    to_step: Annotated[int | None, Option(help="Step of the checkpoint to go back to. 0: the beginning.")] = None,
     checkpoint: CheckpointId = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Rows that the new branch excludes, e.g. \"doc_id < 900 and lang = 'xx'\". The option can be repeated."
         ),
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Source of these rows, in a mixture.")] = None,
-    why: Annotated[str, typer.Option(help="Reason to record in the ledger.")] = "",
+    source: Annotated[str | None, Option(help="Source of these rows, in a mixture.")] = None,
+    why: Annotated[str, Option(help="Reason to record in the ledger.")] = "",
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
@@ -71,27 +72,21 @@ def rewind(
         spec=_known_spec(lakehouse, run, spec, home),
     )
     if as_json:
-        ui.show_facts(asdict(done), as_json=True)
-        return
-    _show_branch(run, done)
-    _show_seen(run, done, exclude or (), source)
+        ui.show_json(asdict(done))
+    else:
+        _show_rewound(run, done, exclude or (), source)
 
 
-def _show_branch(run: str, done: "Rewound") -> None:
-    """Print where the new branch begins, and which one was left."""
-    where = "begins again" if done.checkpoint_id is None else f"resumes after checkpoint {done.checkpoint_id}"
+def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:
+    """Print where the new branch begins, how many excluded rows it was trained on, and how to rewind to before them."""
+    checkpoint = f"checkpoint {done.checkpoint_id}"
+    where = "begins again" if done.checkpoint_id is None else f"resumes after {checkpoint}"
     ui.show_text(
         f"run {run} {where} (step {done.step}). Its head was {done.left} (step {done.left_step}), on the branch that it leaves. "
         f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`"
     )
-
-
-def _show_seen(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:
-    """Say how many excluded rows the checkpoint has been trained on, and how to go back to where it was none."""
     if done.not_counted:
-        ui.show_text(
-            f"how many excluded rows checkpoint {done.checkpoint_id} has seen could not be counted: {done.not_counted}"
-        )
+        ui.show_text(f"how many excluded rows {checkpoint} has seen could not be counted: {done.not_counted}")
     if not done.excluded_rows_seen:
         return
     words = [word for where in exclude for word in ("--exclude", where)] + (["--source", source] if source else [])
@@ -105,9 +100,7 @@ def _show_seen(run: str, done: "Rewound", exclude: Sequence[str], source: str | 
         advice = f"no earlier checkpoint that is kept has seen none of them: begin the run again with {again}"
     else:
         advice = f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
-    ui.show_text(
-        f"checkpoint {done.checkpoint_id} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}"
-    )
+    ui.show_text(f"{checkpoint} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}")
 
 
 @ui.command(
@@ -118,9 +111,9 @@ def _show_seen(run: str, done: "Rewound", exclude: Sequence[str], source: str | 
 )
 def fork(
     run: ui.RunName,
-    new: Annotated[str, typer.Option("--as", help="Name of the new run.", callback=check_run_name)],
-    spec: Annotated[Path, typer.Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    new: Annotated[str, Option("--as", help="Name of the new run.", callback=check_run_name)],
+    spec: Annotated[Path, Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
+    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
     checkpoint: CheckpointId = None,
     home: ui.Home = None,
     as_json: ui.AsJson = False,
@@ -138,28 +131,20 @@ def fork(
     job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
     lakehouse = ui.lakehouse_of(spec, home, create=True)
     parent = _known_spec(lakehouse, run, None, home)
-    done = fork_run(
-        lakehouse,
-        job,
-        run,
-        step=step,
-        checkpoint_id=checkpoint,
-        files=None if parent is None else tiers_of(parent).files,
-    )
+    files = None if parent is None else tiers_of(parent).files
+    done = fork_run(lakehouse, job, run, step=step, checkpoint_id=checkpoint, files=files)
     if as_json:
-        ui.show_facts(asdict(done), as_json=True)
-        return
-    ui.show_text(
-        f"run {new} begins with checkpoint {done.checkpoint_id}, forked from {done.parent_checkpoint} (step "
-        f"{done.parent_step} of run {run})"
-    )
+        ui.show_json(asdict(done))
+    else:
+        origin = f"{done.parent_checkpoint} (step {done.parent_step} of run {run})"
+        ui.show_text(f"run {new} begins with checkpoint {done.checkpoint_id}, forked from {origin}")
 
 
 @ui.command(app, ui.BRANCH, "dlac retire my-run", "dlac retire my-run --checkpoint 400")
 def retire(
     run: ui.RunName,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
+        str | None, Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
     ] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,

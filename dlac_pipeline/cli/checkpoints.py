@@ -7,6 +7,7 @@ from secrets import token_hex
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes, table_columns
 from dlac_pipeline.cli import shared as ui
@@ -27,20 +28,11 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
         return
     names = ("step", "state", "committed", "size", "attempt", "tiers", "verified", "checkpoint", "tags")
     columns = table_columns(names, right=("step", "size", "attempt"), long=("checkpoint", "tags"))
-    rows = [
-        (
-            f"{each.step:,}",
-            each.state,
-            format_age(each.committed_at),
-            format_bytes(each.bytes),
-            f"{each.attempt:,}",
-            " ".join(each.tiers),
-            format_age(each.verified_at),
-            each.checkpoint_id,
-            ", ".join(each.names),
-        )
-        for each in listed
-    ]
+    rows = []
+    for each in listed:
+        facts = (each.state, format_age(each.committed_at), format_bytes(each.bytes), f"{each.attempt:,}")
+        kept = (" ".join(each.tiers), format_age(each.verified_at), each.checkpoint_id, ", ".join(each.names))
+        rows.append((f"{each.step:,}", *facts, *kept))
     ui.show_table(columns, rows, empty=f"run {run} has no checkpoint yet")
 
 
@@ -48,8 +40,8 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
 @ui.command(app, ui.CHECKPOINTS, "dlac tag my-run best", "dlac tag my-run best --step 400")
 def tag(
     run: ui.RunName,
-    name: Annotated[str, typer.Argument(help="Name of the tag.", callback=check_checkpoint_name)],
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    name: Annotated[str, Argument(help="Name of the tag.", callback=check_checkpoint_name)],
+    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
 ) -> None:
@@ -64,7 +56,7 @@ def tag(
 @ui.command(app, ui.CHECKPOINTS, "dlac untag my-run best")
 def untag(
     run: ui.RunName,
-    name: Annotated[str, typer.Argument(help="Name of the tag.")],
+    name: Annotated[str, Argument(help="Name of the tag.")],
     home: ui.Home = None,
     spec: ui.SpecOption = None,
 ) -> None:
@@ -80,9 +72,7 @@ def verify(
     run: ui.RunName,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
-    step: Annotated[
-        int | None, typer.Option(help="Only the checkpoint of this step. Unset: all kept checkpoints.")
-    ] = None,
+    step: Annotated[int | None, Option(help="Only the checkpoint of this step. Unset: all kept checkpoints.")] = None,
 ) -> None:
     """Read the files of a run's checkpoints again and compare their digests. Exit status 0 only if all match.
 
@@ -123,11 +113,11 @@ def adopt(
     spec: ui.SpecFile,
     folder: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="Folder of a checkpoint of DeepSpeed, torch.distributed.checkpoint or Hugging Face.", exists=True
         ),
     ],
-    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag. Unset: the tag in its file `latest`.")] = None,
+    tag: Annotated[str | None, Option(help="DeepSpeed's tag. Unset: the tag in its file `latest`.")] = None,
     home: ui.Home = None,
 ) -> None:
     """Begin the spec's run from a checkpoint that DLAC did not write. Its consumption stays unknown.
@@ -135,7 +125,7 @@ def adopt(
     A checkpoint with more than tensors and plain values is refused. No code in it runs.
     """
     from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
-    from dlac_pipeline.operations.adopt import adopt_checkpoint
+    from dlac_pipeline.operations.fork import adopt_checkpoint
 
     job = ui.resolved(spec, home)
     found = foreign_checkpoint(folder, tag=tag)
@@ -152,16 +142,12 @@ def adopt(
 )
 def export(
     run: ui.RunName,
-    out: Annotated[
-        Path, typer.Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")
-    ],
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
-    part: Annotated[
-        str, typer.Option(help="Part of the state that has the weights, by its name in the script.")
-    ] = "model",
+    out: Annotated[Path, Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")],
+    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    part: Annotated[str, Option(help="Part of the state that has the weights, by its name in the script.")] = "model",
     config: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Folder with the model's config.json, which is copied with the tokenizer's files. `from_pretrained` loads the "
             "written folder.",
             exists=True,
@@ -183,8 +169,8 @@ def export(
 @ui.command(app, ui.CHECKPOINTS, "dlac export-state my-run my-state", "dlac export-state my-run my-state --step 400")
 def export_state(
     run: ui.RunName,
-    out: Annotated[Path, typer.Argument(help="New folder to write.")],
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    out: Annotated[Path, Argument(help="New folder to write.")],
+    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
@@ -203,8 +189,7 @@ def export_state(
 @ui.command(app, ui.CHECKPOINTS, "dlac identify weights.safetensors")
 def identify(
     file: Annotated[
-        Path,
-        typer.Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False),
+        Path, Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False)
     ],
     home: ui.Home = None,
     spec: ui.SpecOption = None,

@@ -1,7 +1,4 @@
-"""Terminal display of a run. A run of this process: a progress bar, and a line per checkpoint, failure and recovery.
-
-Any other run: the facts of each look.
-"""
+"""Terminal display: of a run of this process a progress bar and a line per event, of any other run the facts of each look."""
 
 import shlex
 import time
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from rich.text import Text
 
 from dlac_pipeline.audit.wording import (
@@ -23,11 +20,32 @@ from dlac_pipeline.audit.wording import (
     format_rate,
     lay_out_facts,
 )
+from dlac_pipeline.cli.shared import bar_columns
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.supervise.supervisor import Outcome
+
+_LINES = {
+    "attempt": "attempt {attempt} {begins}",
+    "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows}, {bytes} in {duration}",
+    "finished": "finished at step {step}",
+    "interval": "[dim]a checkpoint every {interval} of training: {why}[/]",
+    "preempted": "[yellow]preempted:[/] {message}",
+    "straggler": "[yellow]straggler:[/] {message}",
+    "stopped": "stopped after step {step}",
+    "left": "the script ended at step {step_of}, after a checkpoint: start it again to resume",
+    "submitted": "submitted as [green]{job}[/]",
+    "job": "[dim]the job is {state}[/]",
+    "warning": "[yellow]warning[/] {message}",
+    "caught_up": "caught up after step {step}: the next start trains what is appended",
+}
+_FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{excerpt}[/]"
+_FAILURE_LINES = 12
+"""Last lines of a traceback, or of the log of a rank that recorded none."""
+_RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} replayed"
+_ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
 
 
 class Interrupted(BaseException):
@@ -43,10 +61,7 @@ def watch_run(
     as_json: bool,
     options: Sequence[str] = (),
 ) -> None:
-    """Show where a run is, again and again, until it has ended or Ctrl-C: as text, or as lines of JSON for programs.
-
-    A run that is not there yet, or whose lakehouse is not, is waited for. `options` go with the commands that are shown.
-    """
+    """Show where a run is until it ends or Ctrl-C, as text or as lines of JSON. A run that does not exist yet is waited for."""
     with suppress(KeyboardInterrupt, Interrupted):
         looks = _looks(open_lakehouse, run, every_s)
         if as_json or not console.is_terminal:
@@ -84,13 +99,9 @@ def describe_status(facts: Mapping[str, Any], options: Sequence[str] = ()) -> di
     head = facts["head_checkpoint"]
     checkpoints = format_count(facts["checkpoints"], "checkpoint")
     reason = f" ({facts['checkpoint_reason']})" if facts["checkpoint_reason"] else ""
-    interval = facts["checkpoint_interval_s"]
-    fruitless = facts["attempts_without_progress"]
+    interval, fruitless = facts["checkpoint_interval_s"], facts["attempts_without_progress"]
     return {
-        "run": facts["run"],
-        "state": _state_of(facts),
-        "step": _step_of(facts),
-        "loss": None if facts["loss"] is None else f"{facts['loss']:.6g}",
+        **_describe_place(facts, facts["launch"]),
         "checkpoint": f"{head}, {format_ago(facts['head_age_s'])}{reason}" if head else "none committed yet",
         "kept": checkpoints if facts["checkpoints"] else None,
         "interval": None if interval is None else f"{format_duration(interval)}: {facts['checkpoint_interval_why']}",
@@ -108,15 +119,11 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
     if facts["state"] == "waiting":
         return {"run": facts["run"], "state": "waiting for it to start (Ctrl-C ends this)", "found": facts["waits_for"]}
     speeds = [(facts[f"{noun}_per_s"], noun) for noun in ("steps", "samples", "tokens")]
-    at_risk = facts["at_risk_steps"]
+    at_risk, fruitless = facts["at_risk_steps"], facts["attempts_without_progress"]
     share, age, sign = facts["consumed_share"], facts["checkpoint_age_s"], facts["last_sign_s"]
-    fruitless = facts["attempts_without_progress"]
     risk = f"{format_count(at_risk, 'step')}, {format_duration(facts['at_risk_s'])} of training"
     return {
-        "run": facts["run"],
-        "state": _state_of(facts, now=facts["state"]),
-        "step": _step_of(facts),
-        "loss": None if facts["loss"] is None else f"{facts['loss']:.6g}",
+        **_describe_place(facts, facts["state"]),
         "speed": ", ".join(format_rate(rate, noun) for rate, noun in speeds if rate is not None),
         "consumed": None if share is None else f"{share:.1%} of the pass",
         "checkpoint": "none committed yet" if age is None else format_ago(age),
@@ -131,10 +138,7 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
 
 
 def command_with(command: str, options: Sequence[str]) -> str:
-    """Return a command with the options that name the lakehouse. Empty without a command.
-
-    A job spec among the options replaces the placeholder in the command.
-    """
+    """Return a command, if any, with the options that name the lakehouse. A job spec among them replaces the placeholder."""
     from dlac_pipeline.operations.status import SPEC_PLACEHOLDER
 
     if "--spec" in options:
@@ -142,31 +146,22 @@ def command_with(command: str, options: Sequence[str]) -> str:
     return " ".join([command, *map(shlex.quote, options)]) if command else ""
 
 
-def _state_of(facts: Mapping[str, Any], *, now: str | None = None) -> str:
-    """Return the state of the run and the known facts about its last launch."""
-    state = facts["launch"] if now is None else now
-    return f"{state}: {facts['launch_note']}" if facts["launch_note"] else state
-
-
-def _step_of(facts: Mapping[str, Any]) -> str:
-    """The step, of how many, and the share."""
+def _describe_place(facts: Mapping[str, Any], state: str) -> dict[str, str | None]:
+    """Return the place of a run in its training for people, with the known facts about its last launch."""
     step, total = facts["step"], facts["total_steps"]
-    return f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
+    return {
+        "run": facts["run"],
+        "state": f"{state}: {facts['launch_note']}" if facts["launch_note"] else state,
+        "step": f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}",
+        "loss": None if facts["loss"] is None else f"{facts['loss']:.6g}",
+    }
 
 
 class TrainingDisplay(Progress):
     """Display of a supervisor's events. A context manager."""
 
     def __init__(self, console: Console, run: str) -> None:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        super().__init__(*columns, console=console)
+        super().__init__(*bar_columns(TextColumn("loss {task.fields[loss]}")), console=console)
         self._task = self.add_task(f"{run}: starting", total=None, loss="-")
         self._run = run
         self.attempt = 0
@@ -178,12 +173,9 @@ class TrainingDisplay(Progress):
         if kind == "training":
             self.update(self._task, description=self._run, completed=event["step"], total=event["total_steps"])
         elif kind == "verifying":
-            self.update(
-                self._task,
-                description=f"{self._run}: verifying the checkpoint of step {event['step']} (MB)",
-                completed=event["bytes"] // 10**6,
-                total=max(1, event["of"] // 10**6),
-            )
+            text = f"{self._run}: verifying the checkpoint of step {event['step']} (MB)"
+            done_mb, total_mb = event["bytes"] // 10**6, max(1, event["of"] // 10**6)
+            self.update(self._task, description=text, completed=done_mb, total=total_mb)
         elif kind == "step":
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
             self.update(self._task, completed=event["step"], loss=loss)
@@ -213,27 +205,6 @@ class TrainingDisplay(Progress):
         self.console.print(line.format_map(values), highlight=False, emoji=False)
 
 
-_LINES = {
-    "attempt": "attempt {attempt} {begins}",
-    "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows}, {bytes} in {duration}",
-    "finished": "finished at step {step}",
-    "interval": "[dim]a checkpoint every {interval} of training: {why}[/]",
-    "preempted": "[yellow]preempted:[/] {message}",
-    "straggler": "[yellow]straggler:[/] {message}",
-    "stopped": "stopped after step {step}",
-    "left": "the script ended at step {step_of}, after a checkpoint: start it again to resume",
-    "submitted": "submitted as [green]{job}[/]",
-    "job": "[dim]the job is {state}[/]",
-    "warning": "[yellow]warning[/] {message}",
-    "caught_up": "caught up after step {step}: the next start trains what is appended",
-}
-_FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{excerpt}[/]"
-_FAILURE_LINES = 12
-"""Last lines of a traceback, or of the log of a rank that recorded none."""
-_RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} replayed"
-_ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
-
-
 def describe_outcome(run: str, outcome: "Outcome", *, attempt: int) -> str:
     """Return the end of a run for people. `attempt` is the last one that was launched, or 0."""
     ending = _ENDINGS.get(outcome.ending, outcome.ending)
@@ -244,12 +215,9 @@ def describe_outcome(run: str, outcome: "Outcome", *, attempt: int) -> str:
 
 
 def _format_event(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an event with its facts as people read them."""
     found = dict(event)
     if "total_steps" in event:
-        found["step_of"] = (
-            f"{event['step']:,} of {event['total_steps']:,}" if event["total_steps"] else f"{event['step']:,}"
-        )
+        found["step_of"] = f"{event['step']:,}" + (f" of {total:,}" if (total := event["total_steps"]) else "")
     if event["event"] == "attempt":
         found["begins"] = f"resumes after step {event['step']:,}" if event["step"] else "starts at step 0"
     if event["event"] == "checkpoint":

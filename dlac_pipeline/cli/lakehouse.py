@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes, format_count, table_columns
 from dlac_pipeline.cli import shared as ui
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     import duckdb
 
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.lakehouse.iceberg.pins import Pin
 
 app = typer.Typer()
 
@@ -35,14 +35,10 @@ def audit(
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
-    explain: Annotated[
-        bool, typer.Option(help="Print SQL that proves the same in a plain DuckDB, without DLAC.")
-    ] = False,
+    explain: Annotated[bool, Option(help="Print SQL that proves the same in a plain DuckDB, without DLAC.")] = False,
     checkpoint: Annotated[
         str | None,
-        typer.Option(
-            help="Id or step of a checkpoint. Audit the run as it was with that head. Unset: the present head."
-        ),
+        Option(help="Id or step of a checkpoint. Audit the run as it was with that head. Unset: the present head."),
     ] = None,
 ) -> None:
     """Prove from the tables what the run has consumed. Exit status 0 only if it is exact.
@@ -73,11 +69,11 @@ def audit(
     "dlac register docs.pages /data/pages --dry-run",
 )
 def register(
-    table: Annotated[str, typer.Argument(help="Name of the Iceberg table, as namespace.table.")],
-    location: Annotated[str, typer.Argument(help="Folder, bucket, file, or a pattern with *, ** and ?.")],
+    table: Annotated[str, Argument(help="Name of the Iceberg table, as namespace.table.")],
+    location: Annotated[str, Argument(help="Folder, bucket, file, or a pattern with *, ** and ?.")],
     home: ui.Home = None,
     spec: ui.SpecOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Look at the files, and commit nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Look at the files, and commit nothing.")] = False,
     as_json: ui.AsJson = False,
 ) -> None:
     """Make Parquet files an Iceberg table in their place, or add new files to it. Nothing is copied.
@@ -100,19 +96,17 @@ def register(
 )
 def sql(
     query: Annotated[
-        str,
-        typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE; optional with --database.'),
+        str, Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE; optional with --database.')
     ] = "",
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
     allow_files: Annotated[
-        bool,
-        typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions."),
+        bool, Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions.")
     ] = False,
     database: Annotated[
         Path | None,
-        typer.Option(help="Write the tables, views and macros to this new DuckDB file, which is read without DLAC."),
+        Option(help="Write the tables, views and macros to this new DuckDB file, which is read without DLAC."),
     ] = None,
 ) -> None:
     """Query the tables, the views of the audit, and its macros consumed(file, row, checkpoint) and touched(...).
@@ -138,8 +132,8 @@ def sql(
         raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{_advice(err)}") from err
     if as_json:
         sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
-        return
-    ui.show_rows(names, rows)
+    else:
+        ui.show_rows(names, rows)
 
 
 def _answer(
@@ -172,7 +166,7 @@ def _read_query(query: str) -> str:
 
 @ui.command(app, ui.LAKEHOUSE, "dlac pins", "dlac pins my-run", "dlac pins lake.documents")
 def pins(
-    name: Annotated[str | None, typer.Argument(help="A run or a table. Unset: all pins.")] = None,
+    name: Annotated[str | None, Argument(help="A run or a table. Unset: all pins.")] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
@@ -186,33 +180,32 @@ def pins(
         return
     names = ("table", "snapshot", "made", "pinned", "holds back", "needed by", "other runs")
     columns = table_columns(names, right=("snapshot",), long=("needed by", "other runs"))
-    ui.show_table(columns, [_row_of(pin) for pin in found], empty="no snapshot is pinned")
-
-
-def _row_of(pin: "Pin") -> tuple[str, ...]:
-    size = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
-    others = ", ".join(use.run for use in pin.uses if not use.needed)
-    created, pinned = format_age(pin.committed_at), format_age(pin.pinned_at)
-    return pin.table, str(pin.snapshot_id), created, pinned, size, ", ".join(pin.needed_by), others
+    rows = []
+    for pin in found:
+        files = (
+            f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
+        )
+        others = ", ".join(use.run for use in pin.uses if not use.needed)
+        ages = format_age(pin.committed_at), format_age(pin.pinned_at)
+        rows.append((pin.table, str(pin.snapshot_id), *ages, files, ", ".join(pin.needed_by), others))
+    ui.show_table(columns, rows, empty="no snapshot is pinned")
 
 
 @ui.command(app, ui.LAKEHOUSE, "dlac unpin lake.documents 1287862416068212033")
 def unpin(
-    table: Annotated[str, typer.Argument(help="The source table, as namespace.table.")],
-    snapshot_id: Annotated[int, typer.Argument(help="The pinned snapshot, as `dlac pins` shows it.")],
+    table: Annotated[str, Argument(help="The source table, as namespace.table.")],
+    snapshot_id: Annotated[int, Argument(help="The pinned snapshot, as `dlac pins` shows it.")],
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     force: Annotated[
-        bool, typer.Option(help="Release it even if a run needs it. That run cannot resume or be rewound then.")
+        bool, Option(help="Release it even if a run needs it. That run cannot resume or be rewound then.")
     ] = False,
 ) -> None:
     """Release a pinned snapshot. Expiry may then remove files that only this pin kept."""
     from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 
     removed = remove_pin(ui.lakehouse_of(spec, home), table, snapshot_id, force=force)
-    ui.OUT.print(
-        f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}", markup=False
-    )
+    ui.show_text(f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}")
 
 
 @ui.command(app, ui.LAKEHOUSE, "dlac upkeep", "dlac upkeep --keep 5")
@@ -220,7 +213,7 @@ def upkeep(
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     keep: Annotated[
-        int, typer.Option(min=1, max=MOST_SNAPSHOTS, help="Snapshots to keep of each of DLAC's own tables.")
+        int, Option(min=1, max=MOST_SNAPSHOTS, help="Snapshots to keep of each of DLAC's own tables.")
     ] = KEEP_SNAPSHOTS,
     as_json: ui.AsJson = False,
 ) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from dlac_pipeline.cli.display import Interrupted
-from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, ledger_of
+from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, command, ledger_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 
@@ -29,21 +30,18 @@ _ASK_EVERY_S = 2.0
 """Of the ledger: whether the run has ended, or another attempt was claimed."""
 
 
-@app.command(rich_help_panel=RECOVER, epilog=examples("dlac logs my-run", "dlac logs my-run --rank 3 --tail 100"))
+@command(app, RECOVER, "dlac logs my-run", "dlac logs my-run --rank 3 --tail 100")
 def logs(
     run: RunName,
     rank: Annotated[
-        int | None, typer.Option(help="Only this rank. Unset: all ranks with a log on this node.", min=0, max=_MOST)
+        int | None, Option(help="Only this rank. Unset: all ranks with a log on this node.", min=0, max=_MOST)
     ] = None,
-    attempt: Annotated[
-        int | None, typer.Option(help="Number of the attempt. Unset: the last one.", min=1, max=_MOST)
-    ] = None,
+    attempt: Annotated[int | None, Option(help="Number of the attempt. Unset: the last one.", min=1, max=_MOST)] = None,
     tail: Annotated[
-        int | None, typer.Option(help="Only so many last lines of each rank. Unset: all.", min=0, max=_MOST)
+        int | None, Option(help="Only so many last lines of each rank. Unset: all.", min=0, max=_MOST)
     ] = None,
     follow: Annotated[
-        bool,
-        typer.Option("--follow", "-f", help="Print new lines, also of later attempts, until the run ends or Ctrl-C."),
+        bool, Option("--follow", "-f", help="Print new lines, also of later attempts, until the run ends or Ctrl-C.")
     ] = False,
     home: Home = None,
     spec: SpecOption = None,
@@ -59,7 +57,7 @@ def logs(
         readers = {each: _reader(path, tail) for each, path in _logs_of(rows, run, shown, rank).items()}
         _print_lines(readers, last=not follow)
         if follow:
-            _Follower(ledger, run, rank, shown, readers).follow(later=attempt is None)
+            _follow(ledger, run, rank, shown, readers, later=attempt is None)
 
 
 def _reader(path: Path, tail: int | None) -> "LogReader":
@@ -69,11 +67,7 @@ def _reader(path: Path, tail: int | None) -> "LogReader":
 
 
 def _logs_of(rows: "list[LedgerRow]", run: str, attempt: int, rank: int | None) -> dict[int, Path]:
-    """Return the logs of an attempt that are on this node, by rank.
-
-    Raises:
-        LogsMissing: none of those that are wanted is, or they may not be read.
-    """
+    """Return the logs of an attempt that are on this node, by rank. Raise `LogsMissing` if none that is wanted can be read."""
     from dlac_pipeline.elastic.ranks.launch_folder import logs_by_rank
     from dlac_pipeline.supervise.claims import launch_folders_of
 
@@ -93,12 +87,7 @@ def _logs_of(rows: "list[LedgerRow]", run: str, attempt: int, rank: int | None) 
 
 
 def _attempt_of(rows: "list[LedgerRow]", run: str, wanted: int | None) -> int:
-    """Return the attempt that is wanted, or the last one that trains.
-
-    Raises:
-        SpecInvalid: the run has no such attempt.
-        LogsMissing: it has none at all.
-    """
+    """Return the attempt that is wanted, or the last one that trains. Raise `SpecInvalid` or `LogsMissing` without one."""
     from dlac_pipeline.supervise.claims import trained_attempts
 
     known = trained_attempts(rows)
@@ -113,7 +102,6 @@ def _attempt_of(rows: "list[LedgerRow]", run: str, wanted: int | None) -> int:
 
 
 def _why_missing(rows: "list[LedgerRow]", run: str, attempt: int, folders: list[Path]) -> str:
-
     what = f"expected the logs of attempt {attempt} of run {run!r}"
     claim = claim_of(rows, attempt)
     folder, node = claim.launch_folder, claim.host
@@ -152,46 +140,26 @@ def _unreadable(err: OSError) -> LogsMissing:
     return LogsMissing(f"expected to read the logs, found {err}: run `dlac logs` as the user who trains")
 
 
-class _Follower:
-    """Prints what ranks append to their logs."""
-
-    def __init__(
-        self, ledger: "Ledger", run: str, rank: int | None, attempt: int, readers: "dict[int, LogReader]"
-    ) -> None:
-        self._ledger = ledger
-        self._run = run
-        self._rank = rank
-        self._attempt = attempt
-        self._readers = readers
-
-    def follow(self, *, later: bool) -> None:
-        """Print until the run ends, or its attempt where `later` attempts are not wanted."""
-        asked_at = -math.inf
-        while True:
-            if not _print_lines(self._readers, last=False):
-                time.sleep(_LOOK_EVERY_S)
-            if time.monotonic() < asked_at + _ASK_EVERY_S:
-                continue
-            asked_at = time.monotonic()
-            with suppress(DlacError):  # the catalog is unavailable for a moment; the logs are not
-                state = self._ledger.state(self._run)
-                replaced = state.fence.attempt != self._attempt
-                if state.finished or (replaced and not later):
-                    _print_lines(self._readers, last=True)
-                    return
-                self._look(state.fence.attempt)
-
-    def _look(self, attempt: int) -> None:
-        """Read the logs that have appeared since, those of a newer attempt after all of the one before.
-
-        Raises:
-            LogsMissing: the newer one has none here: its ranks have not started, or it trains nothing.
-        """
-        logs = _logs_of(self._ledger.head_rows(self._run), self._run, attempt, self._rank)
-        if attempt != self._attempt:
-            _print_lines(self._readers, last=True)
-            self._attempt, self._readers = attempt, {}
-            ERR.print(f"attempt {attempt}", style="dim", highlight=False)
-        for rank, path in logs.items():
-            if rank not in self._readers:
-                self._readers[rank] = _reader(path, None)
+def _follow(
+    ledger: "Ledger", run: str, rank: int | None, attempt: int, readers: "dict[int, LogReader]", *, later: bool
+) -> None:
+    """Print what ranks append to their logs, until the run ends, or the attempt where `later` ones are not wanted."""
+    asked_at = -math.inf
+    while True:
+        if not _print_lines(readers, last=False):
+            time.sleep(_LOOK_EVERY_S)
+        if time.monotonic() < asked_at + _ASK_EVERY_S:
+            continue
+        asked_at = time.monotonic()
+        with suppress(DlacError):  # the catalog is unavailable for a moment, or a newer attempt has no log here yet
+            state = ledger.state(run)
+            current = state.fence.attempt
+            if state.finished or (current != attempt and not later):
+                _print_lines(readers, last=True)
+                return
+            logs = _logs_of(ledger.head_rows(run), run, current, rank)
+            if current != attempt:
+                _print_lines(readers, last=True)
+                attempt, readers = current, {}
+                ERR.print(f"attempt {attempt}", style="dim", highlight=False)
+            readers |= {each: _reader(path, None) for each, path in logs.items() if each not in readers}

@@ -14,8 +14,9 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.text import Text
+from typer import Option
 
-from dlac_pipeline.cli import branches, checkpoints, init, lakehouse, logs, provenance, recovery, runs, training
+from dlac_pipeline.cli import branches, checkpoints, lakehouse, logs, provenance, runs, training
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
@@ -32,7 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (init, training, runs, recovery, logs, checkpoints, branches, lakehouse, provenance):
+for _part in (training, runs, logs, checkpoints, branches, lakehouse, provenance):
     app.add_typer(_part.app)
 
 
@@ -45,7 +46,7 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Define options of the command itself. The help text is the app's."""
@@ -91,13 +92,11 @@ def main() -> None:
         _end(f"{type(err).__name__}: {err}", err.exit_code)
     except (Interrupted, KeyboardInterrupt):
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError as err:
-        if not _output_fails():  # it was another pipe
-            _end(report_unexpected(err), EXIT_CODE)
-        sys.exit(128 + signal.SIGPIPE)
     except OSError as err:
-        if not _output_fails():
+        if not _output_fails():  # it was another file or pipe
             _end(report_unexpected(err), EXIT_CODE)
+        if isinstance(err, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
         _end(f"expected to write to standard output, found {err}", _EX_IOERR)
     except Exception as err:
         _end(report_unexpected(err), EXIT_CODE)

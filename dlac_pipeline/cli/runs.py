@@ -1,14 +1,22 @@
-"""Runs: the state of one, and the list of all."""
+"""Runs: the state of one, the list of all, recoveries, and rehearsals of a resume."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import format_age, lay_out_facts, table_columns
+from dlac_pipeline.audit.wording import fold, format_age, format_count, format_duration, lay_out_facts, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import command_with, describe_status, watch_run
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
+from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_STEPS
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 
 app = typer.Typer()
 
@@ -21,16 +29,14 @@ def status(
     as_json: ui.AsJson = False,
     watch: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--watch",
             help="Show it each second until the run is finished or Ctrl-C. Outside a terminal: as JSON lines.",
         ),
     ] = False,
     every_s: Annotated[
         float,
-        typer.Option(
-            help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=ui.check_number
-        ),
+        Option(help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=ui.check_number),
     ] = 1.0,
 ) -> None:
     """Show the state of a run: step, loss, last checkpoint, attempt, exclusions of rewinds.
@@ -45,9 +51,9 @@ def status(
 
     facts = run_status(ui.lakehouse_of(spec, home), run)
     if as_json:
-        ui.show_facts({**facts, "next_command": command_with(facts["next_command"], options)}, as_json=True)
-        return
-    ui.show_lines(lay_out_facts(describe_status(facts, options), ui.OUT.width))
+        ui.show_json({**facts, "next_command": command_with(facts["next_command"], options)})
+    else:
+        ui.show_lines(lay_out_facts(describe_status(facts, options), ui.OUT.width))
 
 
 @ui.command(app, ui.LOOK, "dlac runs", "dlac runs --json")
@@ -61,11 +67,106 @@ def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = 
         return
     names = ("run", "state", "step", "checkpoint", "attempts")
     columns = table_columns(names, right=("step", "attempts"), long=("run",))
-    ui.show_table(columns, [_row_of_run(each) for each in found], empty="no run yet: `dlac train SPEC` starts one")
+    rows = []
+    for each in found:
+        step = f"{each['step']:,}" + (f"/{total:,}" if (total := each["total_steps"]) else "")
+        committed = format_age(each["head_committed_at"]) or "none yet"
+        rows.append((each["run"], each["launch"], step, committed, f"{each['attempts']:,}"))
+    ui.show_table(columns, rows, empty="no run yet: `dlac train SPEC` starts one")
 
 
-def _row_of_run(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    total = facts["total_steps"]
-    step = f"{facts['step']:,}" + (f"/{total:,}" if total else "")
-    committed = format_age(facts["head_committed_at"]) or "none yet"
-    return facts["run"], facts["launch"], step, committed, f"{facts['attempts']:,}"
+@ui.command(app, ui.RECOVER, "dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch")
+def rehearse(
+    run: ui.RunName,
+    steps: Annotated[
+        int | None,
+        Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
+    ] = None,
+    sandbox: Annotated[
+        Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")
+    ] = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Restore a checkpoint in a sandbox, repeat the steps after it, and compare the losses. Exit status 0 only if identical.
+
+    Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
+    """
+    from dlac_pipeline.operations.rehearse import rehearse_run as do_again
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
+    job = ui.given_spec(run, spec, home)
+    done = do_again(ui.lakehouse_of(spec, home), run, spec=job, steps=steps, sandbox_folder=sandbox)
+    if as_json:
+        ui.show_json(done.to_json())
+    else:
+        columns = table_columns(("step", "recorded", "replayed", "verdict"), right=("step",))
+        rows = []
+        for each in done.steps:  # two losses to the last digit, and whether they are the same
+            verdict = "no loss recorded" if not each.compared else "identical" if each.identical else "differs"
+            skipped = ", skipped" if each.recorded_skipped or each.replayed_skipped else ""
+            losses = ("" if loss is None else repr(loss) for loss in (each.recorded, each.replayed))
+            rows.append((str(each.step), *losses, verdict + skipped))
+        ui.show_table(columns, rows, empty="no step was replayed")
+        ui.show_text(done.summary())
+    if not done.identical:
+        raise typer.Exit(1)
+
+
+@ui.command(app, ui.RECOVER, "dlac incidents my-run", "dlac incidents --json")
+def incidents(
+    run: Annotated[
+        str | None,
+        Argument(
+            help="Name of the training run. Unset: all runs.",
+            callback=lambda run: None if run is None else check_run_name(run),
+        ),
+    ] = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome."""
+    from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+
+    ledger = ui.ledger_of(spec, home)
+    if run is not None:
+        ledger.head_rows(run)  # raises if there is no such run
+    found = recoveries_of(ledger.lakehouse, run)
+    if as_json:
+        ui.show_json([{**asdict(each), "down_s": each.down_s, "recovered_s": each.recovered_s} for each in found])
+        return
+    if not found:
+        ui.show_lines(fold(f"no incident of {'any run' if run is None else f'run {run}'}", ui.OUT.width))
+    for index, each in enumerate(found):
+        ui.show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), ui.OUT.width)])
+
+
+def describe_incident(recovery: "Recovery") -> dict[str, str | None]:
+    """Write an incident down for people: a label and a text each, without the phases that took no time."""
+    down, took = recovery.down_s, format_duration(recovery.recovered_s)
+    lost = None if recovery.work_lost_s is None else f"{format_duration(recovery.work_lost_s)} of training"
+    replayed = f"{format_count(recovery.rows_replayed, 'row')} replayed"
+    gave_up = recovery.outcome == "gave up"
+    return {
+        "run": recovery.run,
+        "failed": f"{recovery.failed_at:%Y-%m-%d %H:%M:%S} UTC, attempt {recovery.replaced_attempt}",
+        "cause": recovery.cause,
+        "noticed by": recovery.noticed_by,
+        "down": f"{format_duration(down)} until an operator started it again" if down else None,
+        "outcome": "gave up"
+        if gave_up
+        else f"{recovery.outcome} at step {recovery.resumed_step:,} (attempt {recovery.attempt})",
+        "recovery" if not gave_up else "ended": f"{took}: {_phases(recovery)}" if _phases(recovery) else took,
+        "lost": None if gave_up else replayed + (f", {lost}" if lost else ""),
+    }
+
+
+def _phases(recovery: "Recovery") -> str:
+    """Return the phases that took time, in order. Older rows do not have all of them."""
+    from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
+
+    shown = [name for name in PHASES if name != "total" and not (name == "detect" and recovery.down_s)]
+    seconds = {name.replace("_", " "): getattr(recovery, f"{name}_s") for name in shown}
+    return ", ".join(f"{name} {format_duration(value)}" for name, value in seconds.items() if value)

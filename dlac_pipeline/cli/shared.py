@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich import progress
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
+from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -41,17 +42,16 @@ _JOINERS = "\u200c\u200d"
 def terminal_text(text: str) -> str:
     """Return the text with control characters, and those that change the order of others, as escapes such as \\x1b.
 
-    Names, paths and values of tables come from others. Printed as they are, they could move the cursor and rewrite what stands
-    above. Line breaks and tabs stay.
+    Names, paths and values of tables come from others, and could move the cursor. Line breaks and tabs stay.
     """
+
+    def is_shown(character: str) -> bool:
+        is_control = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        return not is_control or character in ("\n", "\t", *_JOINERS)
+
     if text.isprintable():
         return text
-    return "".join(each if _is_shown(each) else each.encode("unicode_escape").decode() for each in text)
-
-
-def _is_shown(character: str) -> bool:
-    is_control = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return not is_control or character in ("\n", "\t", *_JOINERS)
+    return "".join(each if is_shown(each) else each.encode("unicode_escape").decode() for each in text)
 
 
 class _SafeConsole(Console):
@@ -68,41 +68,31 @@ ERR = _SafeConsole(stderr=True)
 
 Home = Annotated[
     Path | None,
-    typer.Option(
-        "--home", help="Folder of the embedded lakehouse and store.", envvar="DLAC_HOME", show_default=".dlac"
-    ),
+    Option("--home", help="Folder of the embedded lakehouse and store.", envvar="DLAC_HOME", show_default=".dlac"),
 ]
-SpecFile = Annotated[Path, typer.Argument(help="Job spec, a .toml or .yaml file.")]
+SpecFile = Annotated[Path, Argument(help="Job spec, a .toml or .yaml file.")]
 SpecOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--spec",
         help="Job spec with the lakehouse, if that is not in the home folder, and with the run, if another node launched it.",
     ),
 ]
-RunName = Annotated[str, typer.Argument(help="Name of the training run.", callback=check_run_name)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+RunName = Annotated[str, Argument(help="Name of the training run.", callback=check_run_name)]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
 
 def check_number(value: float) -> float:
-    """Return the number of an option. nan is within every bound, and refused here.
-
-    Raises:
-        typer.BadParameter: it is nan.
-    """
+    """Return the number of an option. Raise `typer.BadParameter` for nan, which is within every bound."""
     if math.isnan(value):
         raise typer.BadParameter(f"expected a number, found {value!r}")
     return value
 
 
-def examples(*commands: str) -> str:
-    """Write the end of a command's help: commands that can be copied, a line each."""
-    return "\n\n".join(("Examples:", *(escape(f"$ {command}") for command in commands)))
-
-
 def command(app: typer.Typer, panel: str, *commands: str, **options: Any) -> Callable[[Command], Command]:
     """Return the decorator of a command of `app`, in a group of the help, whose end has examples. `options` are typer's."""
-    return app.command(rich_help_panel=panel, epilog=examples(*commands), **options)
+    examples = "\n\n".join(("Examples:", *(escape(f"$ {each}") for each in commands)))
+    return app.command(rich_help_panel=panel, epilog=examples, **options)
 
 
 def resolved(spec: Path, home: Path | None) -> JobSpec:
@@ -110,11 +100,13 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
     return read_spec(spec).resolved(home or home_folder())
 
 
-def lakehouse_of(spec: Path | None, home: Path | None, *, create: bool = False) -> "Lakehouse":
-    """The lakehouse to look at, which must exist unless `create` is set: looking creates none."""
+def lakehouse_of(
+    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None
+) -> "Lakehouse":
+    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-    embedded = LakehouseConfig().at_home(home or home_folder())
+    embedded = LakehouseConfig(name=catalog).at_home(home or home_folder())
     return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=create)
 
 
@@ -129,18 +121,12 @@ def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None
     """Return the job spec in a file, for this run whichever it names, or None without a file."""
     if spec is None:
         return None
-    return parse_spec(
-        {**resolved(spec, home).model_dump(), "run": run}, origin=f"{str(spec)!r} with the name of the run"
-    )
+    raw = {**resolved(spec, home).model_dump(), "run": run}
+    return parse_spec(raw, origin=f"{str(spec)!r} with the name of the run")
 
 
 def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: "Lakehouse | None" = None) -> JobSpec:
-    """The run's spec: as given, or as it was launched last, for which the lakehouse is looked into, open already or not.
-
-    Raises:
-        NoSuchRun: the ledger has no row of it.
-        NoSuchJobSpec: none is given, and that of the last launch is not on this node.
-    """
+    """Return the spec as given, or of the last launch. Raise `NoSuchRun`, or `NoSuchJobSpec` if that is not on this node."""
     from dlac_pipeline.supervise.claims import last_spec
 
     return given_spec(run, spec, home) or last_spec(lakehouse or lakehouse_of(None, home), run)
@@ -154,16 +140,15 @@ def places_of_run(run: str, spec: Path | None, home: Path | None) -> tuple["Lake
     return lakehouse, tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse))
 
 
-def steps_bar() -> Progress:
-    """A progress bar of so many of so many."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=ERR, transient=True)
+def bar_columns(*facts: progress.ProgressColumn) -> tuple[progress.ProgressColumn, ...]:
+    """Return the columns of a progress bar of so many of so many, with further facts before the times."""
+    count = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), progress.MofNCompleteColumn()
+    return *count, *facts, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+
+
+def steps_bar() -> progress.Progress:
+    """Return a progress bar on standard error that disappears at its end."""
+    return progress.Progress(*bar_columns(), console=ERR, transient=True)
 
 
 def show_text(text: str) -> None:
@@ -191,9 +176,7 @@ def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         OUT.print(table)
         return
     for row in cells:
-        one = Table(show_header=False)
-        one.add_column(overflow="fold")
-        one.add_column(overflow="fold")
+        one = Table(Column(overflow="fold"), Column(overflow="fold"), show_header=False)
         for name, cell in zip(names, row, strict=True):
             one.add_row(Text(terminal_text(name)), cell)
         OUT.print(one)
@@ -203,14 +186,12 @@ def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
     """Show facts: a label and a value on each line for people, or one JSON object."""
     if as_json:
         show_json(facts)
-        return
-    show_lines(
-        lay_out_facts({name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}, OUT.width)
-    )
+    else:
+        shown = {name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}
+        show_lines(lay_out_facts(shown, OUT.width))
 
 
 def _format_fact(name: str, value: object) -> object:
-    """Return a fact as people read it."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: None}[value]
     if name == "bytes" and isinstance(value, int):

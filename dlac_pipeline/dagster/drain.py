@@ -13,6 +13,7 @@ from typing import Annotated
 
 import dagster as dg
 import typer
+from typer import Option
 
 from dlac_pipeline.dagster.failures import PREEMPTED_TAG, own_value
 from dlac_pipeline.dagster.heartbeat import beats_of
@@ -23,9 +24,7 @@ _POLL_S = 0.5
 
 
 def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tuple[list[str], dict[str, str]]:
-    """Preempt every Dagster run that trains on this node.
-
-    Return the ids of those that exited in time, and why others did not.
+    """Preempt every Dagster run that trains on this node. Return the ids of those that exited in time, and why others did not.
 
     The first heartbeat of a starting run shows its node, so it is waited for.
     """
@@ -46,14 +45,14 @@ def _remaining(instance: dg.DagsterInstance, notified: dict[str, str], reason: s
     remaining = {}
     for run in runs:
         beat = beats.get(run.run_id)
-        if run.run_id not in notified and beat is not None and beat.is_here and not beat.is_gone:
-            is_notified, remaining[run.run_id] = _preempt(instance, run, reason)
-            if is_notified:
-                notified[run.run_id] = remaining[run.run_id]
-        elif run.run_id in notified:
+        if run.run_id in notified:
             remaining[run.run_id] = notified[run.run_id]
         elif beat is None:
             remaining[run.run_id] = "it has sent no heartbeat yet: it may start on this node"
+        elif beat.is_here and not beat.is_gone:
+            is_notified, remaining[run.run_id] = _preempt(instance, run, reason)
+            if is_notified:
+                notified[run.run_id] = remaining[run.run_id]
     return remaining
 
 
@@ -65,22 +64,18 @@ def _preempt(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> t
         instance.add_run_tags(run.run_id, {PREEMPTED_TAG: own_value(run, reason)})
         instance.run_coordinator.cancel_run(run.run_id)
     except Exception as err:  # a code server that is gone: the run's process reads its status, and exits
-        return _is_canceling(instance, run.run_id), f"it could not be notified directly: {type(err).__name__}"
+        is_canceling = False
+        with suppress(Exception):  # the storage cannot be read
+            now = instance.get_run_by_id(run.run_id)
+            is_canceling = now is None or now.is_finished or now.status == dg.DagsterRunStatus.CANCELING
+        return is_canceling, f"it could not be notified directly: {type(err).__name__}"
     return True, "it was asked to"
 
 
-def _is_canceling(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Return True if it is known to be canceling. Unknown where the storage cannot be read."""
-    with suppress(Exception):
-        run = instance.get_run_by_id(run_id)
-        return run is None or run.is_finished or run.status == dg.DagsterRunStatus.CANCELING
-    return False
-
-
 def drain_node(
-    reason: Annotated[str, typer.Option(help="Why, for the runs' tag.")] = "drained",
+    reason: Annotated[str, Option(help="Why, for the runs' tag.")] = "drained",
     within_s: Annotated[
-        float, typer.Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
+        float, Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
     ] = 60.0,
 ) -> None:
     """Preempt the training runs of this node. Exit status 0 only if all have exited."""

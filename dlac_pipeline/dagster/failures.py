@@ -6,24 +6,20 @@ from contextlib import contextmanager
 import dagster as dg
 
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitOutcomeUnknown, DlacError, StoreUnavailable
 
 RUN_TAG = "dlac/run"
 """Tag with the training run of a Dagster run. The queue lets one Dagster run per training run train at a time."""
 NO_RECOVERY_TAG = "dlac/no_recovery"
 """Tag of a Dagster run whose failure another attempt would meet again. The sensors leave it alone."""
 PREEMPTED_TAG = "dlac/preempted"
-"""Tag of a Dagster run that received a termination notice, other than a person's cancellation.
-
-Its value names the notice. It is resumed.
-"""
+"""Tag of a Dagster run that received a termination notice, whose value names it, and no person's cancel. It is resumed."""
 OUTAGE_TAG = "dlac/outage"
 """Set on a Dagster run that ended because the catalog or the checkpoint store was unavailable: no fault of the training run."""
 STEPPED_ASIDE_TAG = "dlac/stepped_aside"
 """Tag of a recovery that found another one at work. It has done nothing, and nothing is wrong."""
 
 StepContext = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
-_AWAY = (CatalogUnreachable, CommitOutcomeUnknown, StoreUnavailable)
+_AWAY = (errors.CatalogUnreachable, errors.CommitOutcomeUnknown, errors.StoreUnavailable)
 
 
 @contextmanager
@@ -31,7 +27,7 @@ def as_failure(context: StepContext) -> Iterator[None]:
     """Turn a `DlacError` into `dagster.Failure`, and tag the run unless the error may pass."""
     try:
         yield
-    except DlacError as err:
+    except errors.DlacError as err:
         raise failure(context, errors.error_kind(err), str(err)) from err
 
 

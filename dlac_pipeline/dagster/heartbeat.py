@@ -88,15 +88,13 @@ class Heartbeat:
                 self._listen()
             except Exception as err:
                 with suppress(Exception):  # Dagster may store log lines in the same storage
-                    _log.warning(
-                        "the storage of Dagster takes no heartbeat, it is tried again: %s", mask_secrets(str(err))
-                    )
+                    message = mask_secrets(str(err))
+                    _log.warning("the storage of Dagster takes no heartbeat, it is tried again: %s", message)
 
     def _beat(self) -> None:
         process = self._process
-        beat = RunHeartbeat(
-            machine=_machine(), pid=process.pid, started_at=process.create_time(), mark=secrets.token_hex(4)
-        )
+        mark, started_at = secrets.token_hex(4), process.create_time()
+        beat = RunHeartbeat(machine=_machine(), pid=process.pid, started_at=started_at, mark=mark)
         self._instance.daemon_cursor_storage.set_cursor_values({_key(self._run_id): json.dumps(asdict(beat))})
 
     def _listen(self) -> None:

@@ -1,6 +1,6 @@
 """Maintenance of the lakehouse during training, as jobs: upkeep of DLAC's own tables, verification and rehearsal of runs.
 
-No job changes a source table.
+No job changes a source table, but for the registration of new Parquet files, which a sensor looks for.
 """
 
 import re
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+from blake3 import blake3
 from pydantic import Field
 
-from dlac_pipeline.dagster.assets.checks import facts_of, verify_head
-from dlac_pipeline.dagster.assets.rehearsal import rehearse_model
+from dlac_pipeline.dagster.assets.checks import facts_of, rehearse_model, verify_head
 from dlac_pipeline.dagster.metadata import table
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse import errors
@@ -69,7 +69,7 @@ class VerifyConfig(Section, dg.Config):
 
 
 @dg.op(
-    description="Reads the newest checkpoint of each run again, compares its digests, and records the result in the ledger."
+    description="Reads the newest checkpoint of each run again, and records in the ledger whether its digests match."
 )
 def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
@@ -169,7 +169,6 @@ def rehearsal(
 
 
 def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
-    """The runs that have committed a checkpoint since then."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
@@ -178,9 +177,64 @@ def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
     return [run for run, rows in newest.items() if rows and rows[0].committed_at >= since]
 
 
-@dg.job(
-    description="Rehearses runs in a sandbox during training. Losses that are not bit-identical fail the asset check."
-)
+@dg.job(description="Rehearses runs in a sandbox during training. Losses that are not bit-identical fail the check.")
 def rehearse_job() -> None:
     """One op per training run."""
     runs_to_rehearse().map(rehearsal)
+
+
+@dg.op(description="Adds the new Parquet files at the location of each registered table, in one commit per table.")
+def new_files_registered(context: dg.OpExecutionContext, lakehouse: LakehouseResource) -> dg.Output[None]:
+    """A table of what was done. Fails after all tables if a file was refused."""
+    from dlac_pipeline.lakehouse.registration.register import register, registered_tables
+
+    place = lakehouse.lakehouse()
+    done, problems = [], []
+    for name, location in registered_tables(place):
+        try:
+            done.append(register(place, name, location))
+        except errors.DlacError as err:
+            problems.append(f"{name}: {err}")
+    for each in done:
+        if each.missing:
+            gone = f"{len(each.missing)} registered files are gone, such as {each.missing[0]!r}"
+            context.log.warning(f"{each.table}: {gone}")
+    metadata = table("registered", [{**asdict(each), "missing": len(each.missing)} for each in done])
+    if problems:
+        raise dg.Failure("; ".join(problems), metadata=metadata, allow_retries=False)
+    return dg.Output(None, metadata=metadata)
+
+
+@dg.job(description="Adds new Parquet files to registered tables. It copies nothing.")
+def register_job() -> None:
+    """The one op."""
+    new_files_registered()
+
+
+def build_registration_sensor(lakehouse: LakehouseResource) -> dg.SensorDefinition:
+    """Return the sensor that requests a Dagster run for each set of new files, and again every hour if the set was refused."""
+
+    @dg.sensor(
+        job_name=register_job.name,
+        minimum_interval_seconds=60,
+        default_status=dg.DefaultSensorStatus.STOPPED,
+        description="Registers Parquet files that appear at the locations of registered tables. Off until you turn it on.",
+    )
+    def registration_sensor() -> list[dg.RunRequest] | dg.SkipReason:
+        from dlac_pipeline.lakehouse.registration.register import find_new_files, registered_tables
+
+        place, found, reasons = lakehouse.lakehouse(), list[str](), list[str]()
+        for name, location in registered_tables(place):
+            try:
+                new = find_new_files(place, name, location)
+            except errors.DlacError as err:
+                reasons.append(f"{name}: {err}")
+                continue
+            reasons.append(f"{name}: {len(new)} new files")
+            found += [f"{name} {file.address} {file.bytes}" for file in new]
+        if found:
+            digest = blake3("\n".join(found).encode()).hexdigest()
+            return [dg.RunRequest(run_key=f"{digest} {datetime.now(UTC):%Y-%m-%d %H}")]
+        return dg.SkipReason("; ".join(reasons) or "no table is registered")
+
+    return registration_sensor

@@ -58,11 +58,7 @@ def settings_or_defaults(log: logging.Logger) -> Settings:
 
 
 def read_settings(home: Path | None = None) -> Settings:
-    """Return the settings in the home folder, or the defaults without a file.
-
-    Raises:
-        SpecInvalid: the file cannot be read, or a field is wrong.
-    """
+    """Return the settings in the home folder, or the defaults without a file. Raise `SpecInvalid` if one is wrong."""
     path = (home or home_folder()) / FILE
     try:
         return validate(Settings, tomllib.loads(path.read_text()), invalid=f"{str(path)!r} is not valid")

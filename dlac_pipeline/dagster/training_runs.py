@@ -1,10 +1,7 @@
-"""Training runs of a code location, and the Dagster runs that train them.
-
-A Dagster run trains what it plans to materialize: assets `models/<run>` of a `TrainingRun` component.
-"""
+"""Training runs of a code location, and the Dagster runs that train them: those that plan to materialize `models/<run>`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -81,31 +78,10 @@ class TrainingRunDefinition:
         return model_key(self.name).to_python_identifier()
 
 
-_defined: dict[str, TrainingRunDefinition] = {}
+defined_runs: dict[str, TrainingRunDefinition] = {}
 """Training runs of this code location by name. Dagster gives sensors of other components only the names of assets."""
-
-
-def define_training_run(run: TrainingRunDefinition) -> None:
-    """Note a training run of this code location, for the sensors."""
-    _defined[run.name] = run
-
-
-def training_runs() -> dict[str, TrainingRunDefinition]:
-    """Return the training runs of this code location by name."""
-    return dict(_defined)
-
-
-_wrong: list[str] = []
-
-
-def note_wrong_job_files(problems: Sequence[str]) -> None:
-    """Note the problems of the job files that define no training run, in place of those noted before."""
-    _wrong[:] = problems
-
-
-def wrong_job_files() -> list[str]:
-    """Return the problems of the job files of this code location that define no training run."""
-    return list(_wrong)
+wrong_job_files: list[str] = []
+"""Problems of the job files of this code location that define no training run."""
 
 
 def names_of_training(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:

@@ -10,7 +10,6 @@ A `ModelCheckpoint` of the user may save as well. Its files are not committed.
 
 import signal
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,17 +43,13 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
     """
 
     def __init__(self, run: TrainingRun, model: LightningModule) -> None:
-        """Restore the run. `path` then names Lightning's checkpoint to resume from.
-
-        Raises:
-            DlacError: from `TrainingRun.restore`.
-        """
+        """Restore the run. `path` then names Lightning's checkpoint to resume from. Raises as `TrainingRun.restore`."""
         super().__init__()
         self._run = run
         self._trainer: Any = None
         self._loss: torch.Tensor | float = 0.0
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
-        files = TrainerFiles(self._save, modules={"model": model})
+        files = TrainerFiles(lambda folder: self._trainer.save_checkpoint(folder / _FILE), modules={"model": model})
         run.restore(files)
         self.path: str | None = None if files.folder is None else str(files.folder / _FILE)
 
@@ -92,23 +87,15 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record an optimizer step that has just ended, and take a checkpoint if one is due."""
-        self._loss = self._loss + _loss_of(outputs)
+        micro_loss: torch.Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if micro_loss is None:
+            raise SpecInvalid(
+                "expected a loss from training_step, found None: a skipped batch would count as trained. Return a loss of zero"
+            )
+        self._loss = self._loss + micro_loss.detach()  # which Lightning has divided by the number of micro-batches
         if trainer.global_step == self._run.step:
             return
         loss, self._loss = self._loss, 0.0
         self._run.step_done(loss)
         if self._run.stopped:
             trainer.should_stop = True
-
-    def _save(self, folder: Path) -> None:
-        self._trainer.save_checkpoint(folder / _FILE)
-
-
-def _loss_of(outputs: Any) -> torch.Tensor:
-    """Return the loss of a micro-batch, which Lightning has divided by their number."""
-    loss: torch.Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    if loss is None:
-        raise SpecInvalid(
-            "expected a loss from training_step, found None: a skipped batch would count as trained. Return a loss of zero"
-        )
-    return loss.detach()

@@ -6,7 +6,6 @@ import tempfile
 import time
 import traceback
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 EXIT_CODE = 70
 """Exit status of a process that ends with such an exception: EX_SOFTWARE of sysexits.h."""
@@ -18,17 +17,15 @@ def report_unexpected(err: BaseException) -> str:
     first = next(iter(str(err).splitlines()), "")
     message = f"unexpected {type(err).__name__}{': ' if first else ''}{first}"
     try:
-        folder = Path(tempfile.gettempdir())
         name = f"dlac-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-"
-        descriptor, path = tempfile.mkstemp(prefix=name, suffix=".log", dir=folder)
+        descriptor, path = tempfile.mkstemp(prefix=name, suffix=".log")
         with os.fdopen(descriptor, "w") as stream:
             stream.write(f"Python {platform.python_version()} on {platform.platform()}\n")
             stream.writelines(f"{library} {_version(library)}\n" for library in _LIBRARIES)
             stream.write(f"\n{''.join(traceback.format_exception(err))}")
-        log = Path(path)
     except OSError as failed:
         return f"{message}; this is a bug of DLAC, and its traceback could not be written ({failed}): run it again with free disk"
-    return f"{message}; this is a bug of DLAC: report it with the traceback in {str(log)!r}"
+    return f"{message}; this is a bug of DLAC: report it with the traceback in {path!r}"
 
 
 def _version(library: str) -> str:

@@ -17,8 +17,7 @@ from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
-from dlac_pipeline.launchers.cluster_checks import store_in_doubt
-from dlac_pipeline.launchers.protocol import JobState, Scheduler
+from dlac_pipeline.launchers.protocol import JobState, Scheduler, store_in_doubt
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -166,23 +165,18 @@ class ClusterJob:
         return self._judge(job, state)
 
     def _submit(self) -> str:
-        near = (
-            self._query(lambda ledger: nodes_with_newest(ledger.rows(self._request.spec.run, kinds=HEAD_KINDS))) or []
-        )
+        run = self._request.spec.run
+        near = self._query(lambda ledger: nodes_with_newest(ledger.rows(run, kinds=HEAD_KINDS)))
         try:
-            return self._scheduler.submit(self._request, near)
+            return self._scheduler.submit(self._request, near or [])
         except Exception as err:  # whatever Slurm's commands or the client of Kubernetes raise
             raise errors.ClusterRefused(
-                f"expected {self._scheduler.name} to take the job of run {self._request.spec.run!r}, found "
-                f"{type(err).__name__}: {err}; `dlac train --render` shows the job"
+                f"expected {self._scheduler.name} to take the job of run {run!r}, found {type(err).__name__}: {err}; "
+                "`dlac train --render` shows the job"
             ) from err
 
     def _follow(self, job: str) -> str:
-        """Poll the job until it has ended, and return its last state. A job that is queued again has not ended.
-
-        Raises:
-            ClusterSilent: the scheduler stopped answering, and the run is not known to be finished.
-        """
+        """Poll the job until it has ended, and return its last state. A job that is queued again has not ended."""
         state, shown = JobState(name=""), ""
         while not self._has_ended(state):
             failed: Exception | None = None
@@ -223,10 +217,12 @@ class ClusterJob:
         return replace(last, over=gone or self._events.is_done)
 
     def _act(self, job: str, state: JobState) -> None:
-        """Cancel a job that is to end, and again where that changed nothing. Queue a job again that has lost its first node."""
+        """Cancel a job that is to end, again where that changed nothing. Queue one again that has lost its first node."""
         if state.over or self._unknown_since is not None:
             return
-        if self._is_to_end() or (state.first_node_lost and self._is_finished()):
+        stays_s = LISTENS_S if self._events.all_ended else self._silent_s
+        part_stays = self._events.is_done and self._events.quiet_s > stays_s
+        if self._stop.is_set() or part_stays or (state.first_node_lost and self._is_finished()):
             self._cancel(job)
         elif state.first_node_lost:
             self._warn(f"job {job} has lost its first node, on which its batch script ran: it is queued again")
@@ -243,13 +239,6 @@ class ClusterJob:
             self._scheduler.cancel(job)
             self._cancel_again_at = now + self._leave_s
 
-    def _is_to_end(self) -> bool:
-        """Return True if the job must be cancelled: on request, or because a part of it stays after the run is done."""
-        if self._stop.is_set():
-            return True
-        stays_s = LISTENS_S if self._events.all_ended else self._silent_s
-        return self._events.is_done and self._events.quiet_s > stays_s
-
     def _has_ended(self, state: JobState) -> bool:
         """Return True if the job is over and its logs are read. A state that lasts for one poll may lead back to the queue."""
         if self._ending_since is not None and self._events.is_done:
@@ -263,11 +252,7 @@ class ClusterJob:
         return now - self._over_since >= self._look_s * (1 if read else 2)
 
     def _is_given_up(self, job: str, err: Exception) -> bool:
-        """Note a request without an answer. Return True if following can stop, because the run's end is known.
-
-        Raises:
-            ClusterSilent: the scheduler has not answered for too long.
-        """
+        """Note a request without an answer. Return True if the run's end is known, or raise `ClusterSilent` in the end."""
         now, found = time.monotonic(), f"found {type(err).__name__}: {err}"
         expected = f"expected {self._scheduler.name} to answer about job {job}"
         if self._silent_since is None:
@@ -326,18 +311,16 @@ class ClusterJob:
         return bool(self._query(lambda ledger: ledger.state(self._request.spec.run).finished))
 
     def _head_step(self) -> int | None:
-        """Step of the last checkpoint. None: the ledger cannot be asked."""
-        return self._query(lambda ledger: _step_of_head(ledger, self._request.spec.run))
+        """Step of the last checkpoint, or 0 before the first. None: the ledger cannot be asked."""
+
+        def step_of(ledger: Ledger) -> int:
+            with suppress(errors.NoSuchCheckpoint, errors.NoSuchRun):
+                return int(ledger.restorable(self._request.spec.run).step)
+            return 0
+
+        return self._query(step_of)
 
     def _query(self, question: Callable[[Ledger], Answer]) -> Answer | None:
         with suppress(errors.DlacError):
             return question(Ledger(connect(self._request.spec.lakehouse)))
         return None
-
-
-def _step_of_head(ledger: Ledger, run: str) -> int:
-    """Return the step of the last checkpoint, or 0 before the first."""
-    try:
-        return int(ledger.restorable(run).step)
-    except (errors.NoSuchCheckpoint, errors.NoSuchRun):
-        return 0

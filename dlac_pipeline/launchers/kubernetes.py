@@ -1,9 +1,7 @@
-"""Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request. All rendered from templates.
+"""Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request, rendered from templates.
 
-The official client submits, looks, reads logs and deletes.
-
-Nodes that hold the newest checkpoint are preferred by an affinity of the pods, which Kubernetes ignores where those nodes have no
-room. Pods hold copies only in a folder of the node: where `checkpoint.local` is on no host mount, no node is preferred.
+An affinity of the pods prefers nodes that hold the newest checkpoint, if `checkpoint.local` is on a host mount, where copies
+outlive pods. Kubernetes ignores it where those nodes have no room.
 """
 
 import json
@@ -17,10 +15,9 @@ from typing import Any
 
 import yaml
 
-from dlac_pipeline.launchers.cluster_checks import NODE
-from dlac_pipeline.launchers.protocol import ANSWER_S, JobState, job_name, leave_s, new_key
-from dlac_pipeline.spec.cluster_spec import ClusterSpec
+from dlac_pipeline.launchers.protocol import ANSWER_S, NODE, JobState, job_name, leave_s
 from dlac_pipeline.spec.launch_request import Request, pack
+from dlac_pipeline.spec.launch_spec import ClusterSpec
 
 _GROUPS = {
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
@@ -58,18 +55,13 @@ class Kubernetes:
             # one after the other: a TrainJob is refused before its runtime exists
             created = [self._custom("create", one["kind"], body=one, field_validation="Strict") for one in others]
             job = created[-1]["metadata"]
-            owner = {
-                "apiVersion": others[-1]["apiVersion"],
-                "kind": others[-1]["kind"],
-                "name": job["name"],
-                "uid": job["uid"],
-            }
+            owner = {name: others[-1][name] for name in ("apiVersion", "kind")}
+            owner |= {"name": job["name"], "uid": job["uid"]}
             owned = {"metadata": {"ownerReferences": [owner]}}
             for document in others[:-1]:
                 self._custom("patch", document["kind"], name=document["metadata"]["name"], body=owned)
-            _client("CoreV1Api").create_namespaced_secret(
-                self._namespace, merged(secret, owned), _request_timeout=ANSWER_S
-            )
+            body, core = merged(secret, owned), _client("CoreV1Api")
+            core.create_namespaced_secret(self._namespace, body, _request_timeout=ANSWER_S)
         except Exception:
             for document in others:
                 self._custom("delete", document["kind"], name=document["metadata"]["name"])
@@ -94,26 +86,16 @@ class Kubernetes:
         """Return the new content of the pods' logs. A pod that replaces another continues its log."""
         core, now = _client("CoreV1Api"), time.monotonic()
         since = {} if self._read_at is None else {"since_seconds": int(now - self._read_at) + _OVERLAP_S}
-        pods = core.list_namespaced_pod(
-            self._namespace, label_selector=f"{_JOBSET_LABEL}={job}", _request_timeout=ANSWER_S
-        )
-        pieces = []
+        options = {"container": NODE, "timestamps": True, "_preload_content": False, "_request_timeout": ANSWER_S}
+        selector, pieces = f"{_JOBSET_LABEL}={job}", []
+        pods = core.list_namespaced_pod(self._namespace, label_selector=selector, _request_timeout=ANSWER_S)
         for pod in pods.items:
             if pod.status.phase == "Pending":
                 continue
             known = since if pod.metadata.uid in self._read_to else {}
-            answer = core.read_namespaced_pod_log(
-                pod.metadata.name,
-                self._namespace,
-                container=NODE,
-                timestamps=True,
-                _preload_content=False,
-                _request_timeout=ANSWER_S,
-                **known,
-            )
-            pieces.append(
-                (pod.metadata.labels[_INDEX_LABEL], self._new(pod.metadata.uid, answer.data.decode(errors="replace")))
-            )
+            answer = core.read_namespaced_pod_log(pod.metadata.name, self._namespace, **options, **known)
+            log = answer.data.decode(errors="replace")
+            pieces.append((pod.metadata.labels[_INDEX_LABEL], self._new(pod.metadata.uid, log)))
         self._read_at = now
         return pieces
 
@@ -158,15 +140,12 @@ def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     """Return the secret, then what the cluster is to run: the last document is the job."""
     launch, cluster = request.spec.launch, request.spec.cluster
     name = f"{job_name(request)}-{secrets.token_hex(3)}"
-    resources = {
-        "cpu": cluster.cpu,
-        "nvidia.com/gpu": cluster.gpu,
-        "memory": cluster.memory_mb and f"{cluster.memory_mb}M",
-    }
+    memory = cluster.memory_mb and f"{cluster.memory_mb}M"
+    resources = {"cpu": cluster.cpu, "nvidia.com/gpu": cluster.gpu, "memory": memory}
     values: dict[str, object] = {
         "name": name,
         "request": pack(request),
-        "rendezvous_key": new_key(),
+        "rendezvous_key": secrets.token_hex(32),  # which the nodes of the job share
         "first_node": f"{name}-node-0-0.{name}",
         "labels": {_QUEUE_LABEL: cluster.queue} if cluster.queue else None,
         "least": launch.min_nodes,
@@ -182,9 +161,8 @@ def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     }
     secret, jobset = _filled("jobset.yaml", values)
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    if near and _keeps_copies(request):
-        job["template"] = merged(job["template"], _preference(near))
-    job["template"] = merged(merged(job["template"], _additions(cluster)), cluster.pod)
+    for part in (_preference(request, near), _additions(cluster), cluster.pod):
+        job["template"] = merged(job["template"], part)
     if cluster.kind == "trainjob":
         return [secret, *_filled("trainjob.yaml", {**values, "jobset_spec": jobset["spec"]})]
     return [secret, jobset]
@@ -197,20 +175,17 @@ def _additions(cluster: ClusterSpec) -> Document:
         "name": NODE,
         "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in cluster.env.items()],
         "volumeMounts": [
-            {"name": name, "mountPath": mount.path, "readOnly": not mount.writable} for name, mount in mounts.items()
+            {"name": key, "mountPath": one.path, "readOnly": not one.writable} for key, one in mounts.items()
         ],
     }
     return {"spec": {"containers": [node], "volumes": [{"name": name, **one.volume()} for name, one in mounts.items()]}}
 
 
-def _keeps_copies(request: Request) -> bool:
-    """Return whether local copies of checkpoints are in a folder of the node, which outlives the pod."""
+def _preference(request: Request, nodes: Sequence[str]) -> Document:
+    """Return a part of a pod by which it prefers nodes, where copies of checkpoints are in their folders and outlive pods."""
     mounts = [mount.path for mount in request.spec.cluster.mounts if mount.kind == "host" and mount.writable]
-    return any(Path(request.spec.checkpoint.local).is_relative_to(path) for path in mounts)
-
-
-def _preference(nodes: Sequence[str]) -> Document:
-    """Return a part of a pod by which it prefers nodes."""
+    if not nodes or not any(Path(request.spec.checkpoint.local).is_relative_to(path) for path in mounts):
+        return {}
     named = {"key": _NODE_LABEL, "operator": "In", "values": [*nodes]}
     term = {"weight": 100, "preference": {"matchExpressions": [named]}}
     return {"spec": {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}}}

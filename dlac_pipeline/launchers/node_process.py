@@ -42,15 +42,6 @@ def for_node(request: Request, environment: Mapping[str, str]) -> Request:
     return request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
 
 
-def of_this_start(request: Request) -> Request:
-    """Return the request of a job that its scheduler starts again: then the job's own last attempt is the one to replace."""
-    if request.replaces is None or not request.launched_by:
-        return request
-    claims = Ledger(connect(request.spec.lakehouse)).rows(request.spec.run, kinds=(ClaimRow,))
-    attempt = to_replace(claims, request.replaces, launched_by=request.launched_by)
-    return request.model_copy(update={"replaces": attempt})
-
-
 def this_start(environment: Mapping[str, str]) -> str:
     """Return a name of this start of the job: the same on all nodes of Slurm, which share a log, or else this process's own."""
     return environment.get(_RESTARTS_VARIABLE, "0") if _JOB_VARIABLE in environment else str(time.time_ns())
@@ -75,8 +66,11 @@ def main() -> int:
     except SpecInvalid as err:
         return report_error(err)
     request = for_node(request, os.environ)
-    with suppress(DlacError):  # the supervisor waits for a catalog that is unavailable
-        request = of_this_start(request)
+    if request.replaces is not None and request.launched_by:  # of a job that is started again: its own last attempt
+        with suppress(DlacError):  # the supervisor waits for a catalog that is unavailable
+            claims = Ledger(connect(request.spec.lakehouse)).rows(request.spec.run, kinds=(ClaimRow,))
+            attempt = to_replace(claims, request.replaces, launched_by=request.launched_by)
+            request = request.model_copy(update={"replaces": attempt})
     supervisor = Supervisor(request, on_event=report)
     on_ending_signals(supervisor.leave)
     code = run_and_report(supervisor, request, stopped=UNFINISHED_EXIT_CODE)

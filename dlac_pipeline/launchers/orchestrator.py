@@ -1,6 +1,4 @@
-"""The orchestrator that started this process and holds its standard input and output: reports go to it, its end is noticed, and
-its signals are answered by a thread.
-"""
+"""The orchestrator that started this process: reports to it, notice of its end, and answers to its signals."""
 
 import os
 import signal

@@ -49,16 +49,7 @@ def report_error(err: DlacError) -> int:
 
 
 def stop_when_replaced(launcher: Launcher, request: Request) -> None:
-    """Exit once another launch has claimed the run: later training can never be committed."""
-    _wait_until_replaced(request)
-    launcher.stop()
-    # The orchestrator may be stopped and read no output, and the supervisor may wait for that.
-    time.sleep(request.spec.launch.grace_s + MARGIN_S)
-    os._exit(Fenced.exit_code)
-
-
-def _wait_until_replaced(request: Request) -> None:
-    """Return once the run was this launch's, and is another's. An unavailable catalog is asked over a new connection."""
+    """Exit once the run was this launch's and is another's: later training can never be committed."""
     ledger: Ledger | None = None
     seen = 0
     while True:
@@ -70,9 +61,13 @@ def _wait_until_replaced(request: Request) -> None:
         except DlacError:
             if ledger is not None:
                 ledger.lakehouse.catalog.close()
-            ledger = None
+            ledger = None  # a new connection
             continue
         seen = attempt
         owners = [launcher_of(rows, row.attempt) for row in rows]
         if request.launched_by in owners and owners[-1] != request.launched_by:
-            return
+            break
+    launcher.stop()
+    # The orchestrator may be stopped and read no output, and the supervisor may wait for that.
+    time.sleep(request.spec.launch.grace_s + MARGIN_S)
+    os._exit(Fenced.exit_code)

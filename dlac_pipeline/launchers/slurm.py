@@ -1,12 +1,12 @@
 """Slurm: one batch script, rendered from `job.sbatch`, and the commands that submit, look at, requeue and cancel its job.
 
-Nodes that hold the newest checkpoint are preferred. Slurm has no option for that: `--prefer` names features of nodes and not
-nodes (a job that prefers an unknown feature is refused), and `--nodelist` is a requirement, for which a job waits without an end
-if the node is down. So the job requires those of the nodes that are idle when it is submitted, and the requirement is dropped
-(`scontrol update ReqNodeList=`) once the job has been pending for half a minute.
+Nodes that hold the newest checkpoint are preferred. Slurm has no option for that: `--prefer` names features, and for the nodes of
+`--nodelist` a job waits without an end if one is down. So the job requires those that are idle when it is submitted, until it
+has been pending for half a minute (`scontrol update ReqNodeList=`).
 """
 
 import re
+import secrets
 import shlex
 import subprocess
 import time
@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
-from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s, new_key
+from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = {
@@ -40,7 +40,6 @@ class Slurm:
     name = "Slurm"
 
     def __init__(self, *, prefers_s: float = PREFERS_S) -> None:
-        """`prefers_s` stands in for the constant above."""
         self._log = Path()
         self._read_bytes = 0
         self._prefers_s = prefers_s
@@ -62,7 +61,7 @@ class Slurm:
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
         lines += [f"#SBATCH --{name}={value}".rstrip("=") for name, value in cluster.options.items()]
-        environment = {KEY_VARIABLE: new_key(), **cluster.env, REQUEST_VARIABLE: pack(request)}
+        environment = {KEY_VARIABLE: secrets.token_hex(32), **cluster.env, REQUEST_VARIABLE: pack(request)}
         least, most = launch.min_nodes, launch.max_nodes
         return Template(files(__package__).joinpath("job.sbatch").read_text()).substitute(
             name=job_name(request),
@@ -104,7 +103,8 @@ class Slurm:
         name, preempted = facts["JobState"], facts.get("PreemptTime", "None") != "None"
         if preempted and name not in ("PENDING", "CANCELLED"):  # Slurm before 24.05 calls it COMPLETED or FAILED
             return JobState(name="PREEMPTED", over=name in _ENDED)
-        lost = name == "RUNNING" and facts["BatchHost"] not in _expanded(facts["NodeList"])
+        nodes = _answer("scontrol", "show", "hostnames", facts["NodeList"]).split() if name == "RUNNING" else []
+        lost = name == "RUNNING" and facts["BatchHost"] not in nodes
         return JobState(name=name, over=name in _ENDED, first_node_lost=lost)
 
     def _prefer_no_longer(self, job: str, facts: Mapping[str, str]) -> None:
@@ -159,17 +159,8 @@ def _accounted(job: str) -> JobState | None:
     return JobState(name=states[0], over=states[0] in _ENDED) if states else None
 
 
-def _expanded(nodes: str) -> list[str]:
-    """Return the names in Slurm's short form of a list of nodes."""
-    return _answer("scontrol", "show", "hostnames", nodes).split()
-
-
 def _answer(*command: str, script: str | None = None) -> str:
-    """Run one of Slurm's commands. Return its standard output.
-
-    Raises:
-        ConnectionError: it failed. The message is its standard error.
-    """
+    """Run one of Slurm's commands. Return its standard output, or raise `ConnectionError` with its standard error."""
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     if done.returncode:
         raise ConnectionError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")

@@ -1,15 +1,11 @@
 """The supervisor as a process, for an orchestrator: `python -m dlac_pipeline.launchers.supervisor_process < request`.
 
-- Standard input: one line of JSON (the request), then nothing until the orchestrator closes it or dies, which ends the run in
-  order.
-- Standard output: one event per line of JSON, among them a sign of life (`alive`) every few seconds. Output of libraries and
-  users' code goes to standard error.
+- Standard input: one line of JSON (the request). It is closed when the orchestrator dies, which ends the run in order.
+- Standard output: one event per line of JSON, among them `alive` every few seconds. Other output goes to standard error.
 - Exit status: 0, or that of the error (dlac_pipeline/lakehouse/errors.py).
 
-A supervisor whose run was claimed by another launch exits, and does not wait until its next commit is refused. For a cluster
-(`launch.on`) it submits the job and follows it, in the same way.
-
-Little is imported before the request is read: the ranks' imports run beside those of the supervisor.
+For a cluster (`launch.on`) it submits the job and follows it. It exits once another launch has claimed the run. Little is
+imported before the request is read: the ranks' imports run beside those of the supervisor.
 """
 
 import sys

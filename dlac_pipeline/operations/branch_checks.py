@@ -1,22 +1,31 @@
-"""Checks of the sources of a new branch: their plans, their history of appends, and the rows that exclusions leave."""
+"""Sources of a new branch: checks of plans, appends and exclusions, and the excluded rows that were trained on before."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+import duckdb
+import numpy as np
+import pyarrow as pa
 from pyiceberg.table import Table
 
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
-from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid
+from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import filter_names
 from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
+
+_SeenRow = tuple[int, str, int, str]
+"""Source, data file, position in the file, and the checkpoint that was trained on the row."""
 
 
 def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobSpec | None, *, begins: bool) -> None:
@@ -28,11 +37,15 @@ def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobS
         SpecInvalid, NoSuchColumn: an expression does not fit the table.
         EmptyPlan: the expressions leave no row of a source that is read in several passes.
     """
-    for index, (mine, table) in enumerate(zip(leg.sources, tables_of(plans.lakehouse, leg, spec), strict=True)):
+    for index, (mine, table) in enumerate(zip(leg.sources, _tables_of(plans.lakehouse, leg, spec), strict=True)):
         for plan_id in mine.start.plan_ids:
             plans.check(plan_id, table=(leg if spec is None else spec).sources[index].table)
         if mine.follow == "appends":
-            _check_history(table, mine, "read" if spec is None else spec.sources[index].on_overwrite)
+            until, columns = snapshot_of(table, None).snapshot_id, mine.identity_columns
+            # Without a spec, an overwrite counts as new rows.
+            on_overwrite: OnOverwrite = "read" if spec is None else spec.sources[index].on_overwrite
+            if until != mine.snapshot_id:
+                changes(table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=columns).check()
         where = [each.where for each in wanted if each.source == index]
         for each in where:
             schema = table.schemas()[mine.schema_id]
@@ -50,20 +63,10 @@ def check_files(row: CheckpointRow, files: StoreFiles) -> None:
     verify_files(manifest, folder_uri(row.manifest_uri), files)
 
 
-def tables_of(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Table]:
+def _tables_of(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Table]:
     """Return the table of each source, by its current name."""
     names = [source.table for source in (leg.sources if spec is None else spec.sources)]
     return [lakehouse.load(name) for name in names]
-
-
-def _check_history(table: Table, mine: LegSource, on_overwrite: OnOverwrite) -> None:
-    """Check that the branch can resume with the appended rows. Without a spec, an overwrite counts as new rows."""
-    until = snapshot_of(table, None).snapshot_id
-    if until != mine.snapshot_id:
-        known = changes(
-            table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=mine.identity_columns
-        )
-        known.check()
 
 
 def _check_leaves_some(
@@ -71,8 +74,7 @@ def _check_leaves_some(
 ) -> None:
     """Check that the exclusions leave rows in each plan that is read without end, or in each plan if the branch `begins`.
 
-    A run's only source (`alone`) must keep a row in one of its plans, unless the source follows appends. Another source with
-    an end may be left out of a mixture as a whole.
+    A run's only source (`alone`) must keep a row, unless it follows appends. Another one with an end may be left out.
     """
     leaves = {plan_id: _leaves_some(plans, table, mine, plan_id, where) for plan_id in mine.start.live_plan_ids}
     empty = [plan_id for plan_id, passes in mine.start.upcoming if (begins or passes == 0) and not leaves[plan_id]]
@@ -85,12 +87,111 @@ def _check_leaves_some(
 
 
 def _leaves_some(plans: Plans, table: Table, mine: LegSource, plan_id: str, where: Sequence[str]) -> bool:
-    plan = plans.row(plan_id)
-    groups = row_groups_of(
-        table,
-        plan.snapshot_id,
-        plan.row_filter,
-        schema=table.schemas()[plan.schema_id],
-        exclude=[*mine.exclude, *where],
-    )
+    plan, exclude = plans.row(plan_id), [*mine.exclude, *where]
+    schema = table.schemas()[plan.schema_id]
+    groups = row_groups_of(table, plan.snapshot_id, plan.row_filter, schema=schema, exclude=exclude)
     return any(len(group.dead) < group.rows for group in groups)
+
+
+def first_checkpoint(rows: Sequence[LedgerRow]) -> CheckpointRow | None:
+    """Return the row of the first checkpoint of a run. Its step is 0 if the run was adopted or forked."""
+    return min(checkpoint_rows(rows).values(), key=lambda row: row.seq, default=None)
+
+
+def seen_before(
+    lakehouse: Lakehouse,
+    run: str,
+    rows: Sequence[LedgerRow],
+    target: str | None,
+    wanted: Sequence[Exclusion],
+    of: tuple[Leg, JobSpec | None],
+) -> dict[str, Any]:
+    """Return how many excluded rows the target has seen, and the newest checkpoint without them. `of`: its leg, the spec."""
+    if not wanted:
+        return {}
+    if target is None:
+        return {"excluded_rows_seen": 0}
+    try:
+        seen = _seen_rows(lakehouse, run, target, wanted, _tables_of(lakehouse, *of))
+    except (DlacError, duckdb.Error) as err:  # the snapshot of an old plan may have expired
+        return {"not_counted": f"{type(err).__name__}: {err}"}
+    count = len({(source, path, row) for source, path, row, _ in seen})
+    if not count:
+        return {"excluded_rows_seen": 0}
+    clean = _newest_before(rows, target, {checkpoint for *_, checkpoint in seen})
+    if clean is not None:
+        clean_step = checkpoint_rows(rows)[clean].step
+        return {"excluded_rows_seen": count, "clean_checkpoint": clean, "clean_step": clean_step}
+    first = first_checkpoint(rows)
+    has_beginning = first is not None and first.step > 0
+    return {"excluded_rows_seen": count, "clean_step": 0 if has_beginning else None}
+
+
+def _newest_before(rows: Sequence[LedgerRow], target: str, seen_by: Collection[str]) -> str | None:
+    """Return the newest restorable checkpoint that is older than all of `seen_by`. None, also if one is of another run."""
+    places = {name: place for place, name in enumerate(lineage_of(rows, target))}
+    if not places.keys() >= set(seen_by):
+        return None
+    oldest, kept = max(places[name] for name in seen_by), restorable_rows(rows)
+    return next((name for name, place in places.items() if place > oldest and name in kept), None)
+
+
+def _seen_rows(
+    lakehouse: Lakehouse, run: str, target: str, wanted: Sequence[Exclusion], tables: Sequence[Table]
+) -> list[_SeenRow]:
+    """Return the excluded rows that a checkpoint was trained on, also in the runs that its run was forked from."""
+    found: list[_SeenRow] = []
+    for source in sorted({each.source for each in wanted}):
+        table = tables[source]
+        where = [each.where for each in wanted if each.source == source]
+        at: tuple[str, str] | None = (run, target)
+        while at is not None:
+            with open_audit(lakehouse, run=at[0]) as connection:
+                own = source if at[0] == run else None
+                excluded = _excluded_rows(connection, at[1], table, where, own)
+                connection.register("excluded_rows", excluded)
+                seen = rows_of(connection, "FROM rows_seen('excluded_rows', $1)", [at[1]])
+                found += [
+                    (source, each["file_path"], each["row"], each["checkpoint_id"])
+                    for each in seen
+                    if own is None or each["source"] == own
+                ]
+                at = _forked_from(connection, at[1])
+    return found
+
+
+def _excluded_rows(
+    connection: duckdb.DuckDBPyConnection, checkpoint: str, table: Table, where: Sequence[str], source: int | None
+) -> pa.Table:
+    """Return the rows (plan_id, file_path, row) that the expressions match, of a table's plans that led to a checkpoint."""
+    plans = rows_of(
+        connection,
+        "SELECT DISTINCT p.plan_id, p.snapshot_id, p.schema_id FROM consumption AS a JOIN plans AS p USING (plan_id) "
+        "WHERE a.kind = 'advance' AND p.table_uuid = $1 AND ($2 IS NULL OR a.source = $2) "
+        "AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors($3))",
+        [str(table.metadata.table_uuid), source, checkpoint],
+    )
+    texts = pa.array([], pa.string())
+    parts = [pa.table({"plan_id": texts, "file_path": texts, "row": np.zeros(0, np.int64)})]
+    for plan in plans:
+        query = "SELECT DISTINCT file_path FROM units WHERE plan_id = $1"
+        paths = {each["file_path"] for each in rows_of(connection, query, [plan["plan_id"]])}
+        schema = table.schemas()[plan["schema_id"]]
+        groups = row_groups_of(table, plan["snapshot_id"], "", schema=schema, only=paths, exclude=where)
+        for group in groups:
+            positions = group.first_row + group.dead
+            same = {"plan_id": plan["plan_id"], "file_path": group.file_path}
+            repeated = {name: pa.repeat(value, len(positions)) for name, value in same.items()}
+            parts.append(pa.table({**repeated, "row": positions}))
+    return pa.concat_tables(parts)
+
+
+def _forked_from(connection: duckdb.DuckDBPyConnection, checkpoint: str) -> tuple[str, str] | None:
+    """Return the run and the checkpoint that a checkpoint's run was forked from, or None."""
+    found = rows_of(
+        connection,
+        "SELECT forked_run, forked_from FROM checkpoints WHERE forked_from IS NOT NULL "
+        "AND checkpoint_id IN (SELECT checkpoint_id FROM ancestors($1))",
+        [checkpoint],
+    )
+    return (found[0]["forked_run"], found[0]["forked_from"]) if found else None

@@ -1,27 +1,29 @@
-"""Fork: a new run that begins from a checkpoint of another run and inherits what that run has consumed.
+"""Fork and adoption: a new run that begins from a checkpoint of another run, or of another program.
 
-Its first checkpoint, at step 0, has the parent's files. A `fork` row names the parent. The data order starts from the
-beginning, as the job spec of the new run states.
+Its first checkpoint, at step 0, has that state. A fork inherits what its parent has consumed. The history of a foreign
+checkpoint is unknown. The data order starts from the beginning, as the job spec states.
 """
 
 import errno
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
+from dlac_pipeline.checkpoint.restore.foreign import Foreign
+from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
-from dlac_pipeline.lakehouse.durable_io import fsync_path
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, SpecInvalid
+from dlac_pipeline.lakehouse import durable_io, errors, store_files
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, names_of, unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ForkRow, NameRow
-from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce
@@ -51,7 +53,7 @@ def fork_run(
     *,
     step: int | None = None,
     checkpoint_id: str | None = None,
-    files: StoreFiles | None = None,
+    files: store_files.StoreFiles | None = None,
 ) -> Forked:
     """Begin the spec's run, which must be new, from a restorable checkpoint of `parent_run`.
 
@@ -70,7 +72,7 @@ def fork_run(
     check_ledger(lakehouse, parent_run)
     rows = ledger.head_rows(parent_run)
     if step == 0 and all(row.step > 0 for row in checkpoint_rows(rows).values()):
-        raise NoSuchCheckpoint(
+        raise errors.NoSuchCheckpoint(
             f"expected a checkpoint of run {parent_run!r} to begin with, found step 0, at which it had none: start run "
             f"{spec.run!r} with `dlac train` instead"
         )
@@ -93,7 +95,7 @@ def fork_run(
     )
 
 
-def _make_beginning(parent_run: str, target: CheckpointRow, files: StoreFiles, tiers: Tiers) -> Beginning:
+def _make_beginning(parent_run: str, target: CheckpointRow, files: store_files.StoreFiles, tiers: Tiers) -> Beginning:
     """Return the beginning of a run from the parent's checkpoint `target`. `files` reaches the parent's store."""
     manifest = read_manifest(target.manifest_uri, target.manifest_digest, files)
     parent = {"run": parent_run, "checkpoint_id": target.checkpoint_id, "step": target.step}
@@ -117,38 +119,34 @@ def _release_parent(ledger: Ledger, run: str, parent_run: str) -> None:
     """Remove every name that keeps a parent's checkpoint for `run`, which exists now, also names of killed or late forks."""
     for name in names_of(ledger.rows(parent_run, kinds=(NameRow,))):
         if _holds_of(run) in (name, name.rpartition(":")[0]):  # names of older versions have no nonce
-            with suppress(NoSuchCheckpoint):  # its owner removed it
+            with suppress(errors.NoSuchCheckpoint):  # its owner removed it
                 unname_checkpoint(ledger, parent_run, name)
 
 
 def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
-    """Check that the run is new, or was only begun by forks that did not finish.
-
-    Raises:
-        SpecInvalid: the run has a checkpoint, or a claim for another purpose.
-    """
+    """Check that the run is new, or was only begun by forks that did not finish. Raises as `check_new`."""
     rows = ledger.rows(run, kinds=HEAD_KINDS)
     try:
         check_new(rows, run, purpose="forks")
-    except SpecInvalid:
+    except errors.SpecInvalid:
         if any(isinstance(row, ForkRow) for row in rows):  # the fork may have been killed right after its commit
             _release_parent(ledger, run, parent_run)
         raise
 
 
 def _copied(
-    manifest: Manifest, source: str, files: StoreFiles, tiers: Tiers, name: str, folder: Path
+    manifest: Manifest, source: str, files: store_files.StoreFiles, tiers: Tiers, name: str, folder: Path
 ) -> list[FileEntry]:
     """Copy the parent's files into the new checkpoint's folder and into its copy in the store, and verify each digest."""
 
     def take(entry: FileEntry) -> FileEntry:
         path = folder / entry.path
-        make_below(folder, path.parent)
+        store_files.make_below(folder, path.parent)
         check_inside(entry, source)
-        _take(below(source, entry.path), path, files)
-        verify_file(entry, str(path), StoreFiles(deadline_s=0.0))
+        _take(store_files.below(source, entry.path), path, files)
+        verify_file(entry, str(path), store_files.StoreFiles(deadline_s=0.0))
         if tiers.store is None:
-            fsync_path(path)
+            durable_io.fsync_path(path)
         else:
             tiers.put(path, name, entry.path)
         return entry
@@ -156,16 +154,16 @@ def _copied(
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fork") as pool:
         entries = list(pool.map(take, manifest.files))
     for each in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
-        fsync_path(each)
+        durable_io.fsync_path(each)
     return entries
 
 
-def _take(address: str, path: Path, files: StoreFiles) -> None:
+def _take(address: str, path: Path, files: store_files.StoreFiles) -> None:
     """Place a file of the parent at `path`, as a hard link if possible. Neither run writes to the file again."""
     try:
-        if is_local(address):
+        if store_files.is_local(address):
             try:
-                os.link(path_at(address), path)
+                os.link(store_files.path_at(address), path)
             except OSError as err:
                 if err.errno not in _NO_LINK:
                     raise
@@ -173,4 +171,37 @@ def _take(address: str, path: Path, files: StoreFiles) -> None:
                 return
         files.fetch(address, path)
     except FileNotFoundError as err:
-        raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
+        raise errors.CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
+
+
+def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
+    """Make the foreign checkpoint the first one of the spec's run, which must be new. Return its id.
+
+    Raises:
+        SpecInvalid: the run exists already.
+        StoreUnavailable: the checkpoint cannot be written to the store. Nothing was committed, and the call can be repeated.
+    """
+    ledger, tiers = Ledger(lakehouse), tiers_of(spec)
+    check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, purpose="adopts")
+    tiers.check_writable()
+    with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
+        check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, purpose="adopts")
+        beginning = Beginning(
+            engine=foreign.engine,
+            world_size=foreign.world_size,
+            make=lambda name, folder: _copy_foreign(foreign, tiers, name, folder),
+            purpose={"purpose": "adopts", "origin": str(foreign.origin)},
+            note={"adopted": str(foreign.origin)},
+        )
+        return begin(lakehouse, spec, beginning)
+
+
+def _copy_foreign(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:
+    writer = DurableWriter(tiers, name)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            foreign.copy(folder, Direct(writer.save).write)
+            return writer.finish()
+    finally:
+        writer.close()

@@ -20,7 +20,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -43,11 +43,7 @@ class Beginning:
 
 
 def check_new(rows: Sequence[LedgerRow], run: str, *, purpose: Purpose) -> None:
-    """Check that the run of these rows is new, or has only unfinished claims for this purpose.
-
-    Raises:
-        SpecInvalid: the run has a checkpoint, or a claim for another purpose.
-    """
+    """Raise `SpecInvalid` unless the run of these rows is new, or has only unfinished claims for this purpose."""
     claims = [row for row in rows if isinstance(row, ClaimRow) and row.purpose != purpose]
     checkpoints = [row for row in rows if isinstance(row, CheckpointRow)]
     if claims or checkpoints:
@@ -66,9 +62,12 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     plans = Plans(lakehouse)
     point = claim_and_verify(plans, spec, ClaimRequest(purpose=beginning.purpose))
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
-    committer = _committer(lakehouse, spec, point, opened)
+    attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
+    leg = AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order)
+    tiers = tiers_of(spec)
+    committer = Committer(leg, spec, lakehouse, tiers)
     name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
-    files = _make_files(beginning, tiers_of(spec), name)
+    files = _make_files(beginning, tiers, name)
     prepared = Prepared(
         name=name,
         engine=beginning.engine,
@@ -80,8 +79,7 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     decision = committer.decide(_votes(opened, files, beginning.world_size), prepared)
     if decision["error"] is not None:
         raise failure_named(decision["error"])
-    checkpoint_id: str = decision["checkpoint_id"]
-    return checkpoint_id
+    return str(decision["checkpoint_id"])
 
 
 def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry]:
@@ -99,29 +97,12 @@ def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry
             raise
 
 
-def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, opened: OpenLeg) -> Committer:
-    attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
-    return Committer(
-        AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order),
-        spec,
-        lakehouse,
-        tiers_of(spec),
-    )
-
-
 def _votes(opened: OpenLeg, files: Sequence[FileEntry], world_size: int) -> list[Vote]:
     """Return the votes of `world_size` ranks that have read nothing. The first rank has all files."""
     groups = range(opened.order.settings.key_groups)
     start = opened.start_state()
     cursors = [[list(start[source][group]) for source in range(len(start))] for group in groups]
-    nothing: Vote = {
-        "failure": None,
-        "files": [],
-        "phases": {},
-        "step": 0,
-        "groups": [],
-        "cursors": [],
-        "advances": [],
-    }
+    empty: Vote = {name: [] for name in ("files", "groups", "cursors", "advances")}
+    nothing: Vote = {**empty, "failure": None, "node": "", "phases": {}, "step": 0}
     first = {**nothing, "files": [asdict(entry) for entry in files], "groups": list(groups), "cursors": cursors}
     return [first, *[nothing] * (world_size - 1)]

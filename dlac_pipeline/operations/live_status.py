@@ -1,7 +1,6 @@
 """Live status of a run: the ledger's rows, and the heartbeats that its ranks leave in the launch folder.
 
-The ledger is read only when it has new rows. The launch folder is on the node where the run was launched. Without it only
-committed facts are known.
+The launch folder is on the node where the run was launched. Without it only committed facts are known.
 """
 
 import time
@@ -62,16 +61,16 @@ class LiveStatus:
         folder = claim_of(self._rows, self._fence.attempt).launch_folder
         ranks = read_heartbeats(Path(folder)) if folder and not self.finished else []
         step = max(head_step, min((each.step for each in ranks), default=0))
-        steps_per_s = self._rate(ranks, now)
         began = min((each.spent.began for each in ranks if each.spent.began), default=None)
         committed_at = None if head is None else head.committed_at.timestamp()
         last_sign = max((each.at for each in ranks), default=None)
         in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)
+        at_risk_s = 0.0 if in_danger_since is None or last_sign is None else last_sign - in_danger_since
         leg = None if head is None else leg_of(self._rows, head.checkpoint_id)
         total = read_total_steps(Path(folder)) if folder else None
         standing = self._standing()
-        if standing.state != "training":
-            steps_per_s = None
+        rate = self._rate(ranks, now)
+        steps_per_s = rate if standing.state == "training" else None
         return {
             "run": self._run,
             "state": _state(standing, ranks, now),
@@ -83,7 +82,7 @@ class LiveStatus:
             "consumed_share": self._consumed_share(ranks),
             "checkpoint_age_s": None if committed_at is None else round(now - committed_at, 1),
             "at_risk_steps": step - head_step,
-            "at_risk_s": _lasted_s(in_danger_since, last_sign) if step > head_step else 0.0,
+            "at_risk_s": round(max(0.0, at_risk_s), 1) if step > head_step else 0.0,
             "attempt": self._fence.attempt,
             "attempts_without_progress": 0 if self.finished else attempts_without_progress(self._rows),
             "eta_s": None if not total or not steps_per_s else round(max(0, total - step) / steps_per_s, 1),
@@ -120,10 +119,7 @@ class LiveStatus:
         return standing
 
     def _rate(self, ranks: list[RankHeartbeat], now: float) -> float | None:
-        """Return steps per second.
-
-        The count of an attempt begins at its first finished step, because the attempt starts and loads before that step.
-        """
+        """Return steps per second, counted from the first finished step of an attempt, which starts and loads before it."""
         if not ranks or not all(each.spent.rows for each in ranks):
             self._steps.clear()
             return None
@@ -148,10 +144,7 @@ class LiveStatus:
         return losses[-1] if losses else None
 
     def _consumed_share(self, ranks: list[RankHeartbeat]) -> float | None:
-        """Return the committed share of the live rows of the current passes, plus what the ranks did since.
-
-        Rows past the end of a pass belong to the next pass.
-        """
+        """Return the committed share of the current passes, plus what the ranks did since. More rows belong to the next pass."""
         lineage = set(lineage_of(self._rows, self._fence.head))
         mine = [row for row in self._advances if row.checkpoint_id in lineage]
         if not mine:
@@ -173,19 +166,10 @@ class LiveStatus:
 
 
 def _state(standing: Standing, ranks: list[RankHeartbeat], now: float) -> str:
-    """Return the phase of a run that trains, or the state of its last launch."""
-    if standing.state != "training":
-        return standing.state
-    return _doing(ranks, now) if ranks else "starting"
-
-
-def _doing(ranks: list[RankHeartbeat], now: float) -> str:
-    """Return the phase of the slowest rank. If all ranks have been silent for too long, add the duration."""
+    """Return the phase of the slowest rank of a run that trains, and a silence of all of them, or the last launch's state."""
+    if standing.state != "training" or not ranks:
+        return "starting" if standing.state == "training" else standing.state
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
     silent_s = now - max(each.at for each in ranks)
     silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S
     return f"{furthest_behind.doing}, no heartbeat for {format_duration(silent_s)}" if silent else furthest_behind.doing
-
-
-def _lasted_s(since: float | None, until: float | None) -> float:
-    return 0.0 if since is None or until is None else round(max(0.0, until - since), 1)

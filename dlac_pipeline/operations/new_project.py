@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,10 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
     if not sum(file.record_count for file in files):
         raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
     _check_readable(loaded, columns, files[0])
-    nulls = tuple(name for name in columns if _may_have_nulls(loaded, name, files))
+    fields = [loaded.schema().find_field(name) for name in columns]
+    counts = [file.null_value_counts or {} for file in files]
+    optional = [each for each in fields if not each.required]
+    nulls = tuple(each.name for each in optional if any(count.get(each.field_id) != 0 for count in counts))
     return Trainable(table=table, kind=kind, columns=columns, with_nulls=nulls)
 
 
@@ -114,12 +117,7 @@ def _data_files(table: Table) -> Iterator[DataFile]:
 
 
 def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None:
-    """Check the types of columns in one data file, which Iceberg does not record: unsigned numbers may be too large.
-
-    Raises:
-        UnsupportedColumn: one of the types cannot be read.
-        DataFileUnreadable: the file cannot be read.
-    """
+    """Check the types of columns in one data file, which Iceberg does not record: unsigned numbers may be too large."""
     schema, mapping = table.schema(), name_mapping_of(table)
     keys = {field.source_id: None for field in table.spec().fields}  # which may be in no file
     try:
@@ -131,17 +129,8 @@ def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None
         raise DataFileUnreadable(f"expected a Parquet file at {one.file_path!r}, found {err}: restore it") from err
 
 
-def _may_have_nulls(table: Table, column: str, files: Collection[DataFile]) -> bool:
-    field = table.schema().find_field(column)
-    return not field.required and any((file.null_value_counts or {}).get(field.field_id) != 0 for file in files)
-
-
 def check_free(folder: Path, run: str) -> None:
-    """Check that a folder has none of the files of a project.
-
-    Raises:
-        SpecInvalid: one exists, or the folder cannot be looked into.
-    """
+    """Raise `SpecInvalid` if a folder has a file of a project, or cannot be looked into."""
     with _writing():
         found = [name for name in _templates(run) if (folder / name).exists()]
     if found:
@@ -181,13 +170,9 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
         tokenizer = "tokenizer.json"
         if not (folder / tokenizer).exists():
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
-    values = {
-        "features": _json(found.columns[:-1] or found.columns),
-        "target": _json(found.columns[-1]),
-        "vocabulary": vocabulary,
-        "lakehouse": _json(lakehouse),
-        **_job_values(run, found, tokenizer, lakehouse),
-    }
+    values = {"features": _json(found.columns[:-1] or found.columns), "target": _json(found.columns[-1])}
+    values |= {"vocabulary": str(vocabulary), "lakehouse": _json(lakehouse)}
+    values |= _job_values(run, found, tokenizer, lakehouse)
     for name, template in _templates(run, found.kind).items():
         texts[name] = Template(template.read_text()).substitute(values)
     parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
@@ -203,7 +188,6 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
 
 
 def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the template of a job file."""
     rows, more = "", ""
     if found.kind != "numbers":
         column = found.columns[0].replace('"', '""')
@@ -213,14 +197,8 @@ def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[s
         rows = _setting("nullable", found.with_nulls)
     if lakehouse:
         more += "\n[lakehouse]\n" + "".join(_setting(name, value) for name, value in lakehouse.items())
-    return {
-        "run": _json(run),
-        "table": _json(found.table),
-        "columns": _json(found.columns),
-        "batch_size": "128" if found.kind == "numbers" else "16",
-        "rows": rows,
-        "more": more,
-    }
+    quoted = {"run": _json(run), "table": _json(found.table), "columns": _json(found.columns)}
+    return {**quoted, "batch_size": "128" if found.kind == "numbers" else "16", "rows": rows, "more": more}
 
 
 def _json(value: object) -> str:

@@ -1,6 +1,7 @@
 """Pending work of a run that follows its tables: the rows that a launch could train. Of all tables only mirrors are written."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -41,21 +42,12 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head
     back = {row.kind: row.seq for row in rows if isinstance(row, RewindRow | QuarantinedCheckpointRow)}
-
-    def answer(needed: bool, reason: str) -> Due:
-        return Due(
-            needed=needed,
-            reason=reason,
-            snapshot_ids=present,
-            head=head,
-            rewound=back.get(RewindRow.kind, 0),
-            stepped_back=max(back.values(), default=0),
-        )
-
+    rewound, stepped_back = back.get(RewindRow.kind, 0), max(back.values(), default=0)
+    answer = partial(Due, snapshot_ids=present, head=head, rewound=rewound, stepped_back=stepped_back)
     if finished_of_rows(rows):
-        return answer(False, "it is finished")
+        return answer(needed=False, reason="it is finished")
     if head is None:
-        return answer(True, "it has no checkpoint yet")
+        return answer(needed=True, reason="it has no checkpoint yet")
     planned = leg_of(rows, head).sources
     news = [
         f"{source.table} advanced from snapshot {source.snapshot_id} to {now}"
@@ -63,8 +55,8 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
         if source.follow == "appends" and source.snapshot_id != now
     ]
     if news:
-        return answer(True, "; ".join(news))
+        return answer(needed=True, reason="; ".join(news))
     last = checkpoint_rows(rows)[head]
     if last.reason == "end":
-        return answer(False, f"nothing is new in {', '.join(source.table for source in planned)}")
-    return answer(True, f"it was left at step {last.step}")
+        return answer(needed=False, reason=f"nothing is new in {', '.join(source.table for source in planned)}")
+    return answer(needed=True, reason=f"it was left at step {last.step}")

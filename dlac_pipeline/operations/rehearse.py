@@ -1,12 +1,10 @@
-"""Rehearsal: a kept checkpoint is restored in a sandbox, and the steps after it are repeated and compared.
+"""Rehearsal: a kept checkpoint is restored in a sandbox, and the losses of the steps after it are compared.
 
-In: a run. Out: for each step the loss that production recorded and the loss of the rehearsal. Production is only read. A
-rehearsal makes no claim, no ledger row, no file in the run's folders or in the store, and takes no lock that a live run
-needs.
+Production is only read: no claim, no ledger row, no file of the run, no lock that a live run needs.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,9 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.claims import spec_of_attempt
+
+MOST_STEPS = 20
+"""Number of steps unless the caller requests more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,10 +113,6 @@ class Rehearsal:
             f"{steps} on {self.world_size} ranks: {len(self.differing)} of {self.compared} losses differ, first in step "
             f"{first.step}: expected {first.recorded!r}, found {found}{by}{skipped}{changed}"
         )
-
-
-MOST_STEPS = 20
-"""Number of steps unless the caller requests more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,26 +222,21 @@ def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> R
 def _compared(
     lakehouse: Lakehouse, chosen: _Chosen, start: int, last: int, replayed: dict[str, Any]
 ) -> Iterator[RehearsedStep]:
-    recorded = chosen.successor.losses
+    recorded, found = (dict(enumerate(losses, start + 1)) for losses in (chosen.successor.losses, replayed["losses"]))
     skipped = _skipped_steps(lakehouse, chosen.successor)
-    for index, step in enumerate(range(start + 1, last + 1)):
+    for step in range(start + 1, last + 1):
         yield RehearsedStep(
             step=step,
-            recorded=_at(recorded, index),
-            replayed=_at(replayed["losses"], index),
+            recorded=recorded.get(step),
+            replayed=found.get(step),
             recorded_skipped=step in skipped,
             replayed_skipped=step in replayed["skipped"],
         )
 
 
 def _skipped_steps(lakehouse: Lakehouse, successor: CheckpointRow) -> set[int]:
-    """Return the steps that production's engine did not apply."""
     if not successor.skipped_steps:
         return set()
     rows = Ledger(lakehouse).rows(successor.run, kinds=(AdvanceRow,))
     mine = [row for row in rows if row.checkpoint_id == successor.checkpoint_id and not row.applied]
     return {step for row in mine for step in range(row.first_step, row.last_step + 1)}
-
-
-def _at(losses: Sequence[float], index: int) -> float | None:
-    return losses[index] if index < len(losses) else None

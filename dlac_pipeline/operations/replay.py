@@ -1,7 +1,6 @@
 """Ranks of a rehearsal: their start in a sandbox, and the losses of the steps that they repeat.
 
-A sandbox is a temporary folder. Its owner holds a lock in it, which the kernel releases when the owner dies. The next sandbox
-removes one whose owner was killed.
+A sandbox is a temporary folder with a lock of its owner. The next sandbox removes one whose owner was killed.
 """
 
 import fcntl
@@ -33,6 +32,7 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
 PREFIX = "dlac-rehearsal-"
 _LOCK = "owner.lock"
+_POLL_S = 0.05
 
 
 @contextmanager
@@ -73,23 +73,14 @@ def _make_folder(parent: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-_POLL_S = 0.05
-
-
 def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: CheckpointRow, folder: Path) -> JobSpec:
     """Return the spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
     check_sources(spec, leg)
     names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
     order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
     checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
-    launch = spec.launch.model_copy(
-        update={
-            "world_size": successor.world_size,
-            "nodes": "",  # all ranks are on this node
-            "termination_url": "",
-            "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"},
-        }
-    )
+    here = {"world_size": successor.world_size, "nodes": "", "termination_url": ""}  # all ranks are on this node
+    launch = spec.launch.model_copy(update={**here, "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"}})
     return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
 
 

@@ -18,8 +18,7 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_stor
 from dlac_pipeline.lakehouse.ledger.run_rows import restorable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.branch_checks import check_branch, check_files
-from dlac_pipeline.operations.seen_rows import first_checkpoint, seen_before
+from dlac_pipeline.operations.branch_checks import check_branch, check_files, first_checkpoint, seen_before
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
@@ -63,7 +62,8 @@ def rewind_run(
     if landed:
         return _report_again(ledger, rows, landed[0], spec)
     target = _target(run, rows, step, checkpoint_id)
-    leg = _first_leg(run, rows) if target is None else leg_of(rows, target.checkpoint_id)
+    target_id = None if target is None else target.checkpoint_id
+    leg = _leg_of(run, rows, target_id)
     if spec is not None:
         check_sources(spec, leg)
     wanted = _exclusions(leg, exclude, source)
@@ -73,7 +73,6 @@ def rewind_run(
         detail |= planned(leg)  # the next launch needs these pins, and no checkpoint names them
     else:
         check_files(target, files)
-    target_id = None if target is None else target.checkpoint_id
     done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
     return replace(done, **seen_before(lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
@@ -89,11 +88,10 @@ def _check_store_files(ledger: Ledger, run: str, spec: JobSpec | None) -> StoreF
 
 
 def _report_again(ledger: Ledger, rows: list[LedgerRow], landed: RewindRow, spec: JobSpec | None) -> Rewound:
-    """Report a rewind that was committed before."""
     run = landed.run
     done = commit_rewind(ledger, run, nonce=landed.nonce, checkpoint_id=None, detail={})
     wanted = tuple(landed.exclude)
-    leg = _first_leg(run, rows) if done.checkpoint_id is None else leg_of(rows, done.checkpoint_id)
+    leg = _leg_of(run, rows, done.checkpoint_id)
     return replace(done, **seen_before(ledger.lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
 
@@ -111,11 +109,12 @@ def _target(run: str, rows: list[LedgerRow], step: int | None, checkpoint_id: st
     return restorable(run, rows, step, checkpoint_id=checkpoint_id)
 
 
-def _first_leg(run: str, rows: Sequence[LedgerRow]) -> Leg:
-    first = first_leg_of(rows)
-    if first is None:
+def _leg_of(run: str, rows: list[LedgerRow], checkpoint_id: str | None) -> Leg:
+    """Return the leg of a checkpoint, or the first one of the run."""
+    found = first_leg_of(rows) if checkpoint_id is None else leg_of(rows, checkpoint_id)
+    if found is None:
         raise LedgerError(f"expected the first leg of run {run!r} in the ledger, found none: restore the table")
-    return first
+    return found
 
 
 def _exclusions(leg: Leg, exclude: Sequence[str], source: str | None) -> tuple[Exclusion, ...]:

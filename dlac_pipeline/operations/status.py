@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise import claims
-from dlac_pipeline.supervise.liveness.launch_liveness import LaunchLiveness, liveness_of
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
@@ -58,12 +58,7 @@ class Standing:
 
 
 def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
-    """Return the facts about a run by name.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-        LedgerOlderThanStore: the catalog was restored from an older backup.
-    """
+    """Return the facts about a run by name. Raise `NoSuchRun`, or `LedgerOlderThanStore` after an old backup was restored."""
     check_ledger(lakehouse, run)
     rows = Ledger(lakehouse).head_rows(run)
     recoveries = recoveries_of(lakehouse, run)
@@ -112,31 +107,29 @@ def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
     recoveries: dict[str, list[Recovery]] = defaultdict(list)
     for each in recoveries_of(lakehouse):
         recoveries[each.run].append(each)
-    newest_first = sorted(by_run.items(), key=lambda item: item[1][-1].committed_at, reverse=True)
-    return [_listed(run, mine, recoveries[run]) for run, mine in newest_first]
-
-
-def _listed(run: str, rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    fence, standing = run_rows.fence_of_rows(rows), standing_of(rows, recoveries)
-    head = run_rows.checkpoint_rows(rows).get(fence.head or "")
-    return {
-        "run": run,
-        "state": "finished" if standing.state == "finished" else "open",
-        "launch": standing.state,
-        "step": 0 if head is None else head.step,
-        "total_steps": _total_steps(rows),
-        "head_checkpoint": fence.head,
-        "head_committed_at": None if head is None else head.committed_at,
-        "attempts": fence.attempt,
-        "next_command": standing.next_command,
-    }
+    found = []
+    for run, rows in sorted(by_run.items(), key=lambda item: item[1][-1].committed_at, reverse=True):
+        fence, standing = run_rows.fence_of_rows(rows), standing_of(rows, recoveries[run])
+        head = run_rows.checkpoint_rows(rows).get(fence.head or "")
+        facts = {
+            "run": run,
+            "state": "finished" if standing.state == "finished" else "open",
+            "launch": standing.state,
+            "step": 0 if head is None else head.step,
+            "total_steps": _total_steps(rows),
+            "head_checkpoint": fence.head,
+            "head_committed_at": None if head is None else head.committed_at,
+            "attempts": fence.attempt,
+            "next_command": standing.next_command,
+        }
+        found.append(facts)
+    return found
 
 
 def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> Standing:
     """Return the state of the last launch of a run, from its rows, its recoveries and the processes of this node.
 
-    For a launch on this node the lock decides: a living process holds it, or none. On another node only its writes are
-    known.
+    For a launch on this node the lock decides: a living process holds it, or none. On another node only its writes are known.
     """
     if not rows:
         return Standing(state="unknown")
@@ -152,24 +145,21 @@ def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> S
 def _standing_of_launch(rows: list[LedgerRow], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
     """Return the state of an attempt that was launched to train."""
     signs = liveness_of(rows, attempt)
+    ago = f"last heartbeat {format_ago(signs.silent_s)}"
     if signs.here and signs.lock_held:
-        note = f"attempt {attempt}, process {_holder(signs, run)} on this node"
+        holder = lock_path(signs.local, run).read_text() or "(starting)"
+        note = f"attempt {attempt}, process {holder} on this node"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     ended = _ended_in_order(rows, attempt)
     if ended is not None:
         return Standing(state=ended, command=_resume(rows, run))
     if not signs.here and signs.silent_s < LOST_AFTER_S:
-        note = f"attempt {attempt} on node {signs.host}, last heartbeat {format_ago(signs.silent_s)}"
+        note = f"attempt {attempt} on node {signs.host}, {ago}"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     given_up = [each.cause for each in recoveries if (each.attempt, each.outcome) == (attempt, "gave up")]
     if given_up:
         return Standing(state="given up", note=given_up[-1].partition("\n")[0], command=("incidents", run))
-    return _describe_lost(rows, run, attempt, signs)
-
-
-def _describe_lost(rows: list[LedgerRow], run: str, attempt: int, signs: LaunchLiveness) -> Standing:
-    """Describe a launch that ended without a request: its process is gone, or it was silent for too long."""
-    ago = f"last heartbeat {format_ago(signs.silent_s)}"
+    # It ended without a request: its process is gone, or it was silent for too long.
     note = f"attempt {attempt} has no process on this node any more, {ago}"
     if not signs.here:
         note = f"attempt {attempt} on node {signs.host or '(not recorded)'}, {ago}"
@@ -177,11 +167,6 @@ def _describe_lost(rows: list[LedgerRow], run: str, attempt: int, signs: LaunchL
     if launched_by:
         note += f"; the sensor of Dagster run {launched_by} recovers it"
     return Standing(state="dead" if signs.here else "silent", note=note, command=_resume(rows, run))
-
-
-def _holder(signs: LaunchLiveness, run: str) -> str:
-    """Return the id of the process that holds a run's lock, as the lock file records it."""
-    return lock_path(signs.local, run).read_text() or "(starting)"
 
 
 def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:

@@ -16,8 +16,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.external.locations import external_identifier
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec import spec_problems
-from dlac_pipeline.spec.cluster_spec import ClusterSpec
-from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec
 from dlac_pipeline.spec.listeners_spec import ListenersSpec
 
 
@@ -351,12 +350,8 @@ class JobSpec(spec_problems.Section):
         if "://" not in store:
             store = str(Path(store).resolve())
         places = {"store": store, "local": str(Path(made_in or store).resolve())}
-        return self.model_copy(
-            update={
-                "lakehouse": self.lakehouse.at_home(home),
-                "checkpoint": self.checkpoint.model_copy(update=places),
-            }
-        )
+        checkpoint = self.checkpoint.model_copy(update=places)
+        return self.model_copy(update={"lakehouse": self.lakehouse.at_home(home), "checkpoint": checkpoint})
 
 
 def home_folder() -> Path:
@@ -365,11 +360,7 @@ def home_folder() -> Path:
 
 
 def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
-    """A validated spec from plain data.
-
-    Raises:
-        SpecInvalid: every wrong field by name, with what was expected and found.
-    """
+    """Return a validated spec from plain data. Raise `SpecInvalid` with every wrong field, what was expected and found."""
     return spec_problems.validate(JobSpec, raw, invalid=f"{origin} is not a valid job spec")
 
 

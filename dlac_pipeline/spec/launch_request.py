@@ -55,11 +55,7 @@ def pack(request: Request) -> str:
 
 
 def unpack(environment: Mapping[str, str]) -> Request:
-    """Return the request that the environment of a node carries, or names a file of.
-
-    Raises:
-        SpecInvalid: there is none, or another version wrote it.
-    """
+    """Return the request in the environment of a node, or in a file that it names. Raise `SpecInvalid` without one."""
     try:
         file = environment.get(REQUEST_FILE_VARIABLE)
         word = Path(file).read_text() if file else environment[REQUEST_VARIABLE]

@@ -3,7 +3,7 @@
 No option is a secret. Each library reads its own environment variables, so that copies of the spec contain no credentials.
 """
 
-from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -128,36 +128,20 @@ class ListenersSpec(Section):
 
 
 def check_listeners(listeners: ListenersSpec) -> None:
-    """Check that the chosen listeners are installed. Nothing of theirs is imported.
-
-    Raises:
-        SpecInvalid: no distribution has a listener of this name.
-        BadInput: a package that a listener needs is not installed.
-    """
+    """Raise `SpecInvalid` for a chosen listener that is unknown, or `BadInput` if a package that it needs is not installed."""
     others = {point.name: point for point in entry_points(group=GROUP)} if listeners.other else {}
     for name in listeners.chosen():
         if name not in _PACKAGES and name not in others:
-            raise SpecInvalid(_unknown(name, [*_PACKAGES, *others]))
-        needed = _PACKAGES.get(name) or (others[name].module,)
-        for package in _missing(needed):
+            known = [*_PACKAGES, *others]
+            close = get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]!r}?" if close else f"one of {known!r}"
+            raise SpecInvalid(
+                f"expected listeners that are installed, found [listeners.{name}]: {meant} A listener of your own needs an entry "
+                f"point {name!r} in the group {GROUP!r}"
+            )
+        for package in _PACKAGES.get(name) or (others[name].module,):
+            with suppress(ModuleNotFoundError):  # of a parent package
+                if find_spec(package) is not None:
+                    continue
             install = "" if name in others else ': pip install "dlac-pipeline[listeners]"'
             raise BadInput(f"expected the package {package} for [listeners.{name}], found none{install}")
-
-
-def _missing(packages: tuple[str, ...]) -> Iterator[str]:
-    for package in packages:
-        try:
-            found = find_spec(package)
-        except ModuleNotFoundError:  # of a parent package
-            found = None
-        if found is None:
-            yield package
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    meant = f"did you mean {close[0]!r}?" if close else f"one of {known!r}"
-    return (
-        f"expected listeners that are installed, found [listeners.{name}]: {meant} A listener of your own needs an entry point "
-        f"{name!r} in the group {GROUP!r}"
-    )

@@ -47,7 +47,9 @@ class Section(BaseModel):
         field = cls.model_fields[info.field_name or ""]
         wrong = [each for each in (value if isinstance(value, list) else [value]) if not _fits(each)]
         if wrong and holds_numbers(field):
-            raise ValueError(f"expected a number{_describe_bounds(field)}, found {wrong[0]!r}")
+            words = {Ge: "of at least", Gt: "above", Le: "of at most", Lt: "below"}
+            bounds = " and ".join(f"{words[kind]} {bound}" for kind, bound in bounds_of(field).items())
+            raise ValueError(f"expected a number{bounds and f' {bounds}'}, found {wrong[0]!r}")
         return value
 
 
@@ -59,7 +61,10 @@ def holds_numbers(field: FieldInfo) -> bool:
 
 def bounds_of(field: FieldInfo) -> dict[type, float]:
     """Return the bounds of a field's numbers: the kind of bound (`Ge`, `Gt`, `Le` or `Lt`) -> its value."""
-    found = [*field.metadata, *_metadata_of(field.annotation)]
+    found = list(field.metadata)
+    if typing.get_origin(field.annotation) is list:
+        of_items = getattr(typing.get_args(field.annotation)[0], "__metadata__", ())
+        found += [bound for each in of_items for bound in getattr(each, "metadata", ())]
     return {
         type(each): getattr(each, type(each).__name__.lower()) for each in found if isinstance(each, Ge | Gt | Le | Lt)
     }
@@ -85,35 +90,19 @@ def _kinds_of(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _metadata_of(annotation: Any) -> Iterator[Any]:
-    """Return the bounds of a list's items."""
-    if typing.get_origin(annotation) is list:
-        for each in getattr(typing.get_args(annotation)[0], "__metadata__", ()):
-            yield from getattr(each, "metadata", ())
-
-
-def _describe_bounds(field: FieldInfo) -> str:
-    words = {Ge: "of at least", Gt: "above", Le: "of at most", Lt: "below"}
-    bounds = [f"{words[kind]} {bound}" for kind, bound in bounds_of(field).items()]
-    return f" {' and '.join(bounds)}" if bounds else ""
-
-
 _SectionT = typing.TypeVar("_SectionT", bound=Section)
 
 
 def validate(section: type[_SectionT], raw: object, *, invalid: str) -> _SectionT:
-    """Return a section from plain data. `invalid` begins the error, such as "'job.toml' is not a valid job spec".
+    """Return a section from plain data, or raise `SpecInvalid` with every wrong field, what was expected and found.
 
-    Raises:
-        SpecInvalid: every wrong field by name, with what was expected and found.
+    `invalid` begins the error, such as "'job.toml' is not a valid job spec".
     """
     try:
         return section.model_validate(raw)
     except ValidationError as err:
-        lines = [
-            f"  {describe_place(each['loc'], section)}: {describe_problem(each, section)}" for each in err.errors()
-        ]
-        raise SpecInvalid(f"{invalid}:\n" + "\n".join(lines)) from err
+        found = [(describe_place(each["loc"], section), describe_problem(each, section)) for each in err.errors()]
+        raise SpecInvalid(f"{invalid}:\n" + "\n".join(f"  {place}: {text}" for place, text in found)) from err
 
 
 def describe_place(path: Sequence[str | int], root: type[BaseModel]) -> str:
@@ -166,17 +155,6 @@ def _free_from(path: Sequence[str | int], root: type[BaseModel]) -> int:
     return len(path)
 
 
-def _section_of(path: Sequence[str | int], root: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the section whose field the end of a path is."""
-    section: type[BaseModel] | None = root
-    for part in path[:-1]:
-        if isinstance(part, int) or section is None:
-            continue
-        field = section.model_fields.get(part)
-        section = None if field is None else _model_in(field)
-    return section
-
-
 def _options(field: FieldInfo) -> tuple[object, ...]:
     """Return the types that a field may have."""
     kind = field.annotation
@@ -194,7 +172,11 @@ def _model_in(field: FieldInfo) -> type[BaseModel] | None:
 
 def _instead(path: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return the probable meaning of the unknown field at `path`."""
-    section = _section_of(path, root)
+    section: type[BaseModel] | None = root
+    for part in path[:-1]:
+        if isinstance(part, str) and section is not None:
+            field = section.model_fields.get(part)
+            section = None if field is None else _model_in(field)
     if section is None:
         return "unknown field"
     close = get_close_matches(str(path[-1]), list(section.model_fields), n=1)

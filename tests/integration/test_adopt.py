@@ -32,7 +32,7 @@ from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
-from dlac_pipeline.operations.adopt import adopt_checkpoint
+from dlac_pipeline.operations.fork import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
@@ -412,11 +412,11 @@ def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
     foreign = foreign_checkpoint(arena.home / "foreign")
 
     def behind_another(*given: Any, **how: Any) -> AbstractContextManager[None]:
-        arena.monkeypatch.setattr("dlac_pipeline.operations.adopt.run_lock", run_lock)
+        arena.monkeypatch.setattr("dlac_pipeline.operations.fork.run_lock", run_lock)
         adopt_checkpoint(arena.lakehouse, spec, foreign)
         return run_lock(*given, **how)
 
-    arena.monkeypatch.setattr("dlac_pipeline.operations.adopt.run_lock", behind_another)
+    arena.monkeypatch.setattr("dlac_pipeline.operations.fork.run_lock", behind_another)
     with pytest.raises(SpecInvalid, match="no run named 'r' yet, found one with 1 checkpoints"):
         adopt_checkpoint(arena.lakehouse, spec, foreign)
     assert len(arena.rows("r", ClaimRow)) == len(arena.rows("r", CheckpointRow)) == 1

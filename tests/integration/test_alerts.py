@@ -12,6 +12,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster._core.events import DagsterEvent
+from dagster._core.execution.plan.objects import StepFailureData
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.dagster.sensors import alerts
@@ -19,9 +20,10 @@ from dlac_pipeline.dagster.sensors.alerts import Alert, AlertUnsent, dlac_alerts
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.dagster.settings import FILE
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
+from dlac_pipeline.lakehouse.errors import RunBusy
 from jobs.definitions import defs
 from tests.conftest import Arena
-from tests.dagster_runs import dagster_run
+from tests.dagster_runs import dagster_run, project
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 CONSOLIDATED = {"module": "dagster._core.storage.event_log", "class": "ConsolidatedSqliteEventLogStorage"}
@@ -62,7 +64,7 @@ class Pager:
         self.taken.append(alert)
 
     @property
-    def told(self) -> list[tuple[str, str]]:
+    def sent(self) -> list[tuple[str, str]]:
         """Kind and training run of what was taken."""
         return [(alert.kind, alert.run) for alert in self.taken]
 
@@ -195,14 +197,14 @@ def test_refused_alert_is_retried_in_order(
         watch.tick()
     watch.tick()
     watch.tick()
-    assert pager.told == [("gave_up", "refused"), ("gave_up", "after-it")]
+    assert pager.sent == [("gave_up", "refused"), ("gave_up", "after-it")]
     fails("unwanted")
     pager.asked = 0
     monkeypatch.setattr(alerts, "_HELD_S", 0.0)
     assert "gave up the alert" in str(watch.tick())
     fails("last")
     watch.tick()
-    assert pager.told[2:] == [("gave_up", "last")]
+    assert pager.sent[2:] == [("gave_up", "last")]
 
 
 def test_failing_command_is_run_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
@@ -229,15 +231,38 @@ def test_materialized_training_is_reported(arena: Arena, home: Path, instance: d
     instance.report_run_failed(begun(instance, "verify_job"), message="damage")
     said = [str(watch.tick()) for _ in range(3)]
     assert ["does not train" in each for each in said] == [False, True, False]
-    assert pager.told == [("recovering", "materialized"), ("failed", "")]
+    assert pager.sent == [("recovering", "materialized"), ("failed", "")]
     refused = dagster_run(instance, spec, tags={NO_RECOVERY_TAG: "RunBusy"})  # a second *Materialize*
     instance.report_run_failed(refused, message="another launch trains")
     assert "there is no alert" in str(watch.tick())
 
 
+def test_death_beside_refusal_is_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+    """One of two training runs of a Dagster run was refused, and the other one died: the alert names the one that died."""
+    pager = Pager()
+    watch = watched(instance, "failure_alerts", pager)
+    specs = [arena.spec(name, world_size=1) for name in ("refused", "dies")]
+    models = {model_key(spec.run) for spec in specs}
+    job = project(*specs).resolve_implicit_global_asset_job_def().get_subset(asset_selection=models)
+    tags = {NO_RECOVERY_TAG: RunBusy.__name__}
+    run = instance.create_run_for_job(
+        job, status=dg.DagsterRunStatus.STARTED, tags=tags, asset_selection=frozenset(models)
+    )
+    why = StepFailureData(None, None)  # type: ignore[no-untyped-call]  # a class without annotations
+    for spec in specs:
+        step = model_key(spec.run).to_python_identifier()
+        failure = DagsterEvent("STEP_FAILURE", run.job_name, step_key=step, event_specific_data=why)
+        instance.report_dagster_event(failure, run.run_id)
+    instance.report_run_failed(run, message="it died")
+    watch.tick()
+    [alert] = pager.taken
+    assert (alert.kind, alert.severity) == ("gave_up", "error")
+    assert "dies" in alert.run.split(", ")
+
+
 @pytest.mark.soak
 def test_inherited_tags_are_ignored(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """A run that stepped aside is not told of; started again by a person, with its tags, it is, when it has recovered."""
+    """No alert is sent about a run that stepped aside. One that a person starts again with its tags is reported as recovered."""
     pager = Pager()
     watch = watched(instance, "success_alerts", pager)
     spec, tags = arena.spec("again", world_size=1), {STEPPED_ASIDE_TAG: "live", RECOVERS_TAG: "before"}

@@ -20,7 +20,7 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG
 from dlac_pipeline.dagster.sensors import recovery
 from dlac_pipeline.dagster.sensors.alerts import Alert, dlac_alerts
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred, build_recovery_sensors
-from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key, training_runs
+from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.conftest import Arena
 from tests.dagster_runs import dagster_run, recovery_requested
@@ -172,7 +172,7 @@ def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance
         return sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
 
     with arena.monkeypatch.context() as before:
-        before.setattr(training_runs_module, "_defined", {})
+        before.setattr(training_runs_module, "defined_runs", {})
         with pytest.raises(RecoveryDeferred, match=r".'new'. in this code location"):
             tick()
     [request] = tick()
@@ -183,7 +183,7 @@ def test_missing_definition_is_reported(arena: Arena, instance: dg.DagsterInstan
     """After two minutes the sensor skips a run that no definition names. The run's page and an alert report it."""
     arena.table()
     dead = dagster_run(instance, arena.spec("removed"))
-    arena.monkeypatch.setattr(training_runs_module, "_defined", {})
+    arena.monkeypatch.setattr(training_runs_module, "defined_runs", {})
     arena.monkeypatch.setattr(recovery, "_LOADED_WITHIN_S", 0.0)
     event = instance.report_run_failed(dead, message="it died")
     alerts: list[Alert] = []
@@ -243,7 +243,7 @@ def test_overrides_do_not_stay(arena: Arena) -> None:
     raw = arena.spec("inline", world_size=1).model_dump(mode="json", exclude_none=True)
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     TrainingRun(spec=raw).build_in(arena.home)
-    read_spec = training_runs()["inline"].read_spec
+    read_spec = training_runs_module.defined_runs["inline"].read_spec
     assert read_spec({"order.seed": 9}).order.seed == 9
     assert read_spec({}).order.seed == 3
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 @pytest.fixture(autouse=True)
 def no_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code location of a test defines only the test's own training runs."""
-    monkeypatch.setattr(training_runs, "_defined", {})
+    monkeypatch.setattr(training_runs, "defined_runs", {})
 
 
 def following(arena: Arena, run: str, **changes: Any) -> JobSpec:

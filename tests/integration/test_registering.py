@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster.maintenance import build_registration_sensor, register_job
 from dlac_pipeline.dagster.resources import LakehouseResource
-from dlac_pipeline.dagster.sensors.registration import build_registration_sensor, register_job
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import (
     DataFileChanged,

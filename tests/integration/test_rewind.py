@@ -35,8 +35,8 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LegRow, RewindRow
+from dlac_pipeline.operations.branch_checks import _newest_before
 from dlac_pipeline.operations.rewind import rewind_run
-from dlac_pipeline.operations.seen_rows import _newest_before
 from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import attempts_without_progress, launcher_of

@@ -18,7 +18,7 @@ from dlac_pipeline.integrations.listeners.events import (
     RunEvent,
     RunGivenUp,
 )
-from dlac_pipeline.integrations.listeners.subscription import Subscription
+from dlac_pipeline.integrations.listeners.main import Subscription
 from dlac_pipeline.integrations.listeners.translate import EventTranslator
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.spec import listeners_spec

@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dlac_pipeline.dagster.assets.rehearsal import rehearse_model
+from dlac_pipeline.dagster.assets.checks import rehearse_model
 from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, NoRestorableCheckpoint, NothingToRehearse

@@ -13,7 +13,7 @@ import pytest
 
 from dlac_pipeline.audit.wording import lay_out_facts
 from dlac_pipeline.cli.display import command_with, describe_live, describe_outcome, describe_status
-from dlac_pipeline.cli.recovery import describe_incident
+from dlac_pipeline.cli.runs import describe_incident
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow
 from dlac_pipeline.operations.status import current_failure, standing_of

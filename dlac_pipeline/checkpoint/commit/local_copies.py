@@ -74,14 +74,17 @@ def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the nodes whose ranks wrote local copies, those with the most bytes first."""
     bytes_of: dict[str, int] = {}
     for vote in votes:
-        node = vote["node"]
-        bytes_of[node] = bytes_of.get(node, 0) + sum(entry["bytes"] for entry in vote["files"])
+        if node := vote["node"]:
+            bytes_of[node] = bytes_of.get(node, 0) + sum(entry["bytes"] for entry in vote["files"])
     return sorted(bytes_of, key=lambda node: (-bytes_of[node], node))
 
 
 def nodes_of_ranks(votes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return the nodes of the ranks in order, each with its number of consecutive ranks. `votes` are in order of ranks."""
-    return [(node, len(list(same))) for node, same in groupby(vote["node"] for vote in votes)]
+    """Return the nodes of the ranks in order, each with its number of consecutive ranks. `votes` are in order of ranks.
+
+    A checkpoint that no rank trained has none.
+    """
+    return [(node, len(list(same))) for node, same in groupby(vote["node"] for vote in votes) if node]
 
 
 def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:

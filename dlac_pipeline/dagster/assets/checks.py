@@ -1,8 +1,9 @@
-"""The consumption audit, and a look whether the newest checkpoint can be restored, as asset checks on the model."""
+"""Asset checks on the model: the consumption audit, the digests of the newest checkpoint, and a rehearsal of a resume."""
 
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import dagster as dg
 from dlac_pipeline.dagster.failures import as_failure
 from dlac_pipeline.dagster.metadata import sql_metadata
 from dlac_pipeline.dagster.training_runs import TrainingRunDefinition, model_key
-from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint, StoreUnavailable
+from dlac_pipeline.lakehouse import errors
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.listing import Verification
@@ -35,9 +36,22 @@ _AUDITED = {
 """Check -> its description, and the rows that fail it, for `dlac sql`."""
 _RESTORABLE = "checkpoint_restorable"
 _RESTORABLE_ABOUT = "The files of the newest checkpoint exist, and have the committed digests when they are read again."
+_REHEARSAL = "rehearsal_identical"
+_REHEARSAL_ABOUT = (
+    "In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit."
+)
+_REHEARSED = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")
+_IMPOSSIBLE = (
+    errors.NothingToRehearse,
+    errors.NoSuchRun,
+    errors.NoSuchJobSpec,
+    errors.CatalogUnreachable,
+    errors.StoreUnavailable,
+)
+"""Errors of a run that cannot be rehearsed. They prove nothing about its checkpoints."""
 
 
-def build_checks(run: TrainingRunDefinition) -> list[dg.AssetChecksDefinition]:
+def build_checks(run: TrainingRunDefinition, *, with_rehearsal: bool) -> list[dg.AssetChecksDefinition]:
     """Return the checks of the asset `models/<run>`."""
     model = model_key(run.name)
 
@@ -47,11 +61,16 @@ def build_checks(run: TrainingRunDefinition) -> list[dg.AssetChecksDefinition]:
     def verify_run(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         return _verify(context, run)
 
+    def rehearse_run() -> dg.AssetCheckResult:
+        return rehearse_model(run.lakehouse(), run.name)
+
     specs = [dg.AssetCheckSpec(name, asset=model, description=text) for name, (text, _) in _AUDITED.items()]
-    return [
+    checks = [
         dg.multi_asset_check(name=f"{model.to_python_identifier()}_audit", specs=specs)(audit_run),
         dg.asset_check(asset=model, name=_RESTORABLE, description=_RESTORABLE_ABOUT)(verify_run),
+        dg.asset_check(asset=model, name=_REHEARSAL, description=_REHEARSAL_ABOUT)(rehearse_run),
     ]
+    return checks if with_rehearsal else checks[:-1]
 
 
 def _audit(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) -> Iterator[dg.AssetCheckResult]:
@@ -78,20 +97,16 @@ def _audit(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) -
 
 
 def _verify(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) -> dg.AssetCheckResult:
-    """Verify the newest checkpoint.
-
-    An unavailable store is only a warning, and so is a checkpoint that was retired while it was read. A run without a
-    checkpoint, such as one that waits for a batch, passes.
-    """
+    """Verify the newest checkpoint, if there is one. A store that is away, or a checkpoint that was retired, is a warning."""
     from dlac_pipeline.checkpoint.store import tiers_of
 
     began = time.monotonic()
     with as_failure(context):
         try:
             verdict = verify_head(run.lakehouse(), run.name, tiers_of(run.job_spec()).files)
-        except (StoreUnavailable, NoSuchCheckpoint) as err:
+        except (errors.StoreUnavailable, errors.NoSuchCheckpoint) as err:
             return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.WARN, description=str(err))
-        except NoRestorableCheckpoint as err:
+        except errors.NoRestorableCheckpoint as err:
             return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.ERROR, description=str(err))
     if verdict is None:
         return dg.AssetCheckResult(passed=True, description=f"run {run.name!r} has no checkpoint yet: nothing to read")
@@ -124,7 +139,7 @@ def verify_head(
     listed = list_checkpoints(lakehouse, run)
     head = next((each for each in listed if each.state == "head"), None)
     if head is None and listed:
-        raise NoRestorableCheckpoint(
+        raise errors.NoRestorableCheckpoint(
             f"expected a checkpoint of run {run!r} that can be restored, found {len(listed)}, all damaged or abandoned: "
             "start a run under another name, or rewind it to one that is left"
         )
@@ -133,10 +148,9 @@ def verify_head(
     found = verify_checkpoints(lakehouse, run, head.step, files=files)
     verdict = next((each for each in found if each.checkpoint.state == "head"), None)
     if verdict is None:
-        raise NoSuchCheckpoint(f"expected the head of run {run!r} to read it again, found it retired since")
-    record_verified(
-        Ledger(lakehouse), run, {verdict.checkpoint.checkpoint_id: verdict.problem}, verification=token_hex(8)
-    )
+        raise errors.NoSuchCheckpoint(f"expected the head of run {run!r} to read it again, found it retired since")
+    found_now = {verdict.checkpoint.checkpoint_id: verdict.problem}
+    record_verified(Ledger(lakehouse), run, found_now, verification=token_hex(8))
     return verdict
 
 
@@ -145,3 +159,24 @@ def facts_of(verdict: "Verification", began: float) -> dict[str, Any]:
     names = ("run", "step", "checkpoint_id", "bytes")
     facts = {name: getattr(verdict.checkpoint, name) or 0 for name in names}
     return {**facts, "took_s": round(time.monotonic() - began, 3)}
+
+
+def rehearse_model(
+    lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
+) -> dg.AssetCheckResult:
+    """Rehearse a run as it was trained. It passes if each loss is bit-identical. If it is impossible, that is a warning."""
+    from dlac_pipeline.operations.rehearse import rehearse_run
+
+    try:
+        done = rehearse_run(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
+    except _IMPOSSIBLE as err:
+        return _rehearsal_result(run, str(err), severity=dg.AssetCheckSeverity.WARN)
+    except errors.DlacError as err:
+        return _rehearsal_result(run, f"{errors.error_kind(err)}: {err}")
+    facts = {name: getattr(done, name) for name in _REHEARSED}
+    return _rehearsal_result(run, done.summary(), passed=done.identical, metadata=facts)
+
+
+def _rehearsal_result(run: str, description: str, *, passed: bool = False, **more: Any) -> dg.AssetCheckResult:
+    key = model_key(run)
+    return dg.AssetCheckResult(asset_key=key, check_name=_REHEARSAL, description=description, passed=passed, **more)

@@ -16,48 +16,38 @@ from dlac_pipeline.operations.status import run_status
 
 _SHOWN = 10
 _CHECKPOINT = ("step", "checkpoint_id", "committed_at", "attempt", "bytes", "state", "verified_at", "names")
-_INCIDENT = tuple(each.name for each in fields(Recovery) if each.name not in ("run", "seq", "format_version"))
-
-
-def _number(value: float) -> float | str:
-    """Return a number as metadata. One that is not finite becomes text, because Dagster stores metadata as JSON."""
-    return value if math.isfinite(value) else str(value)
+_INCIDENT = (
+    *(each.name for each in fields(Recovery) if each.name not in ("run", "seq", "format_version")),
+    *("down_s", "recovered_s"),  # the operator's time, and that of the recovery
+)
 
 
 def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
-    """Metadata of the model as `run` left it.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-    """
+    """Return metadata of the model as `run` left it. Raise `NoSuchRun` if the ledger has no row of it."""
     status = run_status(lakehouse, run)
+    loss = status["loss"]
+    if loss is not None and not math.isfinite(loss):
+        loss = str(loss)  # Dagster stores metadata as JSON
     with open_run(lakehouse, run) as connection:
-        incidents = rows_of(connection, "FROM recoveries WHERE run = ? ORDER BY seq DESC LIMIT ?", [run, _SHOWN])
+        found = rows_of(connection, "FROM recoveries WHERE run = ? ORDER BY seq DESC LIMIT ?", [run, _SHOWN])
+        curves = [read_losses(connection, run)]
         pictures = {
-            "loss_curve": picture(
-                "Loss on the surviving lineage; recoveries are marked", draw_losses([read_losses(connection, run)])
-            ),
+            "loss_curve": picture("Loss on the surviving lineage; recoveries are marked", draw_losses(curves)),
             "coverage": picture("Coverage of files and row groups", draw_coverage(connection, run)),
             "checkpoint_cost": picture("Cost of each checkpoint", draw_costs(connection, run)),
         }
+    incidents = [Recovery(**row) for row in found]
     checkpoints = [asdict(each) for each in reversed(list_checkpoints(lakehouse, run)[-_SHOWN:])]
     return {
         "run": run,
         "step": status["step"],
-        **({} if status["loss"] is None else {"loss": _number(status["loss"])}),
+        **({} if loss is None else {"loss": loss}),
         "state": status["state"],
         "attempts": status["attempt"],
         "head_checkpoint": status["head_checkpoint"] or "(none)",
         "recoveries": status["recoveries"],
         **pictures,
         **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
-        **table("incidents", [_incident(row) for row in incidents]),
+        **table("incidents", [{name: getattr(each, name) for name in _INCIDENT} for each in incidents]),
         "sql": sql_metadata(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
     }
-
-
-def _incident(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `recoveries`, with what of it was the operator's time and what the recovery's."""
-    recovery = Recovery(**row)
-    found = {name: row[name] for name in _INCIDENT}
-    return {**found, "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}

@@ -1,9 +1,8 @@
 """Supervisor process of a Dagster run: its events arrive while it trains, and it never outlives the run.
 
 The supervisor leads a session of its own. It ends in order when its standard input closes, which happens however this process
-dies. When Dagster interrupts this process, the supervisor is asked to stop, and later killed with its ranks.
-
-This process starts a supervisor again that was killed, so that the recovery needs no sensor of Dagster's.
+dies. When Dagster interrupts this process, the supervisor is asked to stop, and later killed with its ranks. One that was killed
+is started again here, so that the recovery needs no sensor of Dagster's.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.spec.launch_spec import LISTENS_S, LaunchSpec
+from dlac_pipeline.spec.launch_spec import LISTENS_S
 
 Event = dict[str, Any]
 _MARGIN_S = 10.0
@@ -32,7 +31,6 @@ _log = logging.getLogger(__name__)
 SILENT_S = 120.0
 """Seconds without output, after which a supervisor is given up."""
 _DIED = "SupervisorDied"
-_NOTICED_BY = "Dagster run"
 _OLD_LAUNCH_S = 30.0
 """Seconds for the ranks of a killed supervisor to end: they hold the lock of the run's folder no longer then."""
 
@@ -55,21 +53,12 @@ def supervise_run(
         last = supervise_launch(request, pass_on, on_asking=on_asking)
         if last.get("kind") != _DIED or "checkpoint" not in seen or request.spec.launch.on != "here":
             return last, request
-        _pass_on(
-            on_event, {"event": "warning", "message": f"the supervisor died ({last['message']}): another one starts"}
-        )
-        request = request.model_copy(
-            update={
-                "plan_ids": (),
-                "repin": False,
-                "replaces": seen.get("attempt", {}).get("attempt", 0),
-                "recovers": request.launched_by,
-                "takeover": True,
-                "wait_s": _OLD_LAUNCH_S,
-                "noticed_by": _NOTICED_BY,
-                "noticed_at": time.time(),
-            }
-        )
+        warning = f"the supervisor died ({last['message']}): another one starts"
+        _pass_on(on_event, {"event": "warning", "message": warning})
+        replaced = seen.get("attempt", {}).get("attempt", 0)
+        update = {"replaces": replaced, "recovers": request.launched_by, "takeover": True, "wait_s": _OLD_LAUNCH_S}
+        update |= {"noticed_by": "Dagster run", "noticed_at": time.time(), "plan_ids": (), "repin": False}
+        request = request.model_copy(update=update)
 
 
 def supervise_launch(
@@ -90,7 +79,7 @@ def supervise_launch(
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    voice = _Voice(process)
+    voice, launch = _Voice(process), request.spec.launch
     last: Event = {}
     try:
         assert process.stdin is not None
@@ -108,15 +97,11 @@ def supervise_launch(
             if voice.open:
                 on_asking()
                 process.send_signal(signal.SIGTERM)
-                for event in voice.events(within_s=_leaves_within_s(request.spec.launch)):
+                extra_s = _MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S
+                for event in voice.events(within_s=launch.leave_s + extra_s):
                     _pass_on(on_event, {**event, "asked": True})
         finally:
             _kill(process)
-
-
-def _leaves_within_s(launch: LaunchSpec) -> float:
-    """Seconds from asking the supervisor to stop until it is killed, with its ranks if they are here."""
-    return launch.leave_s + (_MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S)
 
 
 def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:
@@ -145,26 +130,22 @@ class _Voice:
     def events(self, *, silent_s: float = math.inf, within_s: float = math.inf) -> Iterator[Event]:
         """Yield its events until it has ended, has been silent for `silent_s`, or `within_s` have passed.
 
-        Its output is read once more before it is given up, because the receiver of the events may have taken all of that
-        time.
+        Then its output is read once more, because the receiver of the events may have taken all of that time.
         """
         began = received = time.monotonic()
         while self.open:
             late = time.monotonic() >= began + within_s
             if select.select([self._descriptor], [], [], 0.0 if late else _LOOK_S)[0]:
-                yield from self._read_events()
+                data = os.read(self._descriptor, 65536)
+                self.open = bool(data)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                found = (event for line in lines if (event := _event_of(line)) is not None)
+                yield from (event for event in found if event["event"] != "alive")
                 received = time.monotonic()
             elif time.monotonic() >= received + silent_s:
                 return
             if late:
                 return
-
-    def _read_events(self) -> Iterator[Event]:
-        """The events that can be read now."""
-        data = os.read(self._descriptor, 65536)
-        self.open = bool(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        yield from (event for line in lines if (event := _event_of(line)) is not None and event["event"] != "alive")
 
 
 def _event_of(line: bytes) -> Event | None:

@@ -1,4 +1,4 @@
-"""The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
+"""A training run as two assets: its plan, and its model, whose checkpoints are observations while it trains."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from dagster._core.events import EngineEventData
 from pydantic import Field
 
 from dlac_pipeline.dagster import failures
-from dlac_pipeline.dagster.assets.planning import new_plan_ids
 from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.resources import HEARTBEAT
@@ -31,6 +30,59 @@ class LaunchConfig(LaunchChoices, dg.Config):
 
     overrides: dict[str, Any] = Field(default={})
     """Settings to replace those of the job file, by their names there, such as `launch.world_size`."""
+
+
+def build_plan(run: TrainingRunDefinition, **attributes: Any) -> dg.AssetsDefinition:
+    """Return the asset `plans/<run>`: the pinned snapshots of the sources of a training run, and their work units."""
+
+    def plan_run(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
+        with failures.as_failure(context):
+            return dg.MaterializeResult(metadata=_plan(context, run))
+
+    return dg.asset(
+        plan_run,
+        key=plan_key(run.name),
+        description=f"One row per work unit (row group) of the snapshots that training run `{run.name}` reads. "
+        "Tags pin them.",
+        **attributes,
+    )
+
+
+def _plan(context: dg.AssetExecutionContext, run: TrainingRunDefinition) -> dict[str, Any]:
+    """Pin and plan the snapshots of a new run. One that has begun keeps the plans of its leg. Return them as metadata."""
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.plans import get_plan
+    from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
+    from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
+    from dlac_pipeline.plan.legs.choice import check_sources, plan_sources
+    from dlac_pipeline.supervise.choose_leg import leg_of
+
+    spec, lakehouse = run.job_spec(), run.lakehouse()
+    rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
+    head = fence_of_rows(rows).head
+    if head is None:
+        plans = [plan.row for plan in plan_sources(lakehouse, spec)]
+    else:
+        committed = leg_of(rows, head)
+        check_sources(spec, committed)
+        plans = [get_plan(lakehouse, source.plan_id) for source in committed.sources]
+    for plan in plans:
+        context.log.info(
+            f"plan {plan.plan_id}: {plan.units} work units, {plan.live_rows} live rows of snapshot {plan.snapshot_id} of "
+            f"{plan.source_table}, pinned by tag {plan.tag or '(no tag)'}"
+        )
+    return {
+        "run": spec.run,
+        "table": ", ".join(source.table for source in spec.sources),
+        "snapshot_id": ", ".join(str(plan.snapshot_id) for plan in plans),
+        "tag": ", ".join(plan.tag or "(no tag)" for plan in plans),
+        "plan_ids": dg.MetadataValue.json([plan.plan_id for plan in plans]),
+        "is_new": head is None,
+        "work_units": sum(plan.units for plan in plans),
+        "dagster/row_count": sum(plan.live_rows for plan in plans),
+        "bytes": sum(plan.bytes for plan in plans),
+        "row_filter": ", ".join(plan.row_filter or "(all rows)" for plan in plans),
+    }
 
 
 def build_model(run: TrainingRunDefinition, **attributes: Any) -> dg.AssetsDefinition:
@@ -66,13 +118,14 @@ def _train(
     _link_recovery(context, config.recovers)
     request = Request(
         spec=spec,
-        plan_ids=() if run.overrides else new_plan_ids(context, run.name),  # that plan is of the job file
+        plan_ids=() if run.overrides else _new_plan_ids(context, run.name),  # that plan is of the job file
         repin=config.replaces is None,
         **{name: getattr(config, name) for name in LaunchChoices.model_fields},
         launched_by=context.run_id,
     )
     last, served = supervise_run(request, _Shown(context), on_asking=heartbeat.was_interrupted)
-    if _stepped_aside(served, last):
+    kinds = (SteppedAside.__name__, RunBusy.__name__)
+    if served.noticed_by != OPERATOR and last["event"] == "error" and last["kind"] in kinds:
         failures.tag_run(context, failures.STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
         return
@@ -81,6 +134,14 @@ def _train(
 
     with failures.as_failure(context):
         yield dg.MaterializeResult(metadata=model_page(run.lakehouse(), run.name))
+
+
+def _new_plan_ids(context: dg.AssetExecutionContext, run: str) -> tuple[str, ...]:
+    """Return the plans that this Dagster run has made for a run that has not begun. Empty without them."""
+    entries = context.instance.all_logs(context.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+    found = [entry.asset_materialization for entry in entries if entry.asset_materialization]
+    made = [event.metadata for event in found if event.asset_key == plan_key(run)]
+    return tuple(made[-1]["plan_ids"].value) if made and made[-1]["is_new"].value else ()
 
 
 def _refuse_if_trained(context: dg.AssetExecutionContext, run: str, *, is_tagged: bool) -> None:
@@ -105,32 +166,19 @@ def _link_recovery(context: dg.AssetExecutionContext, recovered: str) -> None:
             context.instance.report_engine_event(f"Recovered by run {context.run_id}", dead, link)
 
 
-def _stepped_aside(request: Request, last: Event) -> bool:
-    """Return True if a recovery without a person found that another launch trains the run."""
-    kinds = (SteppedAside.__name__, RunBusy.__name__)
-    return request.noticed_by != OPERATOR and last["event"] == "error" and last["kind"] in kinds
-
-
 def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
-    """Raise the error that ended the run.
-
-    One that exited on a notice, without a request from here, is preempted and will be resumed.
-    """
+    """Raise the error that ended the run. One that exited on a notice, without a request from here, will be resumed."""
     if last["event"] == "error":
         if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
             raise failures.failure(context, last["kind"], last["message"])
     elif last["ending"] == "left":
-        raise failures.failure(
-            context,
-            LeftUnfinished.__name__,
-            f"the script ended after a checkpoint of step {last['step']}, before the end of the run",
-        )
+        message = f"the script ended after a checkpoint of step {last['step']}, before the end of the run"
+        raise failures.failure(context, LeftUnfinished.__name__, message)
     elif last["ending"] == "stopped":
         if not failures.run_tag(context.instance.get_run_by_id(context.run_id), failures.PREEMPTED_TAG):
             failures.tag_run(context, failures.PREEMPTED_TAG, "supervisor")
-        raise failures.failure(
-            context, Preempted.__name__, f"preempted: the run stopped after a checkpoint of step {last['step']}"
-        )
+        message = f"preempted: the run stopped after a checkpoint of step {last['step']}"
+        raise failures.failure(context, Preempted.__name__, message)
 
 
 class _Shown:

@@ -6,24 +6,20 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from dlac_pipeline.dagster import maintenance
 from dlac_pipeline.dagster.components.training_run import build_runs_job
-from dlac_pipeline.dagster.maintenance import rehearse_job, upkeep_job, verify_job
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
 from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, build_new_snapshot_sensor
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
 from dlac_pipeline.dagster.sensors.recovery import build_recovery_sensors
-from dlac_pipeline.dagster.sensors.registration import build_registration_sensor, register_job
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _MAINTENANCE = {"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"}
 
 
 class Recovery(dg.Component, dg.Model, dg.Resolvable):
-    """Recovery of all training runs of a code location, alerts about them, and maintenance of their lakehouse.
-
-    A code location has one.
-    """
+    """Recovery of all training runs of a code location, alerts about them, and upkeep of their lakehouse. A location has one."""
 
     lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
     continual_cron: str = Field(default="*/15 * * * *", description="When runs that follow appends are looked at.")
@@ -34,7 +30,7 @@ class Recovery(dg.Component, dg.Model, dg.Resolvable):
 
     def build_defs(self, context: dg.ComponentLoadContext | None = None) -> dg.Definitions:
         """Return jobs, schedules and sensors. They need no `context`, so a project without `defs.yaml` can call this."""
-        jobs = {job.name: job for job in (upkeep_job, verify_job, rehearse_job)}
+        jobs = {job.name: job for job in (maintenance.upkeep_job, maintenance.verify_job, maintenance.rehearse_job)}
         if unknown := sorted(set(self.maintenance) - set(jobs)):
             raise SpecInvalid(f"expected maintenance jobs among {sorted(jobs)}, found {unknown}")
         schedules = [
@@ -43,13 +39,13 @@ class Recovery(dg.Component, dg.Model, dg.Resolvable):
         ]
         runs_job, lakehouse = build_runs_job(), LakehouseResource(**self.lakehouse)
         return dg.Definitions(
-            jobs=[runs_job, register_job, *jobs.values()],
+            jobs=[runs_job, maintenance.register_job, *jobs.values()],
             schedules=[*schedules, build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
             sensors=[
                 *build_recovery_sensors(runs_job),
                 lost_run_sensor,
                 build_new_snapshot_sensor(runs_job),
-                build_registration_sensor(lakehouse),
+                maintenance.build_registration_sensor(lakehouse),
                 *dlac_alerts(),
             ],
             resources={"lakehouse": lakehouse},

@@ -1,4 +1,4 @@
-"""Component of a training run: its plan and its model as assets, from its job file."""
+"""Components of a training run, whose plan and model are assets, and of a source table that other programs write."""
 
 import copy
 import logging
@@ -10,22 +10,12 @@ import dagster as dg
 from dagster.components.resolved.model import Injected
 from pydantic import ConfigDict, Field, model_validator
 
+from dlac_pipeline.dagster import training_runs as runs
 from dlac_pipeline.dagster.assets.checks import build_checks
-from dlac_pipeline.dagster.assets.planning import build_plan
-from dlac_pipeline.dagster.assets.rehearsal import build_rehearsal
-from dlac_pipeline.dagster.assets.training import POOL, build_model
+from dlac_pipeline.dagster.assets.training import POOL, build_model, build_plan
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
-from dlac_pipeline.dagster.training_runs import (
-    NOT_RETRIED,
-    RUNS_JOB,
-    TrainingRunDefinition,
-    define_training_run,
-    model_key,
-    note_wrong_job_files,
-    plan_key,
-    table_key,
-)
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
@@ -87,40 +77,32 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         return self.build_in(context.path)
 
     def build_in(self, folder: Path) -> dg.Definitions:
-        """Return the definitions of the run. `folder` is where a relative `spec_file` and the script of `spec` are.
-
-        Raises:
-            SpecInvalid: the job spec cannot be read, or a setting is wrong.
-        """
+        """Return the definitions of the run, whose files are relative to `folder`. Raise `SpecInvalid` if a setting is wrong."""
 
         def read(overrides: Mapping[str, Any]) -> JobSpec:
             changed = self._read(folder, overrides)
-            if (changed.run, changed.lakehouse) != (spec.run, spec.lakehouse) and not overrides:
-                raise SpecInvalid(
-                    f"expected the job file of run {spec.run!r} with its lakehouse, found those of {changed.run!r}: reload the "
-                    "definitions, or restore the file"
-                )
-            if (changed.run, changed.lakehouse) != (spec.run, spec.lakehouse):
+            if (changed.run, changed.lakehouse) == (spec.run, spec.lakehouse):
+                return changed.resolved(home_folder())
+            if overrides:
                 raise SpecInvalid(
                     f"expected overrides of other settings than run and lakehouse, found {sorted(overrides)}: the asset, its "
                     "checks and its recovery are those of the job file's run"
                 )
-            return changed.resolved(home_folder())
+            raise SpecInvalid(
+                f"expected the job file of run {spec.run!r} with its lakehouse, found those of {changed.run!r}: reload the "
+                "definitions, or restore the file"
+            )
 
         spec = self._read(folder, {})
-        run = TrainingRunDefinition(name=spec.run, read_spec=read)
-        define_training_run(run)
-        sources = [self._asset_of(table) for table in dict.fromkeys(source.table for source in spec.sources)]
-        model = build_model(
-            run,
-            pool=self.pool,
-            kinds={_KIND, *self.kinds},
-            description=_describe(spec, self.spec_file),
-            **self._attributes("train"),
-        )
+        run = runs.TrainingRunDefinition(name=spec.run, read_spec=read)
+        runs.defined_runs[run.name] = run
+        named, tables = self.source_assets, dict.fromkeys(source.table for source in spec.sources)
+        sources = [dg.AssetKey.from_user_string(named[one]) if one in named else runs.table_key(one) for one in tables]
+        about = {"description": _describe(spec, self.spec_file), **self._attributes("train")}
+        model = build_model(run, pool=self.pool, kinds={_KIND, *self.kinds}, **about)
         return dg.Definitions(
             assets=[build_plan(run, deps=sources, kinds={"iceberg"}, **self._attributes("plan")), model],
-            asset_checks=[*build_checks(run), *([build_rehearsal(run)] if self.rehearsal else [])],
+            asset_checks=build_checks(run, with_rehearsal=self.rehearsal),
             sensors=list(self._automation(run.name)),
             resources={HEARTBEAT: heartbeat_resource},
         )
@@ -139,19 +121,49 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         raw = copy.deepcopy(self.spec or {})
         return spec_of_file(raw, folder=folder, origin=f"the spec in {folder}", overrides=overrides)
 
-    def _asset_of(self, table: str) -> dg.AssetKey:
-        named = self.source_assets.get(table)
-        return table_key(table) if named is None else dg.AssetKey.from_user_string(named)
-
     def _automation(self, run: str) -> Iterator[dg.AutomationConditionSensorDefinition]:
         """Yield the sensor that evaluates the condition: one for each run, so that no Dagster run trains two of them."""
         if self.automation_condition is not None:
             yield dg.AutomationConditionSensorDefinition(
-                name=f"{model_key(run).to_python_identifier()}_automation",
-                target=dg.AssetSelection.assets(plan_key(run), model_key(run)),
-                run_tags={**NOT_RETRIED, RUN_TAG: run},
+                name=f"{runs.model_key(run).to_python_identifier()}_automation",
+                target=dg.AssetSelection.assets(runs.plan_key(run), runs.model_key(run)),
+                run_tags={**runs.NOT_RETRIED, RUN_TAG: run},
                 description=f"Requests training run {run} by its automation condition. Off until you turn it on.",
             )
+
+
+class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
+    """A source table that other programs write, as an observed asset. Its data version is the current snapshot."""
+
+    table: str = Field(description="Name of the table, as namespace.table.")
+    lakehouse: Mapping[str, Any] = Field(default={}, description="Settings of the lakehouse, as in a job spec.")
+    group_name: str = Field(default="sources", description="Group of the asset.")
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """Return the asset, and the sensor that observes it each minute."""
+        key = runs.table_key(self.table)
+
+        def observe() -> dg.DataVersion:
+            from dlac_pipeline.lakehouse.iceberg.connect import connect
+
+            lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
+            current = lakehouse.load(self.table).current_snapshot()
+            return dg.DataVersion("empty" if current is None else str(current.snapshot_id))
+
+        asset = dg.observable_source_asset(
+            key=key,
+            group_name=self.group_name,
+            description=f"One row per row of the Iceberg table {self.table}. Its data version is the snapshot.",
+            automation_condition=dg.AutomationCondition.cron_tick_passed("* * * * *")
+            & ~dg.AutomationCondition.in_progress(),
+        )(observe)
+        sensor = dg.AutomationConditionSensorDefinition(
+            name=f"{key.to_python_identifier()}_observation",
+            target=dg.AssetSelection.assets(key),
+            default_status=dg.DefaultSensorStatus.RUNNING,
+            description=f"Looks at the snapshot of {self.table} each minute.",
+        )
+        return dg.Definitions(assets=[asset], sensors=[sensor])
 
 
 def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
@@ -166,7 +178,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
         try:
             component = TrainingRun(spec_file=path.name, **attributes)
             run = read_spec(path).run
-            step = model_key(run).to_python_identifier()  # of a-b and of a_b as well
+            step = runs.model_key(run).to_python_identifier()  # of a-b and of a_b as well
             if step in found:
                 raise SpecInvalid(
                     f"expected a name that Dagster can tell from those of other files, found {run!r} again"
@@ -175,7 +187,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
         except (SpecInvalid, dg.DagsterInvalidDefinitionError) as err:
             problems.append(f"{path} defines no training run: {err}")
             _log.error("%s", problems[-1])
-    note_wrong_job_files(problems)
+    runs.wrong_job_files[:] = problems
     return dg.Definitions.merge(*found.values())
 
 
@@ -183,16 +195,15 @@ def build_runs_job() -> Any:
     """Return the job on all training runs, for sensors and schedules that select one of them."""
     models = dg.AssetSelection.kind(_KIND)
     return dg.define_asset_job(
-        RUNS_JOB,
+        runs.RUNS_JOB,
         selection=models | models.upstream(depth=1) & dg.AssetSelection.tag(_STAGE, "plan"),
         description="All training runs. Sensors launch one of them. By hand, use Materialize of its asset.",
-        tags=NOT_RETRIED,
+        tags=runs.NOT_RETRIED,
         executor_def=dg.in_process_executor,
     )
 
 
 def _describe(spec: JobSpec, file: str | None) -> str:
-    """Return the description of a model: what it trains on, and the job spec."""
     tables = ", ".join(source.table for source in spec.sources)
     settings = mask_secrets(spec.model_dump_json(indent=2, exclude_defaults=True))
     return (

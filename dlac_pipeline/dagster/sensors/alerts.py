@@ -1,9 +1,8 @@
 """Alerts about DLAC's runs, by Dagster's own sensors: to the log, or as JSON to a command that you name.
 
-`dlac_alerts()` makes them for your own `Definitions`, with a function of yours in place of the command if you like. The
-pattern is that of Dagster's `make_slack_on_run_failure_sensor`. Hooks of a job would run in the process of the run, and are
-silent when that is killed: hence sensors. Each looks at one ended run per tick and sends at most one alert about it. So a
-tick either sent its alert, or failed and is repeated as a whole. No alert is lost, and none is sent twice.
+`dlac_alerts()` makes them for your own `Definitions`, with a function of yours in place of the command if you like. Hooks of a
+job would run in the process of the run, and are silent when that is killed: hence sensors. Each tick sends at most one alert,
+about one ended run, or fails and is repeated as a whole. No alert is lost, and none is sent twice.
 """
 
 import json
@@ -24,7 +23,7 @@ from dlac_pipeline.lakehouse.errors import RunBusy, TrainingFailed
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 Severity = Literal["info", "warning", "error"]
-_BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
+_BESIDE_TRAINING = (upkeep_job, verify_job, rehearse_job)
 _HELD_S = 3600.0
 """Seconds after the end of its run during which a refused alert is tried in each tick. Later alerts wait."""
 
@@ -38,9 +37,7 @@ class Alert:
     """One alert."""
 
     kind: Kind
-    """recovering: died, and a recovery is requested. gave_up: died, and a person is needed. failed: another job than
-    training.
-    """
+    """recovering: died, a recovery is requested. gave_up: died, a person is needed. failed: another job than training."""
     run: str
     """The training run, or empty."""
     job: str
@@ -53,12 +50,7 @@ Send = Callable[[Alert, logging.Logger], None]
 
 
 def send_by_settings(alert: Alert, log: logging.Logger) -> None:
-    """Log an alert, and give it to the command of orchestration.toml if one is named.
-
-    Raises:
-        SpecInvalid: orchestration.toml is not valid.
-        TrainingFailed: the command cannot be run, fails, or takes too long.
-    """
+    """Log an alert, and give it to the command of orchestration.toml. Raise `SpecInvalid` or `TrainingFailed` if that fails."""
     levels = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
     log.log(levels[alert.severity], f"{alert.kind}: {alert.run or alert.job}: {alert.message}")
     settings = read_settings().alerts
@@ -88,18 +80,14 @@ def dlac_alerts(
     def sensor(
         name: str, status: dg.DagsterRunStatus, alert_of: Callable[[dg.RunStatusSensorContext], Alert | None], text: str
     ) -> dg.SensorDefinition:
-        @dg.run_status_sensor(
+        return dg.run_status_sensor(
             name=f"{prefix}_{name}",
             run_status=status,
-            monitored_jobs=[*MONITORED, upkeep_job, verify_job, rehearse_job],
+            monitored_jobs=[*MONITORED, *_BESIDE_TRAINING],
             default_status=default_status,
             minimum_interval_seconds=5,
             description=text,
-        )
-        def report(context: dg.RunStatusSensorContext) -> dg.SkipReason:
-            return _send_alert(context, alert_of, kinds, send)
-
-        return report
+        )(lambda context: _send_alert(context, alert_of, kinds, send))
 
     failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
     sensors = [
@@ -121,13 +109,9 @@ def _send_alert(
     kinds: Sequence[Kind],
     send: Send,
 ) -> dg.SkipReason:
-    """Send the alert about an ended run, if it needs one. Any result ends the tick, because the next run has its own.
-
-    Raises:
-        AlertUnsent: it was refused. The next tick, some seconds later, tries again.
-    """
+    """Send the alert about an ended run, if it needs one. Raise `AlertUnsent` if it was refused: the next tick tries again."""
     run = context.dagster_run
-    if not (run.job_name in _BESIDE_TRAINING or names_of_training(context.instance, run)):
+    if not (run.job_name in [job.name for job in _BESIDE_TRAINING] or names_of_training(context.instance, run)):
         return dg.SkipReason(f"run {run.run_id} of {run.job_name} does not train")
     try:
         alert = alert_of(context)
@@ -136,9 +120,8 @@ def _send_alert(
         send(alert, context.log)
     except Exception as err:
         if ended_s_ago(context.instance, run) < _HELD_S:
-            raise AlertUnsent(
-                f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
-            ) from err
+            text = f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
+            raise AlertUnsent(text) from err
         context.log.exception(f"no alert about run {run.run_id} could be sent")
         return dg.SkipReason(f"gave up the alert about run {run.run_id}: {err}")
     return dg.SkipReason(f"sent an alert about run {run.run_id}: {alert.kind}")
@@ -175,7 +158,7 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
 
 
 def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
-    """Return one alert for all failed checks of a run, with the severity of the worst. Checks of other runs are not read.
+    """Return one alert for all failed checks of a run, with the severity of the worst.
 
     It reads the run's own log: across runs Dagster's default storage, which has a database for each, cannot be queried.
     """

@@ -1,27 +1,19 @@
-"""Continual training: training runs whose sources follow appends are trained again when new rows exist.
+"""Continual training, by a schedule or by a sensor on new snapshots: sources that follow appends are trained again.
 
-It runs on a schedule, or as soon as a sensor sees a new snapshot. Both are off until a person turns them on. A run whose end
-needs a person is not requested again until its work changes.
+Both are off until a person turns them on. A run whose end needs a person is not requested again until its work changes.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import dagster as dg
 from blake3 import blake3
 
+from dlac_pipeline.dagster import training_runs as runs
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.dagster.sensors.recovery import decide_recoveries, living_trainer
 from dlac_pipeline.dagster.settings import settings_or_defaults
-from dlac_pipeline.dagster.training_runs import (
-    TrainingJob,
-    model_key,
-    names_of_training,
-    plan_key,
-    training_runs,
-    wrong_job_files,
-)
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -36,76 +28,80 @@ _GOES_ON = (
 )
 _PAGE = 100
 """Dagster runs of one read."""
-_UNDER_WAY = [
-    status
-    for status in dg.DagsterRunStatus
-    if status not in (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
-]
+_ENDED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+_UNDER_WAY = [status for status in dg.DagsterRunStatus if status not in _ENDED]
 
 
-def build_continual_schedule(runs_job: TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
+def build_continual_schedule(runs_job: runs.TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
     """Return the schedule that requests a Dagster run for each training run that has rows to train and no trainer."""
-
-    @dg.schedule(
+    return dg.schedule(
+        name="continual_training_schedule",
         job=runs_job,
         cron_schedule=cron_schedule,
         default_status=dg.DefaultScheduleStatus.STOPPED,
         description="Trains each run that follows appends and has new rows. Off until you turn it on.",
-    )
-    def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _requests(context.instance, context.log, once_per_snapshot=False)
-
-    return continual_training_schedule
+    )(lambda context: _requests(context.instance, context.log, once_per_snapshot=False))
 
 
-def build_new_snapshot_sensor(runs_job: TrainingJob) -> dg.SensorDefinition:
-    """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script.
-
-    Dagster launches nothing for a run key that it has seen.
-    """
-
-    @dg.sensor(
+def build_new_snapshot_sensor(runs_job: runs.TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script, by its run key."""
+    return dg.sensor(
+        name="new_snapshot_sensor",
         job=runs_job,
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
         description="Trains a run once a table that it follows has a new snapshot. Off until you turn it on.",
-    )
-    def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _requests(context.instance, context.log, once_per_snapshot=True)
-
-    return new_snapshot_sensor
+    )(lambda context: _requests(context.instance, context.log, once_per_snapshot=True))
 
 
 def _requests(
     instance: dg.DagsterInstance, log: logging.Logger, *, once_per_snapshot: bool
 ) -> list[dg.RunRequest] | dg.SkipReason:
     looks = list(_looks(instance, log))
-    requests = [_request(*look, once_per_snapshot) for look in looks if not isinstance(look, str)]
+    requests = [
+        dg.RunRequest(
+            run_key=_purpose(spec, found) if once_per_snapshot else None,
+            asset_selection=[runs.plan_key(spec.run), runs.model_key(spec.run)],
+            tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.reason},
+        )
+        for spec, found in (look for look in looks if not isinstance(look, str))
+    ]
     reasons = "; ".join(look for look in looks if isinstance(look, str))
     return requests or dg.SkipReason(reasons or "this code location defines no training run")
 
 
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
     """Yield what is due for each training run, or why nothing is. Job files that define none are named."""
-    yield from wrong_job_files()
-    for name, run in training_runs().items():
+    yield from runs.wrong_job_files
+    trainers = _trainers(instance)
+    for name, run in runs.defined_runs.items():
         try:
-            yield _look(instance, run.job_spec(), log)
+            yield _look(instance, run.job_spec(), trainers, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
             log.error(f"{name}: {err}")
             yield f"{name}: {err}"
 
 
-def _look(instance: dg.DagsterInstance, spec: JobSpec, log: logging.Logger) -> "tuple[JobSpec, Due] | str":
+def _trainers(instance: dg.DagsterInstance) -> dict[str, str]:
+    """Return the newest Dagster run under way for each training run, by its tag and by the models it is to materialize."""
+    trainers: dict[str, str] = {}
+    for each in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)):
+        # that of *Materialize* has no tag before its model's step
+        for name in (each.tags.get(RUN_TAG, ""), *runs.names_of_training(instance, each)):
+            trainers.setdefault(name, each.run_id)
+    return trainers
+
+
+def _look(
+    instance: dg.DagsterInstance, spec: JobSpec, trainers: Mapping[str, str], log: logging.Logger
+) -> "tuple[JobSpec, Due] | str":
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.operations.pending_work import due
 
     if not any(source.follow == "appends" for source in spec.sources):
         return f"{spec.run} follows no table"
-    for each in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)):
-        # that of *Materialize* has no tag before its model's step
-        if each.tags.get(RUN_TAG) == spec.run or spec.run in names_of_training(instance, each):
-            return f"{spec.run} is trained by Dagster run {each.run_id}"
+    if spec.run in trainers:
+        return f"{spec.run} is trained by Dagster run {trainers[spec.run]}"
     lakehouse = connect(spec.lakehouse)
     found = due(lakehouse, spec)
     obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
@@ -142,7 +138,7 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
     for run in _newest_first(instance, spec.run):
         if newest is None:
             refused = run_tag(run, NO_RECOVERY_TAG) == RunBusy.__name__
-            if refused or not names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
+            if refused or not runs.names_of_training(instance, run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
             newest, ending = run, _needs_a_person(instance, run, log)
             if not ending:
@@ -173,14 +169,6 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
         if isinstance(recovery, dg.SkipReason) and "NoProgress" in str(recovery.skip_message):
             return f"was given up ({recovery.skip_message})"
     return ""
-
-
-def _request(spec: JobSpec, found: "Due", once_per_snapshot: bool) -> dg.RunRequest:
-    return dg.RunRequest(
-        run_key=_purpose(spec, found) if once_per_snapshot else None,
-        asset_selection=[plan_key(spec.run), model_key(spec.run)],
-        tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.reason},
-    )
 
 
 def due_key(spec: JobSpec, found: "Due") -> str:

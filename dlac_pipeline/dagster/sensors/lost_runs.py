@@ -1,6 +1,6 @@
-"""Dagster runs whose process is gone: the code server or the whole node died, and Dagster still waits for them.
+"""Dagster runs whose process is gone, with the code server or the whole node, although Dagster waits for them.
 
-A sensor looks at their heartbeats. It only marks the run as ended. The sensors in recovery.py decide what follows.
+A sensor finds them by their heartbeats and marks them as ended. The sensors in recovery.py decide what follows.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     mine = context.code_location_origin
     location = None if mine is None else mine.location_name
     waited_for = context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR))
-    runs = [run for run in waited_for if _is_of(run, location) and names_of_training(context.instance, run)]
+    runs = [run for run in waited_for if _location_of(run) == location and names_of_training(context.instance, run)]
     if runs:  # during training, because each code server is new and `recovery_sensor` must decide at once
         importlib.import_module("dlac_pipeline.supervise.claim")
     beats = beats_of(context.instance, [run.run_id for run in runs])
@@ -62,11 +62,10 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     return dg.SensorResult(skip_reason=dg.SkipReason(message), cursor=json.dumps({"looked_at": now, "seen": seen}))
 
 
-def _is_of(run: dg.DagsterRun, location: str | None) -> bool:
-    """Return True if a run belongs to the code location of this name. Others may have assets and jobs of the same names."""
+def _location_of(run: dg.DagsterRun) -> str | None:
+    """Return the code location of a run. Others may have assets and jobs of the same names."""
     origin = run.remote_job_origin
-    name = None if origin is None else origin.repository_origin.code_location_origin.location_name
-    return name == location
+    return None if origin is None else origin.repository_origin.code_location_origin.location_name
 
 
 def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings) -> str:
@@ -81,17 +80,15 @@ def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings
 def _lost_before_it_beat(
     instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings
 ) -> str:
-    """Return why a run without a heartbeat will never have one: its starter here, or its process, is gone. Empty: it may.
-
-    An existing process may take long to import on a busy node, and cannot be distinguished from one that hangs.
-    """
+    """Return why a run without a heartbeat will never have one: its starter here, or its process, is gone. Empty: it may."""
     if silent_s < settings.gone_after_s:
         return ""
     pid, since = _started_here(instance, run)
     if pid and not _is_there(pid, since):
         return f"its process {pid} is gone, and sent no heartbeat"
-    if not pid and _server_is_gone(run):
+    if not pid and (server := _server_here(run)) and not _answers(server):
         return "it was not started, and the code server that was to start it is gone"
+    # An existing process may take long to import on a busy node, and cannot be distinguished from one that hangs.
     patience_s = max(settings.lost_after_s, settings.start_within_s if pid else 0.0)
     return f"it sent no heartbeat in {silent_s:.0f} s" if silent_s >= patience_s else ""
 
@@ -113,11 +110,9 @@ def _server_here(run: dg.DagsterRun) -> str:
     return server if server and Path(server).exists() else ""
 
 
-def _server_is_gone(run: dg.DagsterRun) -> bool:
-    """Return True if the code server for a run is on this node and does not answer."""
-    server = _server_here(run)
+def _answers(server: str) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
-        return bool(server) and client.connect_ex(server) != 0
+        return client.connect_ex(server) == 0
 
 
 def _is_there(pid: int, since: float) -> bool:

@@ -12,18 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from dlac_pipeline.dagster import training_runs as runs
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
 from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
-from dlac_pipeline.dagster.training_runs import (
-    MONITORED,
-    TrainingJob,
-    TrainingRunDefinition,
-    has_made,
-    model_key,
-    names_of_training,
-    training_runs,
-    wrong_job_files,
-)
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -51,25 +42,21 @@ class RecoveryDeferred(dg.DagsterError):
     """A recovery cannot be requested yet. Only Dagster's own errors fail the tick and leave the cursor of a sensor on runs."""
 
 
-def build_recovery_sensors(runs_job: TrainingJob) -> list[dg.SensorDefinition]:
-    """Return the sensors that request a recovery per training run of an ended Dagster run: a dead one, or a preempted one.
-
-    The recovery replaces the current attempt, unless that one is alive.
-    """
+def build_recovery_sensors(runs_job: runs.TrainingJob) -> list[dg.SensorDefinition]:
+    """Return the sensors that request a recovery of each training run of a dead or preempted Dagster run."""
     shared: dict[str, Any] = {
-        "monitored_jobs": MONITORED,
+        "monitored_jobs": runs.MONITORED,
         "request_job": runs_job,
         "minimum_interval_seconds": 2,
         "default_status": dg.DefaultSensorStatus.RUNNING,
     }
 
-    @dg.run_status_sensor(
+    recovery_sensor = dg.run_status_sensor(
+        name="recovery_sensor",
         run_status=dg.DagsterRunStatus.FAILURE,
         description="Requests a recovery when a Dagster run that trains has died, unless the next one would fail as well.",
         **shared,
-    )
-    def recovery_sensor(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
-        return _recover(context)
+    )(_recover)
 
     @dg.run_status_sensor(
         run_status=dg.DagsterRunStatus.CANCELED,
@@ -87,11 +74,7 @@ def build_recovery_sensors(runs_job: TrainingJob) -> list[dg.SensorDefinition]:
 
 
 def _recover(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.SkipReason:
-    """Return the recoveries of an ended Dagster run, or why it has none.
-
-    Raises:
-        RecoveryDeferred: Dagster's storage does not answer, or the code location must be loaded again. The next tick tries again.
-    """
+    """Return the recoveries of an ended Dagster run, or why it has none. Raise `RecoveryDeferred` if the next tick must try."""
     instance, dead = context.instance, context.dagster_run
     _let_go_of_pools(instance, dead, context.log)
     try:
@@ -114,39 +97,32 @@ def _recover(context: dg.RunStatusSensorContext) -> list[dg.RunRequest] | dg.Ski
 def decide_recoveries(
     instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
 ) -> list[dg.RunRequest | dg.SkipReason]:
-    """Return the recovery of each training run of a Dagster run that has ended, or why it has none.
-
-    It only reads, so a second call returns the same.
+    """Return the recovery of each training run of a Dagster run that has ended, or why it has none. It only reads.
 
     Raises:
         RecoveryDeferred: this code location does not define a training run. A new job file may not be loaded yet.
     """
-    defined, names = training_runs(), names_of_training(instance, dead)
+    defined, names = runs.defined_runs, runs.names_of_training(instance, dead)
     missing = [name for name in names if name not in defined]
     if missing and ended_s_ago(instance, dead) < _LOADED_WITHIN_S:
         raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")
     found: list[dg.RunRequest | dg.SkipReason] = []
     for name in names:
         if name in missing:
-            hint = "; ".join(wrong_job_files()) or "reload its definitions, and materialize its model"
-            reason = f"{name} is not defined in this code location: {hint}"
-        else:
-            reason = _reason_against(instance, dead, name, alone=len(names) == 1)
-        run = defined.get(name)
-        if reason or run is None:
+            hint = "; ".join(runs.wrong_job_files) or "reload its definitions, and materialize its model"
+            found.append(dg.SkipReason(f"{name} is not defined in this code location: {hint}"))
+        elif reason := _reason_against(instance, dead, name, alone=len(names) == 1):
             found.append(dg.SkipReason(reason))
         else:
-            found.append(_recovery_of(instance, dead, run.as_launched(dead), noticed_by=noticed_by, log=log))
+            run = defined[name].as_launched(dead)
+            found.append(_recovery_of(instance, dead, run, noticed_by, log))
     return found
 
 
 def _reason_against(instance: dg.DagsterInstance, dead: dg.DagsterRun, name: str, *, alone: bool) -> str:
-    """Return why a training run needs no recovery, by the events of its Dagster run. Empty: it may need one.
-
-    `alone` is True if the Dagster run trained no other one. Tags are those of the Dagster run.
-    """
-    key, no_recovery = model_key(name), run_tag(dead, NO_RECOVERY_TAG)
-    if has_made(instance, dead, key):
+    """Return why a training run, perhaps `alone` in its Dagster run, needs no recovery by that run's events, or nothing."""
+    key, no_recovery = runs.model_key(name), run_tag(dead, NO_RECOVERY_TAG)
+    if runs.has_made(instance, dead, key):
         return f"run {dead.run_id} ended after it had trained {name}"
     failures = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.STEP_FAILURE) if no_recovery else ()
     if no_recovery and (alone or key.to_python_identifier() in {entry.step_key for entry in failures}):
@@ -165,16 +141,13 @@ def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: lo
     try:
         instance.event_log_storage.free_concurrency_slots_for_run(ended.run_id)
     except Exception:
-        log.exception(
-            f"the pools of run {ended.run_id} could not be released: `dagster instance concurrency` shows them"
-        )
+        log.exception(f"the pools of run {ended.run_id} are not released: `dagster instance concurrency` shows them")
 
 
 def _recovery_of(
     instance: dg.DagsterInstance,
     dead: dg.DagsterRun,
-    run: TrainingRunDefinition,
-    *,
+    run: runs.TrainingRunDefinition,
     noticed_by: str,
     log: logging.Logger,
 ) -> dg.RunRequest | dg.SkipReason:
@@ -190,17 +163,14 @@ def _recovery_of(
     try:
         trainer, launch = _find_trainer(instance, spec, past, settings)
     except Exception as err:
-        log.warning(
-            f"the trainer of the run is unknown, requesting a recovery that fences no launch: {err}", exc_info=True
-        )
+        log.warning(f"the trainer is unknown, requesting a recovery that fences no launch: {err}", exc_info=True)
     else:
         if trainer:
             return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
     fruitless = past.fruitless(settings)
     if fruitless >= spec.launch.attempts_without_progress:
-        return dg.SkipReason(
-            f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; fix the cause"
-        )
+        reason = f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; fix the cause"
+        return dg.SkipReason(reason)
     launch |= {"recovers": dead.run_id, "wait_s": settings.wait_for_old_launch_s}
     launch |= {"noticed_by": noticed_by, "noticed_at": past.now}
     return dg.RunRequest(
@@ -251,10 +221,7 @@ class _Past:
         return self._lasted_s > _LONG_S if self._progressed is None else self._progressed
 
     def fruitless(self, settings: RecoverySettings) -> int:
-        """Return the consecutive recoveries that committed nothing.
-
-        Those that an outage ended do not count, unless it lasts too long.
-        """
+        """Return the consecutive recoveries that committed nothing, without those in an outage that is not too long."""
         if self._trained:
             return 0
         since = self.outage_since

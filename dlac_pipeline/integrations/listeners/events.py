@@ -126,9 +126,8 @@ class AttemptEnded(RunEvent):
     """An attempt has ended."""
 
     ending: Literal["finished", "caught_up", "stopped", "left", "failed", "lost"]
-    """The run is finished, no appended rows are left, it was stopped on request, the script returned early, a rank failed, or the
-    supervisor was lost.
-    """
+    """In order: the run is finished, no appended rows are left, it was stopped, its script returned early, a rank failed, or the
+    supervisor was lost."""
     reason: str
     """Cause of a failure. Empty otherwise."""
     step: int

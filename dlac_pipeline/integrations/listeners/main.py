@@ -1,4 +1,4 @@
-"""The process of a run's listeners: `python -m dlac_pipeline.integrations.listeners.main`.
+"""The process of a run's listeners, each with a thread of its own: `python -m dlac_pipeline.integrations.listeners.main`.
 
 Standard input: the job spec and the orchestrator's run as one line of JSON, then one event per line. The process ends with its
 standard input. Logs go to standard error.
@@ -10,18 +10,21 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from dlac_pipeline.integrations.listeners.events import Listener
-from dlac_pipeline.integrations.listeners.subscription import Subscription
+from dlac_pipeline.integrations.listeners.events import Listener, ProgressMade, RunEvent
 from dlac_pipeline.integrations.listeners.translate import EventTranslator
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.listeners_spec import GROUP
 
+_log = logging.getLogger("dlac_pipeline.listeners")
 _POLL_S = 0.5
 """Seconds between two reads of the heartbeats."""
 _OWN = {
@@ -32,6 +35,82 @@ _OWN = {
     "prometheus": ("prometheus", "PrometheusListener"),
 }
 """Listener -> module of this package, and class. Names differ from those of the libraries."""
+
+
+class Subscription:
+    """A listener with a thread of its own. It is made in that thread, because an import of its library may take seconds."""
+
+    def __init__(self, name: str, make: Callable[[], Listener], *, most_waiting: int) -> None:
+        self.name = name
+        self.dropped = self.errors = 0
+        self._make = make
+        self._most_waiting = most_waiting
+        self._waiting: deque[RunEvent | None] = deque()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, event: RunEvent) -> None:
+        """Add an event, and return at once. If too many wait, the oldest progress event is dropped."""
+        with self._changed:
+            if isinstance(event, ProgressMade) and len(self._waiting) >= self._most_waiting:
+                self.dropped += 1
+                oldest = next((each for each in self._waiting if isinstance(each, ProgressMade)), None)
+                if oldest is None:
+                    return
+                self._waiting.remove(oldest)
+            self._waiting.append(event)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let the listener end after the events that wait."""
+        with self._changed:
+            self._waiting.append(None)
+            self._changed.notify()
+
+    def join(self, deadline: float) -> None:
+        """Wait until the listener has ended, or until a moment of the monotonic clock. Log how many events it missed."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            left = sum(each is not None for each in self._waiting)
+        unfinished = self._thread.is_alive()
+        if unfinished or self.dropped or self.errors:
+            state = "did not end in time" if unfinished else "ended"
+            _log.warning(
+                "listener %r %s: %d errors, %d progress events dropped, %d events left",
+                *(self.name, state, self.errors, self.dropped, left),
+            )
+
+    def _work(self) -> None:
+        listener: Listener | None = None
+        try:
+            listener = self._make()
+        except Exception:
+            self._note_error("did not start, and receives no events")
+        while (event := self._take()) is not None:
+            if listener is not None:
+                self._call(listener.on_event, event)
+        close = getattr(listener, "close", None)
+        if close is not None:
+            self._call(close)
+
+    def _take(self) -> RunEvent | None:
+        with self._changed:
+            while not self._waiting:
+                self._changed.wait()
+            return self._waiting.popleft()
+
+    def _call(self, method: Callable[..., None], *arguments: RunEvent) -> None:
+        try:
+            method(*arguments)
+        except Exception:
+            self._note_error("raised, and receives further events")
+
+    def _note_error(self, what: str) -> None:
+        """Count an error. Only the first one is logged."""
+        self.errors += 1
+        if self.errors == 1:
+            _log.warning("listener %r %s", self.name, what, exc_info=True)
 
 
 def main() -> int:
@@ -45,7 +124,7 @@ def main() -> int:
     spec = parse_spec(head["spec"], origin="the job spec of the listeners")
     translator = EventTranslator(spec, parent_run=head["launched_by"])
     subscriptions = [
-        Subscription(name, _maker(name, options, spec), most_waiting=spec.listeners.queue_events)
+        Subscription(name, partial(_make, name, options, spec), most_waiting=spec.listeners.queue_events)
         for name, options in spec.listeners.chosen().items()
     ]
     for line in lines:
@@ -55,16 +134,12 @@ def main() -> int:
     for event in translator.end("lost", reason="the supervisor was lost"):
         for each in subscriptions:
             each.put(event)
-    _close(subscriptions, within_s=spec.listeners.end_s)
-    return 0
-
-
-def _close(subscriptions: list[Subscription], *, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + spec.listeners.end_s
     for each in subscriptions:
         each.close()
     for each in subscriptions:
         each.join(deadline)
+    return 0
 
 
 def _lines() -> Iterator[bytes | None]:
@@ -81,20 +156,15 @@ def _lines() -> Iterator[bytes | None]:
         yield from lines
 
 
-def _maker(name: str, options: Mapping[str, Any], spec: JobSpec) -> Callable[[], Listener]:
-    """Return a function that imports and makes a listener."""
-
-    def make() -> Listener:
-        if name in _OWN:
-            module, kind = _OWN[name]
-            own = import_module(f"dlac_pipeline.integrations.listeners.{module}")
-            made: Listener = getattr(own, kind)(getattr(spec.listeners, name), spec)
-            return made
-        (point,) = entry_points(group=GROUP, name=name)
-        other: Listener = point.load()(**options)
-        return other
-
-    return make
+def _make(name: str, options: Mapping[str, Any], spec: JobSpec) -> Listener:
+    if name in _OWN:
+        module, kind = _OWN[name]
+        own = import_module(f"dlac_pipeline.integrations.listeners.{module}")
+        made: Listener = getattr(own, kind)(getattr(spec.listeners, name), spec)
+        return made
+    (point,) = entry_points(group=GROUP, name=name)
+    other: Listener = point.load()(**options)
+    return other
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""OpenLineage: each attempt is a run, the tables are its inputs, and the checkpoints its outputs.
-
-The client reads its transport from the variables OPENLINEAGE_* or from openlineage.yml.
-"""
+"""OpenLineage: each attempt is a run, the tables are its inputs, and the checkpoints its outputs."""
 
 import logging
 import os
@@ -11,13 +8,7 @@ from urllib.parse import urlsplit
 
 from openlineage.client import OpenLineageClient, event_v2, facet_v2
 
-from dlac_pipeline.integrations.listeners.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    InputTable,
-    RunEvent,
-)
+from dlac_pipeline.integrations.listeners import events
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -41,23 +32,23 @@ class OpenLineageListener:
         kind = facet_v2.job_type_job.JobTypeJobFacet(processingType="BATCH", integration="DLAC", jobType="TRAINING")
         self._job = event_v2.Job(options.namespace, spec.run, {"jobType": kind})
         self._run = event_v2.Run(str(uuid.UUID(int=0)))
-        self._tables: dict[str, tuple[InputTable, event_v2.Dataset]] = {}
+        self._tables: dict[str, tuple[events.InputTable, event_v2.Dataset]] = {}
         self._rows: dict[str, int] = {}
         """Name of each source -> rows that the attempt has consumed, by its committed checkpoints."""
         self._outputs: list[event_v2.OutputDataset] = []
         """The last checkpoint of the attempt."""
 
-    def on_event(self, event: RunEvent) -> None:
+    def on_event(self, event: events.RunEvent) -> None:
         """Emit the start or the end of an attempt, or a checkpoint of it."""
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, events.AttemptStarted):
             self._start(event)
             self._emit("START", event)
-        elif isinstance(event, CheckpointCommitted):
+        elif isinstance(event, events.CheckpointCommitted):
             for name, rows in event.rows_by_table.items():
                 self._rows[name] += rows
             self._outputs = [_checkpoint(event)]
             self._emit("RUNNING", event)
-        elif isinstance(event, AttemptEnded):
+        elif isinstance(event, events.AttemptEnded):
             if event.reason:
                 failure = facet_v2.error_message_run.ErrorMessageRunFacet(event.reason, programmingLanguage="Python")
                 self._run = event_v2.Run(self._run.runId, {**(self._run.facets or {}), "errorMessage": failure})
@@ -67,7 +58,7 @@ class OpenLineageListener:
         """Send the rest."""
         self._client.close()
 
-    def _start(self, event: AttemptStarted) -> None:
+    def _start(self, event: events.AttemptStarted) -> None:
         self._tables = {table.name: (table, self._dataset(table)) for table in event.tables}
         self._rows = dict.fromkeys(self._tables, 0)
         self._outputs = []
@@ -75,7 +66,7 @@ class OpenLineageListener:
         name = f"dlac:{event.ledger}/{event.run}/{event.attempt}"
         self._run = event_v2.Run(str(uuid.uuid5(uuid.NAMESPACE_URL, name)), {"parent": parent} if parent else {})
 
-    def _emit(self, kind: str, event: RunEvent) -> None:
+    def _emit(self, kind: str, event: events.RunEvent) -> None:
         lineage = event_v2.RunEvent(
             eventTime=datetime.fromtimestamp(event.at, UTC).isoformat(),
             run=self._run,
@@ -100,7 +91,7 @@ class OpenLineageListener:
             inputFacets={"dataQualityMetrics": planned, "inputStatistics": consumed},
         )
 
-    def _dataset(self, table: InputTable) -> event_v2.Dataset:
+    def _dataset(self, table: events.InputTable) -> event_v2.Dataset:
         """Return the dataset of a table: its location, and for an Iceberg table its name in the catalog as a symlink."""
         version = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(str(table.snapshot_id))
         external = split_identifier(table.table)
@@ -120,7 +111,7 @@ class OpenLineageListener:
         return event_v2.Dataset(*location, facets={"version": version, "symlinks": symlinks})
 
 
-def _checkpoint(event: CheckpointCommitted) -> event_v2.OutputDataset:
+def _checkpoint(event: events.CheckpointCommitted) -> event_v2.OutputDataset:
     version = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(event.checkpoint_id)
     size = facet_v2.output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(size=event.bytes)
     namespace, name = _place_of(event.location)
@@ -135,7 +126,7 @@ def _place_of(location: str) -> tuple[str, str]:
     return f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
 
 
-def _parent_of(event: AttemptStarted) -> facet_v2.parent_run.ParentRunFacet | None:
+def _parent_of(event: events.AttemptStarted) -> facet_v2.parent_run.ParentRunFacet | None:
     """Return the run that started this one: of OPENLINEAGE_PARENT_ID, as namespace/job/run, or of Dagster."""
     named = os.environ.get("OPENLINEAGE_PARENT_ID", "")
     if named.count("/") >= 2:

@@ -1,7 +1,4 @@
-"""OpenTelemetry: recoveries and their phases as spans, and gauges of progress, over OTLP.
-
-The exporters read their addresses and headers from the variables OTEL_EXPORTER_OTLP_*.
-"""
+"""OpenTelemetry: recoveries and their phases as spans, and gauges of progress, over OTLP."""
 
 import os
 
@@ -19,13 +16,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import OpenTelemetrySpec
 
 _SCOPE = "dlac"
-_UNITS = {
-    "step": "{step}",
-    "loss": "1",
-    "rows_at_risk": "{row}",
-    "rows_per_s": "{row}/s",
-    "tokens_per_s": "{token}/s",
-}
+_UNITS = {"step": "{step}", "loss": "1", "rows_at_risk": "{row}", "rows_per_s": "{row}/s", "tokens_per_s": "{token}/s"}
 
 
 class OpenTelemetryListener:
@@ -36,9 +27,8 @@ class OpenTelemetryListener:
         resource = Resource.create({"dlac.run": spec.run})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        reader = PeriodicExportingMetricReader(
-            OTLPMetricExporter(), export_interval_millis=options.export_every_s * 1000
-        )
+        every_ms = options.export_every_s * 1000
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(), export_interval_millis=every_ms)
         self._metrics = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer(_SCOPE)
         meter = self._metrics.get_meter(_SCOPE)

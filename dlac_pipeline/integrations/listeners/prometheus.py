@@ -2,14 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from dlac_pipeline.integrations.listeners.events import (
-    AttemptStarted,
-    CheckpointCommitted,
-    ProgressMade,
-    RecoveryEnded,
-    RowsQuarantined,
-    RunEvent,
-)
+from dlac_pipeline.integrations.listeners import events
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import PrometheusSpec
 
@@ -46,21 +39,21 @@ class PrometheusListener:
         }
         self._server, self._thread = start_http_server(options.port, addr=options.host, registry=registry)
 
-    def on_event(self, event: RunEvent) -> None:
+    def on_event(self, event: events.RunEvent) -> None:
         """Change the values that an event has."""
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, events.AttemptStarted):
             self._set(attempt=event.attempt, world_size=event.world_size, step=event.step)
-        elif isinstance(event, ProgressMade):
+        elif isinstance(event, events.ProgressMade):
             self._set(**event.gauges())
-        elif isinstance(event, CheckpointCommitted):
+        elif isinstance(event, events.CheckpointCommitted):
             self._set(checkpoint_step=event.step, checkpoint_duration_s=event.duration_s, **event.gauges())
             self._counters["checkpoints"].labels(self._run).inc()
             for table, rows in event.rows_by_table.items():
                 self._counters["rows_committed"].labels(self._run, table).inc(rows)
-        elif isinstance(event, RecoveryEnded):
+        elif isinstance(event, events.RecoveryEnded):
             self._set(recovery_s=event.phases[-1].end - event.phases[0].start)
             self._counters["recoveries"].labels(self._run, event.outcome).inc()
-        elif isinstance(event, RowsQuarantined):
+        elif isinstance(event, events.RowsQuarantined):
             self._counters["quarantines"].labels(self._run).inc()
 
     def close(self) -> None:

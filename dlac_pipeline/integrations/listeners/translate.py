@@ -7,18 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.integrations.listeners.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    InputTable,
-    ProgressMade,
-    RecoveryEnded,
-    RecoveryPhase,
-    RowsQuarantined,
-    RunEvent,
-    RunGivenUp,
-)
+from dlac_pipeline.integrations.listeners import events
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
@@ -31,14 +20,14 @@ class EventTranslator:
     def __init__(self, spec: JobSpec, *, parent_run: str) -> None:
         self._spec = spec
         self._parent_run = parent_run
-        self._started: AttemptStarted | None = None
+        self._started: events.AttemptStarted | None = None
         self._folder: Path | None = None
         self._is_open = False
         self._step = self._rows = self._committed_rows = 0
         self._seen = (0.0, 0, 0)
         """Moment, rows and step of the last progress event."""
 
-    def translate(self, event: Event) -> Iterator[RunEvent]:
+    def translate(self, event: Event) -> Iterator[events.RunEvent]:
         """Yield the typed events of an event."""
         kind = event["event"]
         if kind == "claimed":
@@ -54,7 +43,7 @@ class EventTranslator:
         elif kind == "quarantine":
             yield self._quarantine(event)
         elif kind == "given_up":
-            yield RunGivenUp(**self._facts(event), reason=event["reason"])
+            yield events.RunGivenUp(**self._facts(event), reason=event["reason"])
         elif kind in ENDINGS:
             yield from self.end(kind, step=event["step"], at=event["at"])
         elif kind == "closed":
@@ -63,16 +52,18 @@ class EventTranslator:
             reason = event.get("cause") or event["message"]
             yield from self.end("failed", reason=reason, step=event.get("step"), at=event["at"])
 
-    def end(self, ending: Any, *, reason: str = "", step: int | None = None, at: float | None = None) -> list[RunEvent]:
+    def end(
+        self, ending: Any, *, reason: str = "", step: int | None = None, at: float | None = None
+    ) -> list[events.RunEvent]:
         """Return the end of the current attempt, once."""
         if not self._is_open:
             return []
         last = self.poll()
         self._is_open = False
-        step = self._step if step is None else step
-        return [*last, AttemptEnded(**self._facts({"at": at or time.time()}), ending=ending, reason=reason, step=step)]
+        facts = {**self._facts({"at": at or time.time()}), "step": self._step if step is None else step}
+        return [*last, events.AttemptEnded(**facts, ending=ending, reason=reason)]
 
-    def poll(self) -> list[RunEvent]:
+    def poll(self) -> list[events.RunEvent]:
         """Return the progress since the last call, from the heartbeats in the launch folder. None without further steps."""
         beats = read_heartbeats(self._folder) if self._folder is not None and self._is_open else []
         now, (before, rows_before, step_before) = time.time(), self._seen
@@ -85,7 +76,7 @@ class EventTranslator:
         self._seen, self._step, self._rows = (now, rows, step), step, rows
         seconds = max(1e-3, now - (before or first.spent.began or now))
         tokens = (step - step_before) * self._spec.order.batch_size * self._spec.sequences.length
-        progress = ProgressMade(
+        progress = events.ProgressMade(
             **self._facts({"at": now}),
             step=step,
             loss_step=first.loss_step,
@@ -101,24 +92,23 @@ class EventTranslator:
         assert self._started is not None, "an attempt starts before all else"
         return {"run": self._spec.run, "attempt": self._started.attempt, "at": event["at"]}
 
-    def _start(self, event: Event) -> RunEvent:
-        facts = {
-            name: event[name] for name in ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from")
-        }
-        tables = tuple(InputTable(**table) for table in event["tables"])
-        self._started = AttemptStarted(run=self._spec.run, tables=tables, parent_run=self._parent_run, **facts)
+    def _start(self, event: Event) -> events.RunEvent:
+        names = ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from")
+        facts = {name: event[name] for name in names}
+        tables = tuple(events.InputTable(**table) for table in event["tables"])
+        self._started = events.AttemptStarted(run=self._spec.run, tables=tables, parent_run=self._parent_run, **facts)
         self._folder = Path(event["folder"]) if event["folder"] else None
         self._is_open = True
         self._step, self._rows, self._committed_rows = event["step"], 0, 0
         self._seen = (0.0, 0, self._step)
         return self._started
 
-    def _checkpoint(self, event: Event) -> RunEvent:
+    def _checkpoint(self, event: Event) -> events.RunEvent:
         assert self._started is not None, "checked before"
         names = [table.name for table in self._started.tables]
         self._committed_rows += event["rows"]
         facts = ("step", "checkpoint_id", "location", "ledger_snapshot_id", "bytes", "duration_s")
-        return CheckpointCommitted(
+        return events.CheckpointCommitted(
             **self._facts(event),
             **{name: event[name] for name in facts},
             rows_by_table=dict(zip(names, event["rows_by_source"], strict=True)),
@@ -126,22 +116,16 @@ class EventTranslator:
             rows_at_risk=max(0, self._rows - self._committed_rows),
         )
 
-    def _recovery(self, event: Event) -> RunEvent:
+    def _recovery(self, event: Event) -> events.RunEvent:
         phases, start = [], datetime.fromisoformat(event["failed_at"]).timestamp()
         for name in PHASES[:-1]:
             end = start + max(0.0, event[f"{name}_s"] or 0.0)
-            phases.append(RecoveryPhase(name=name, start=start, end=end))
+            phases.append(events.RecoveryPhase(name=name, start=start, end=end))
             start = end
         facts = {name: event[name] for name in ("outcome", "cause", "noticed_by", "rows_replayed")}
-        return RecoveryEnded(**self._facts(event), **facts, phases=tuple(phases))
+        return events.RecoveryEnded(**self._facts(event), **facts, phases=tuple(phases))
 
-    def _quarantine(self, event: Event) -> RunEvent:
-        path, rows = event.get("path", ""), event.get("rows") or len(event.get("positions", ())) or None
-        return RowsQuarantined(
-            **self._facts(event),
-            reason=event["reason"],
-            path=path,
-            row_group=event.get("row_group"),
-            rows=rows,
-            is_tentative=bool(event.get("tentative")),
-        )
+    def _quarantine(self, event: Event) -> events.RunEvent:
+        facts = {"reason": event["reason"], "path": event.get("path", ""), "row_group": event.get("row_group")}
+        facts |= {"rows": event.get("rows") or len(event.get("positions", ())) or None}
+        return events.RowsQuarantined(**self._facts(event), **facts, is_tentative=bool(event.get("tentative")))

@@ -44,9 +44,8 @@ class WandbListener(Tracker):
 
     def note(self, facts: Mapping[str, object]) -> None:
         """Set values of the summary. An id is a text, because W&B rounds large numbers."""
-        self._current_run().summary.update(
-            {name: str(value) if name.endswith("_id") else value for name, value in facts.items()}
-        )
+        values = {name: str(value) if name.endswith("_id") else value for name, value in facts.items()}
+        self._current_run().summary.update(values)
 
     def end(self, event: AttemptEnded) -> None:
         """Note the exit status, for the end of the launch."""
