@@ -1,17 +1,117 @@
-"""Questions about data: the rows of a step."""
+"""Questions about data: SQL, and the rows of a step."""
 
 import sys
+from decimal import Decimal
+from pathlib import Path
 from textwrap import shorten
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import table_columns
 from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 app = typer.Typer()
 _TEXT_LENGTH = 80
+
+
+@ui.command(
+    app,
+    ui.LAKEHOUSE,
+    'dlac sql "FROM checkpoints"',
+    "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
+    "dlac sql @catalog/queries/problems.sql",
+    "dlac sql --database ledger.duckdb",
+)
+def sql(
+    query: Annotated[
+        str, Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE; optional with --database.')
+    ] = "",
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+    allow_files: Annotated[
+        bool, Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions.")
+    ] = False,
+    database: Annotated[
+        Path | None,
+        Option(help="Write the tables, views and macros to this new DuckDB file, which is read without DLAC."),
+    ] = None,
+) -> None:
+    """Query the tables, the views of the audit, and its macros consumed(file, row, checkpoint) and touched(...).
+
+    SQL reads files of a local warehouse and data files that plans name. It writes none.
+    """
+    import duckdb
+
+    from dlac_pipeline.audit.lakehouse_sql import open_audit, open_query, write_database
+
+    query = _read_query(query)
+    lakehouse = ui.lakehouse_of(spec, home)
+    if database is not None:
+        write_database(lakehouse, database)
+        if not query:
+            return
+    try:
+        try:
+            names, rows = _answer(open_query(lakehouse, query), lakehouse, query, allow_files)
+        except duckdb.CatalogException:  # it suggests names of all that are defined
+            names, rows = _answer(open_audit(lakehouse), lakehouse, query, allow_files)
+    except duckdb.Error as err:
+        raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{_advice(err)}") from err
+    if as_json:
+        sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
+    else:
+        ui.show_rows(names, rows)
+
+
+def _answer(
+    connection: "duckdb.DuckDBPyConnection", lakehouse: "Lakehouse", query: str, allow_files: bool
+) -> tuple[list[str], list[Any]]:
+    """Return the column names and rows of the answer."""
+    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse
+
+    with connection:
+        if "rows_of_step" in query.casefold():
+            from dlac_pipeline.operations.step_rows import define_rows_of_step
+
+            define_rows_of_step(connection, lakehouse, query)
+        if not connection.extract_statements(query):
+            raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
+        if not allow_files:
+            check_reads_only(connection, query)
+            lock_to_lakehouse(connection, lakehouse)
+        result = connection.execute(query)
+        return [column[0] for column in result.description or []], result.fetchall()
+
+
+def _read_query(query: str) -> str:
+    """Return a query, or the text of its `@FILE`."""
+    try:
+        return Path(query[1:]).read_text() if query.startswith("@") else query
+    except (OSError, UnicodeDecodeError) as err:
+        raise SpecInvalid(f"expected a file of SQL, found {query!r}: {err}") from err
+
+
+def _advice(err: Exception) -> str:
+    """Return advice on a file that SQL may not read. DuckDB only reports that it is disabled."""
+    kept_out = "disabled" in str(err) or "external" in str(err)
+    return "; files outside of the lakehouse are read with --allow-files" if kept_out else ""
+
+
+def _json_value(value: object) -> object:
+    """Return a value of a type that JSON lacks: decimals as numbers, all else as text."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return str(value)
 
 
 @ui.command(
@@ -23,9 +123,9 @@ _TEXT_LENGTH = 80
 )
 def rows(
     run: ui.RunName,
-    step: Annotated[int, typer.Option(help="Optimizer step, from 1.", min=1)],
-    rank: Annotated[int | None, typer.Option(help="Only the rows of this rank.", min=0)] = None,
-    text: Annotated[str | None, typer.Option(help="Column of the source whose values are shown too.")] = None,
+    step: Annotated[int, Option(help="Optimizer step, from 1.", min=1)],
+    rank: Annotated[int | None, Option(help="Only the rows of this rank.", min=0)] = None,
+    text: Annotated[str | None, Option(help="Column of the source whose values are shown too.")] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
