@@ -28,11 +28,7 @@ def as_batch(batch: DictBatch) -> Batch:
 
 
 def as_dict(batch: Batch) -> DictBatch:
-    """Return a batch as a dict: its tensors by column, and its own facts.
-
-    Raises:
-        SpecInvalid: a column has the name of that key.
-    """
+    """Return its tensors by column, and its own facts. Raises `SpecInvalid` if a column has the key of these facts."""
     if ABOUT in batch.tensors:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
     names = ("step", "valid", "source", "rows", "tokens", "world_size")

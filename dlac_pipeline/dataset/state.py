@@ -161,11 +161,7 @@ def check_last_batch(state: State, requested: LastBatch) -> None:
 
 
 def check_position(state: State, order: LegOrder) -> None:
-    """Check that a state's step and cursors are places of its leg.
-
-    Raises:
-        ResumeMismatch: they are not. The message names what is wrong.
-    """
+    """Raise `ResumeMismatch` unless a state's step and cursors are places of its leg."""
     step, first = state["step"], order.settings.start_step
     last = order.total_steps if order.counted else order.settings.steps
     if type(step) is not int or step < first or (last is not None and step > last):

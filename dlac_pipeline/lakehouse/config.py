@@ -165,11 +165,7 @@ def checked_address(address: str, *, known: tuple[str, ...] | None = SCHEMES) ->
 
 
 def checked_home(home: Path) -> Path:
-    """Return the home folder as an absolute path.
-
-    Raises:
-        SpecInvalid: it is an address of something else, or a file.
-    """
+    """Return the home folder as an absolute path. Raises `SpecInvalid` if it is an address of something else, or a file."""
     found = _SCHEME.match(str(home))
     if (found is not None and found[2]) or _CONTROL.search(str(home)) or not str(home).strip():
         raise SpecInvalid(

@@ -76,11 +76,7 @@ class _SyncedFile(io.FileIO):
 
 class _DurableFile(PyArrowFile):
     def create(self, overwrite: bool = False) -> OutputStream:
-        """A writable stream on this location, durable once closed.
-
-        Raises:
-            FileExistsError: the file exists and `overwrite` is false.
-        """
+        """Open a writable stream on this location, durable once closed."""
         if not isinstance(self._filesystem, LocalFileSystem):
             return super().create(overwrite)
         make_folder_durably(Path(self._path).parent)
@@ -92,10 +88,7 @@ class DurableFileIO(PyArrowFileIO):
 
     @staticmethod
     def parse_location(location: str, properties: Properties = EMPTY_DICT) -> tuple[str, str, str]:
-        """Return (scheme, host, path) of a location.
-
-        The path of a local location is taken literally: in pyiceberg's own reading `#` and `?` end it.
-        """
+        """Return (scheme, host, path), a local path literally: in pyiceberg's own reading `#` and `?` end it."""
         path = raw_path(location)
         if path is None:
             return PyArrowFileIO.parse_location(location, properties)

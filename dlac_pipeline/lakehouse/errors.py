@@ -281,9 +281,6 @@ def error_class(kind: str) -> type[DlacError] | None:
 
 
 def error_from_kind(kind: str, message: str, *, default: type[DlacError]) -> DlacError:
-    """Return the error that another process reported.
-
-    A kind that this version does not know becomes a `default` that names it.
-    """
+    """Return the error that another process reported. An unknown kind becomes a `default` that names it."""
     known = error_class(kind)
     return default(f"{kind}: {message}") if known is None else known(message)

@@ -101,10 +101,7 @@ def _mask_option(found: re.Match[str]) -> str:
 
 
 def _mask_pairs(text: str) -> str:
-    """Mask the value of name=value, 'name': 'value' and of headers.
-
-    The value of a harmless name is searched as well, as in ValueError: password=x.
-    """
+    """Mask values in name=value, 'name': 'value' and headers. Values of harmless names are searched as well."""
     shown, at = [], 0
     for pair in _PAIR.finditer(text):
         if pair.start() < at or not is_secret_name(pair["name"]):

@@ -7,10 +7,7 @@ from typing import Any
 
 
 def strict_json(value: object, *, default: Callable[[Any], object] = str, indent: int | None = None) -> str:
-    """Return a value as JSON text. A number that is not finite becomes null.
-
-    `default` converts types that JSON lacks.
-    """
+    """Return JSON text. A number that is not finite becomes null. `default` converts types that JSON lacks."""
     return json.dumps(finite(value, default=default), allow_nan=False, indent=indent)
 
 

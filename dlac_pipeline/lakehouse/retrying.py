@@ -33,10 +33,7 @@ def retrying(
     of: type[Exception] | tuple[type[Exception], ...] = (CommitConflict, CatalogUnreachable),
     stop: threading.Event | None = None,
 ) -> tenacity.Retrying:
-    """Repeat a call that lost a race or got no answer, at random growing intervals.
-
-    Raise the last error past the deadline, or once `stop` is set.
-    """
+    """Repeat a lost or unanswered call, at random growing intervals, until the deadline or once `stop` is set."""
     stop = stop or threading.Event()
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(of),

@@ -52,10 +52,7 @@ class _Phase:
 
 
 class LegOrder:
-    """The order of a leg.
-
-    `streamed` marks its sources whose samples are not rows, `active` those that this leg reads.
-    """
+    """The order of a leg. `streamed` marks its sources whose samples are not rows, `active` those that this leg reads."""
 
     def __init__(
         self,
@@ -115,10 +112,7 @@ class LegOrder:
         ]
 
     def advances(self, group: int, first_step: int, last_step: int, *, applied: bool) -> Iterator[AdvanceRow]:
-        """Return the advances of the steps first_step..last_step in `group`, one per (source, pass, block).
-
-        Counted sources only.
-        """
+        """Return advances of first_step..last_step in `group`, one per (source, pass, block). Counted sources only."""
         before, after = (self._consumed_of(group, self.samples(step)) for step in (first_step - 1, last_step))
         for index, source in enumerate(self.sources):
             start, stop = int(before[index]), int(after[index])
@@ -182,9 +176,7 @@ class LegOrder:
             phase = _Phase(stop, phase.before + self.mixture.counts(group, phase.start, stop, present), present)
 
     def _end(self, group: int) -> int:
-        """Return the samples of a key group until its last finite source is exhausted, or with a pending tail until the first
-        one is.
-        """
+        """The samples of a key group until its last finite source ends, or with a pending tail until the first one does."""
         phases = self._phases(group)
         if not self.settings.pending_tail:
             return phases[-1].start

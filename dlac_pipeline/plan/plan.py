@@ -60,11 +60,7 @@ class Plans:
         return self._rows[plan_id]
 
     def row(self, plan_id: str) -> PlanRow:
-        """Return the row of a plan.
-
-        Raises:
-            SpecInvalid: no such plan was written.
-        """
+        """Return the row of a plan. Raises `SpecInvalid` if no such plan was written."""
         return self.find_row(plan_id) or get_plan(self.lakehouse, plan_id)
 
     def check(self, plan_id: str, *, table: str | None = None) -> PlanRow:

@@ -151,9 +151,7 @@ def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id:
 
 
 def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:
-    """Return the plan with the same units that also leaves out these rows (unit -> sorted offsets), or `plan` if it does
-    already.
-    """
+    """Return a plan of the same units without these rows (unit -> sorted offsets), or `plan` if it has none of them."""
     groups = []
     for unit, (path, row_group) in enumerate(plan.units.places()):
         known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))

@@ -17,9 +17,7 @@ from dlac_pipeline.plan.units import Ints, UnitTable
 
 
 class Cursor(NamedTuple):
-    """Position of one key group in one source: after its last wholly consumed row, or `offset` items into the row at
-    `position`.
-    """
+    """Position of a key group in a source: after its last whole row, or `offset` items into the row at `position`."""
 
     pass_index: int = 0
     block: int = 0
@@ -186,11 +184,7 @@ class SourceOrder:
         return last.cursor
 
     def consumed_at(self, group: int, cursor: Cursor) -> int:
-        """The rows of the leg that `group` has wholly consumed where its cursor stands.
-
-        Raises:
-            IndexError: the leg has no such pass.
-        """
+        """The rows of the leg that `group` has wholly consumed at a cursor. Raises `IndexError` for another leg's pass."""
         if cursor == self.start.cursors[group]:
             return 0
         entry = self._of_pass(cursor.pass_index)

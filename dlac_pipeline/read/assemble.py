@@ -15,9 +15,7 @@ Piece = tuple[Column, Ints, Ints]
 
 
 def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: int = 0) -> dict[str, Array]:
-    """Return the tensors of one column of a batch of `slots` samples, as fresh arrays.
-
-    Slots without a row are zeros or empty.
+    """Return the tensors of one column of a batch of `slots` samples, as fresh arrays. Slots without a row are zeros or empty.
 
     `length` is that of the lists of a batch without rows.
 

@@ -75,11 +75,7 @@ class Batch:
 
 
 def copy_batches(batches: Iterable[Batch], *, device: Device | None, pin_memory: bool | None) -> Iterator[Batch]:
-    """Yield the batches with their tensors on a device, or in page-locked memory, as `DeviceCopies` defines.
-
-    Raises:
-        SpecInvalid: the device is not on this node.
-    """
+    """Yield the batches as `DeviceCopies` copies them. Raises `SpecInvalid` if the device is not on this node."""
     copies = DeviceCopies(device, pin_memory=pin_memory)
     for batch in batches:
         yield batch.copy_with(copies)

@@ -97,11 +97,7 @@ class BlockDecoder:
         return table.slice(first, rows) if 2 * rows > whole else take_rows(table, np.arange(first, first + rows))
 
     def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
-        """One row group, which was planned with `rows` rows.
-
-        Raises:
-            UnitUnreadable: it is missing or corrupt, or has another number of rows.
-        """
+        """One row group, planned with `rows` rows. Raises `UnitUnreadable` if it is missing, corrupt or of another length."""
         with self._naming(path, row_group):
             opened = self._open(path)
             names = opened.columns.in_file

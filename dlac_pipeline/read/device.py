@@ -89,11 +89,7 @@ def _record_use(tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
 
 
 def _device_named(device: Device) -> torch.device:
-    """Return the device, with the index that is current now.
-
-    Raises:
-        SpecInvalid: it is neither the CPU nor one of this node's accelerators.
-    """
+    """Return the device, with the current index. Raises `SpecInvalid` if this node does not have it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     known = [torch.device("cpu")]
     if accelerator is not None:

@@ -100,10 +100,7 @@ class GroupReader:
         return tuple(here and not self._streams[source].exhausted for source, here in enumerate(self._active))
 
     def take(self, *, give: bool = True) -> GroupBatch:
-        """Return the next batch's part. The cursors move over all slots of the key group.
-
-        Without `give` only the cursors move, and no pieces are made.
-        """
+        """Return the next batch's part. The cursors move over all slots. Without `give` no pieces are made."""
         self._wanted = (self.low, self.high) if give else (0, 0)
         before, present = self.cursors, self.present
         batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))

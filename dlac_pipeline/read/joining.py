@@ -16,9 +16,7 @@ _LIST_ITEMS = 2**31
 
 
 def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Table:
-    """Return tables of one schema and so many rows together as one.
-
-    Each is released before the next is made where types allow.
+    """Return tables of one schema and so many rows together as one. Each is released before the next is made where types allow.
 
     Columns of fixed width, and lists of one length of them, are copied into one leased array. Rows are then gathered from one
     place, and the memory into which a part was decoded is used again for the next one, while it is in the processor's cache.

@@ -52,11 +52,7 @@ class BlockAdvance:
 
 
 def merge(advances: Iterable[BlockAdvance]) -> list[BlockAdvance]:
-    """Advances in the order in which they were taken, those of one block joined.
-
-    Raises:
-        CursorMismatch: an advance does not begin where the one before it, of the same block, ended.
-    """
+    """Join the advances of one block, in the order of taking. Raises `CursorMismatch` if one is missing or double."""
     merged: list[BlockAdvance] = []
     for advance in advances:
         if merged and (merged[-1].pass_index, merged[-1].block) == (advance.pass_index, advance.block):

@@ -58,11 +58,7 @@ class ItemLine(ABC, Generic[Content]):
         return ready < need and (ready > 0 or self._line.done)
 
     def take(self, count: int) -> Taken:
-        """Return up to `count` sequences or samples.
-
-        Raises:
-            CursorMismatch: the first block does not continue where the line was to be resumed.
-        """
+        """Return up to `count` sequences or samples. Raises `CursorMismatch` if the line cannot resume at its cursor."""
         return self._pass(count, self._columns)
 
     def skip(self, count: int) -> Taken:

@@ -134,11 +134,7 @@ def _check_tensor_names(kinds: Iterable[ColumnKind]) -> None:
 
 
 def check_names(schema: Schema, names: Sequence[str]) -> None:
-    """Check that every named column exists, whatever its type.
-
-    Raises:
-        NoSuchColumn: a column is not at the top level of the schema.
-    """
+    """Raise `NoSuchColumn` unless every named column is at the top level of the schema, whatever its type."""
     fields = [field.name for field in schema.fields]
     for name in names:
         if name not in fields:

@@ -25,7 +25,7 @@ _TEXT_BYTES_AT_ONCE = 2**20
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library, which releases the GIL while it encodes. Its result depends on the text alone.
+    """A tokenizer of the `tokenizers` library, which releases the GIL. A text alone determines its tokens.
 
     `digest` identifies the results.
     """
@@ -52,11 +52,7 @@ class Tokenizer:
         return np.concatenate(values), np.cumsum(np.concatenate(lengths))
 
     def token_id(self, token: str) -> int:
-        """The id of a token by its name.
-
-        Raises:
-            TokenizerUnreadable: there is no such token.
-        """
+        """The id of a token by its name. Raises `TokenizerUnreadable` if there is no such token."""
         found = self._backend.token_to_id(token)
         if found is None:
             raise TokenizerUnreadable(
@@ -137,8 +133,7 @@ def is_text(column_type: pa.DataType) -> bool:
 
 
 def tokens_of_lists(lists: pa.ChunkedArray, name: str) -> tuple[Tokens, Ints]:
-    """Return tokens of a column of lists of integers, and offsets: a view of the Arrow buffers of one chunk of int32 or
-    int64.
+    """Return tokens of a column of lists of integers, and offsets: a view of the buffers of one chunk of int32 or int64.
 
     Raises:
         UnsupportedColumn: another type, or nulls inside the lists.

@@ -47,11 +47,7 @@ class ReaderStateTracker:
         self.step = self.committed_step
 
     def step_done(self, batch: Batch, *, applied: bool) -> None:
-        """Record that the optimizer step of `batch` is done.
-
-        Raises:
-            CursorMismatch: a step was left out or recorded twice.
-        """
+        """Record the finished optimizer step of `batch`. Raises `CursorMismatch` if a step was left out or double."""
         if batch.step != self.step + 1:
             raise CursorMismatch(
                 f"expected step_done for step {self.step + 1}, found step {batch.step}: call it once per batch, in order"

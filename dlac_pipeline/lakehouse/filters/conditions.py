@@ -301,10 +301,7 @@ class IsAmong(_OnOne):
 
 @dataclass(frozen=True)
 class IsLike(_OnOne):
-    """A text matches a LIKE pattern that starts with `prefix`.
-
-    `rest` is the pattern after the prefix, or None if any text may follow.
-    """
+    """A text matches a LIKE pattern: it starts with `prefix`, and the pattern `rest` follows, or any text if that is None."""
 
     prefix: str = ""
     rest: str | None = None

@@ -114,12 +114,7 @@ class History:
         return self._found.portions
 
     def check(self) -> None:
-        """Check that all of it can be determined.
-
-        Raises:
-            AppendHistoryLost: new rows cannot be identified, or a rewrite did not keep the keys.
-            SpecInvalid: the identity columns do not tell rows apart.
-        """
+        """Raise what `portions` and `gone` raise, before they are used."""
         _ = self.portions
         if self._moved:
             _ = self._matched

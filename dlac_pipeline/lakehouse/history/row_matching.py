@@ -95,10 +95,7 @@ def match(
 
 
 def _join(connection: "DuckDBPyConnection", old: "_Side", new: "_Side") -> int:
-    """Mark the rows of both sides that match.
-
-    Return the number of pairs, which exceeds the rows of a side with a repeated key.
-    """
+    """Mark the matching rows. Return the number of pairs, which exceeds the rows of a side with a repeated key."""
     for name, side in (("old", old), ("new", new)):
         connection.register(name, side.reader())
     query = (

@@ -30,11 +30,8 @@ READ_BY_NAME = "dlac.read-by-name"
 _BY_NAME = NameMapping([])
 """The mapping of such a table: the names of whatever schema it is read with."""
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
-_PLAIN: dict[type, pa.DataType] = {
-    ice.StringType: pa.string(),
-    ice.BinaryType: pa.binary(),
-    ice.UUIDType: pa.binary(16),
-}
+_MICROSECONDS = {ice.TimestampType, ice.TimestamptzType}
+_PLAIN: dict[type, pa.DataType] = {ice.StringType: pa.string(), ice.BinaryType: pa.binary(), ice.UUIDType: pa.binary(16)}
 _CHUNK_BYTES = 2**31 - 1
 """The most that the values of one Arrow array of strings can take: its offsets have 32 bits."""
 _Found = tuple[pa.Field, MappedField | None]
@@ -47,10 +44,7 @@ def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any)
     the table's own unit.
     """
     kinds = {type(field.field_type) for field in index_by_id(ice.StructType(*fields)).values()}
-    nanoseconds = kinds & {ice.TimestampNanoType, ice.TimestamptzNanoType} and not kinds & {
-        ice.TimestampType,
-        ice.TimestamptzType,
-    }
+    nanoseconds = kinds & {ice.TimestampNanoType, ice.TimestamptzNanoType} and not kinds & _MICROSECONDS
     return pq.ParquetFile(stream, coerce_int96_timestamp_unit="ns" if nanoseconds else "us", **options)
 
 
@@ -110,7 +104,6 @@ class _Column:
 
     @cached_property
     def wanted(self) -> Any:
-        """The Arrow type of the table's column."""
         return arrow_type(self.field.field_type)
 
 
@@ -124,10 +117,7 @@ class Bounds:
 
 
 class FileColumns:
-    """Reading of the named columns of a table from one file.
-
-    `in_file` are the file's top-level columns to read, `absent` the named columns that are constant here.
-    """
+    """Reading of columns from one file. `in_file` are the file's columns to read, `absent` those that are constant here."""
 
     def __init__(self, columns: Sequence[_Column], first_leaves: Mapping[str, int]) -> None:
         self._columns = tuple(columns)
@@ -214,7 +204,6 @@ def _first_leaves(file_schema: pa.Schema) -> dict[str, int]:
 
 
 def _leaves(arrow: pa.DataType) -> int:
-    """The columns in which Parquet stores a type."""
     if not pa.types.is_nested(arrow):
         return 1
     return sum(_leaves(arrow.field(place).type) for place in range(arrow.num_fields))
@@ -297,7 +286,7 @@ _PROMOTIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any], bool]], ...
 
 def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
     """Return least and greatest value as Arrow scalars of the table's type, or (None, None) if they are unreliable."""
-    wanted = arrow_type(column.field.field_type)
+    wanted = column.wanted
     if not statistics.has_min_max or pa.types.is_fixed_size_binary(wanted):
         return None, None
     try:

@@ -162,11 +162,7 @@ class Lakehouse:
         return True
 
     def own(self, name: str) -> Table:
-        """DLAC's own table `name`, one of `schemas.TABLES`, as it is now.
-
-        Raises:
-            FormatTooNew: it was written by a newer DLAC.
-        """
+        """Return DLAC's own table `name`, one of `schemas.TABLES`. Raises `FormatTooNew` if a newer DLAC wrote it."""
         table = self._load_not_older(name)
         found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
         if found > FORMAT_VERSION:
@@ -176,11 +172,7 @@ class Lakehouse:
         return table
 
     def _load_not_older(self, name: str) -> Table:
-        """Load DLAC's own table `name`. Its history only ever grows, so a shorter one belongs to an older catalog.
-
-        Raises:
-            LedgerOlderThanStore: rows that were read earlier are gone.
-        """
+        """Load an own table. A history only ever grows: raises `LedgerOlderThanStore` for one of an older catalog."""
         known = self._seen.get(name, ("", 0))  # before the load, because other threads read newer tables during it
         for pause_s in _LOOKS_AT_OLDER_S:
             try:
@@ -238,11 +230,7 @@ class Lakehouse:
         )
 
     def create_own_tables(self) -> None:
-        """Create those of DLAC's tables that do not exist, and add new columns to older ones. Safe to race.
-
-        Raises:
-            CommitConflict: other processes change the columns of one all the time.
-        """
+        """Create DLAC's missing tables, and add new columns to older ones. Safe to race. Raises `CommitConflict` if it loses."""
         with reachable(self.config.uri):
             self.create_namespace(self.config.namespace)
             self._record_place()

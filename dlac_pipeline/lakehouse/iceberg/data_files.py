@@ -83,11 +83,7 @@ class LiveFile:
 
 
 def snapshot_schema(table: Table, snapshot_id: int) -> Schema:
-    """The schema that was current when the snapshot was made.
-
-    Raises:
-        NoSuchSnapshot: the table has no such snapshot.
-    """
+    """The schema that was current when the snapshot was made. Raises `NoSuchSnapshot` if the table has no such snapshot."""
     return table.schemas()[schema_id_of(table, snapshot_of(table, snapshot_id))]
 
 

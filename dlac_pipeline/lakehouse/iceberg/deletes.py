@@ -238,11 +238,7 @@ def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, In
 
 
 def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
-    """The positions in the blob of a deletion vector: length, magic, 64-bit roaring bitmap, checksum.
-
-    Raises:
-        DataFileUnreadable: the blob is damaged, or holds another number of rows than the table's metadata say.
-    """
+    """The positions in a deletion vector: length, magic, 64-bit roaring bitmap, checksum. Raises `DataFileUnreadable`."""
     length, body, checksum = blob[:4], blob[4:-4], blob[-4:]
     sound = len(blob) > 12 and int.from_bytes(length, "big") == len(body) and body[:4] == _MAGIC
     if not sound or zlib.crc32(body) != int.from_bytes(checksum, "big"):

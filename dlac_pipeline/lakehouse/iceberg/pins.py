@@ -113,11 +113,7 @@ class _RunRows:
 
 
 def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
-    """The pins of one table, or of every table that was ever planned, oldest snapshot first within a table.
-
-    Raises:
-        NoSuchTable: the named table does not exist.
-    """
+    """The pins of one table, or of every planned one, the oldest snapshot first. Raises `NoSuchTable`."""
     plans = _plans(lakehouse)
     runs = _runs(lakehouse)
     if identifier is not None:
@@ -133,11 +129,7 @@ def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
 
 
 def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pin]:
-    """Return the pins that a run uses, or else those of a table, or all of them without a name.
-
-    Raises:
-        NoSuchTable: the name is neither that of a run nor of a table.
-    """
+    """Return the pins that a run uses, or else those of a table, or all of them. Raises `NoSuchTable` for another name."""
     if run_or_table is not None and run_or_table not in _runs(lakehouse):
         return list_pins(lakehouse, run_or_table)
     pins = list_pins(lakehouse)
@@ -330,10 +322,7 @@ def _pins_of(table: Table, name: str, plans: Sequence[Columns], runs: Mapping[st
 
 
 def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
-    """Return branch or tag -> the data files (path -> bytes) that nothing else reaches.
-
-    Empty unless a pin has some of its own.
-    """
+    """Return ref -> the data files (path -> bytes) that nothing else reaches. Empty unless a pin has some of its own."""
     if not any(name.startswith(_PREFIX) for name in table.refs()):
         return {}
     manifests: dict[str, ManifestFile] = {}

@@ -85,11 +85,7 @@ class Recorded:
 
 
 def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
-    """Read the records of the catalog in `file`, and wait while another process has it locked. Nothing is created.
-
-    Raises:
-        sqlite3.Error: it cannot be read, or is no SQLite file.
-    """
+    """Read the records of the catalog in `file`. Wait while it is locked. Raises `sqlite3.Error` for one that is damaged."""
     if not file.is_file() or file.stat().st_size == 0:
         return Recorded()
     # Writable, though nothing is written: after a power cut SQLite must first roll an unfinished commit back.

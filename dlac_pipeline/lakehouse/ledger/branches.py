@@ -115,9 +115,7 @@ def exclusions_in_force(rows: Sequence[LedgerRow]) -> tuple[Exclusion, ...]:
 
 
 def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list[CheckpointRow]:
-    """Retire checkpoints that are not on the surviving lineage and have no name: one, by id or step, or all.
-
-    Return their rows.
+    """Retire abandoned checkpoints without a name: one, by id or step, or all. Return their rows.
 
     Raises:
         SpecInvalid: the checkpoint does not exist, it is on the surviving lineage, or it has a name.

@@ -120,11 +120,7 @@ class Ledger:
         )
 
     def rows_at(self, state: RunState, *, kinds: Kinds[R], after: int = 0, columns: Sequence[str] = ("*",)) -> list[R]:
-        """Return the rows that the run had at one read, as `rows` does.
-
-        Raises:
-            CommitConflict: other commits followed, and upkeep removed the files of that read.
-        """
+        """Return the rows at one read, as `rows` does. Raises `CommitConflict` if upkeep removed the files of that read."""
         with as_commit_conflict():
             return self._scan(state.table, state.run, kinds=kinds, after=after, columns=columns)
 
@@ -139,11 +135,7 @@ class Ledger:
         return rows
 
     def head_rows(self, run: str) -> list[LedgerRow]:
-        """The rows that define the state of a run, in order of `seq`.
-
-        Raises:
-            NoSuchRun: there are none.
-        """
+        """The rows that define the state of a run, in order of `seq`. Raises `NoSuchRun` if there are none."""
         rows = self.rows(run, kinds=HEAD_KINDS)
         if not rows:
             raise no_such_run(run, self.runs())
@@ -203,11 +195,7 @@ class Ledger:
             ) from err
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """Repeat the preparation of an append while the catalog is unavailable, for as long as the append itself is repeated.
-
-        Raises:
-            CatalogUnreachable: it was unavailable past the deadline.
-        """
+        """Repeat the preparation of an append for as long as the append itself. Raises `CatalogUnreachable` in the end."""
         return retrying(self._deadline_s, stop=self._stop)(work)
 
     def _scan(

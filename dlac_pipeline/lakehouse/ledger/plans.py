@@ -62,11 +62,7 @@ def find_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow | None:
 
 
 def get_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow:
-    """The plan with this id.
-
-    Raises:
-        SpecInvalid: there is none.
-    """
+    """The plan with this id. Raises `SpecInvalid` if there is none."""
     found = find_plan(lakehouse, plan_id)
     if found is None:
         raise SpecInvalid(f"expected a plan with id {plan_id!r} in the lakehouse, found none: run `dlac plan` first")
@@ -83,11 +79,7 @@ def write_plan(lakehouse: Lakehouse, plan: PlanRow, units: pa.Table) -> PlanRow:
 
 
 def read_units(lakehouse: Lakehouse, plan: PlanRow) -> pa.Table:
-    """The plan's work units in order of `unit`, with the schema of `work_units`.
-
-    Raises:
-        LakehouseError: there are more or fewer than were planned.
-    """
+    """The plan's work units in order of `unit`. Raises `LakehouseError` if there are more or fewer than were planned."""
     found = lakehouse.read_own("work_units", equals("write_id", plan.write_id))
     if found.num_rows != plan.units:
         raise LakehouseError(

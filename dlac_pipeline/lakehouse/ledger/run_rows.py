@@ -37,11 +37,7 @@ _NAME_CHARACTERS = 200
 
 
 def check_run_name(run: str) -> str:
-    """Return the name of a run, which also names its folder: the one rule, wherever a name comes from.
-
-    Raises:
-        SpecInvalid: a run cannot have this name.
-    """
+    """Return the name of a run, also of its folder. Raises `SpecInvalid` if a run cannot have it: the one rule for all."""
     if not _RUN_NAME.fullmatch(run):
         raise SpecInvalid(
             "expected the name of a run: 1-100 letters, digits, '.', '_' or '-', starting with a letter or digit, found "

@@ -68,10 +68,7 @@ def _merge(lakehouse: Lakehouse, name: str, partition: tuple[Any, ...]) -> Merge
 
 
 def _small_files(table: Table) -> dict[tuple[Any, ...], list[FileScanTask]]:
-    """Return the small data files by partition, in the order in which they were written.
-
-    Files with delete files are left alone.
-    """
+    """Return small data files by partition, in the order of writing. Files with delete files are left alone."""
     found = defaultdict(list)
     spec = table.spec()
     for task in table.scan().plan_files():

@@ -40,7 +40,7 @@ class LeanTransaction(Transaction):
 
 @contextmanager
 def committing(lakehouse: Lakehouse, table: Table) -> Iterator[Transaction]:
-    """Yield a transaction on one of DLAC's own tables. At its end it expires snapshots, and is committed.
+    """Yield a transaction on an own table. At its end it expires snapshots, and is committed.
 
     Raises:
         CatalogUnreachable, CommitConflict: it did not land, or that is not known.

@@ -90,11 +90,7 @@ def _named(folder: TableFolder, table: Table) -> set[str]:
 
 
 def _check_foreign(folder: TableFolder, orphans: set[str], table_uuid: str) -> None:
-    """Check that no other table with rows is stored here, such as the one whose catalog was lost.
-
-    Raises:
-        LakehouseError: one does.
-    """
+    """Raise `LakehouseError` if another table with rows is stored here, such as one whose catalog was lost."""
     for path in orphans:
         found = folder.metadata(path) if path.endswith(METADATA) else {}
         if found.get("snapshots") and found.get("table-uuid") != table_uuid:

@@ -48,11 +48,7 @@ class Location:
     """A folder, a bucket, a file or a pattern such as `s3://bucket/pages/**/*.parquet`."""
 
     def __init__(self, location: str, properties: Mapping[str, str]) -> None:
-        """`properties` are PyIceberg's, of the lakehouse.
-
-        Raises:
-            SpecInvalid: no file system serves the location.
-        """
+        """`properties` are PyIceberg's, of the lakehouse. Raises `SpecInvalid` if no file system serves the location."""
         self.pattern = location if "://" in location else f"file://{Path(location).absolute()}"
         scheme, _, self._path = self.pattern.partition("://")  # keys and patterns may have what an URL reserves
         self._prefix = f"{scheme}://"
@@ -132,11 +128,7 @@ class Location:
         return (self._path[: self._path.rfind("/", 0, wild.start())], True) if wild else (self._path.rstrip("/"), False)
 
     def schemas(self, files: Sequence[ParquetFile]) -> list[pa.Schema]:
-        """Return the schema of each file, from its footer.
-
-        Raises:
-            DataFileUnreadable: one is not a Parquet file that can be read.
-        """
+        """Return the schema of each file, from its footer. Raises `DataFileUnreadable` for one that is no Parquet file."""
 
         def read(file: ParquetFile) -> pa.Schema:
             try:

@@ -186,11 +186,7 @@ def _create(
 
 
 def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], columns: Sequence[NestedField]) -> int:
-    """Add files in one commit, with their new columns. Return their rows.
-
-    Raises:
-        CommitConflict: another process committed to the table.
-    """
+    """Add files in one commit, with their new columns. Return their rows."""
     with reachable(lakehouse.config.uri), as_commit_conflict(), table.transaction() as transaction:
         try:
             with transaction.update_schema() as update:
@@ -257,11 +253,7 @@ def _removed_files(table: Table) -> set[str]:
 
 
 def _check_outside_warehouse(lakehouse: Lakehouse, pattern: str) -> None:
-    """Check that no folder is registered in which maintenance deletes files.
-
-    Raises:
-        SpecInvalid: the location is in the warehouse, or the warehouse is in it.
-    """
+    """Raise `SpecInvalid` for a location in the warehouse or around it, where maintenance deletes files."""
     folders = [_folder(pattern), _folder(lakehouse.config.warehouse)]
     if all(folders) and any(one.startswith(other) for one, other in (folders, folders[::-1])):
         raise errors.SpecInvalid(
@@ -280,11 +272,7 @@ def _folder(address: str) -> str:
 
 
 def _check_unchanged(table: Table, files: Sequence[ParquetFile], known: Mapping[str, DataFile]) -> None:
-    """Compare registered files with what was recorded: their sizes, and the newest time of a change among them.
-
-    Raises:
-        DataFileChanged: one differs.
-    """
+    """Raise `DataFileChanged` if a registered file has another size, or is newer, than was recorded."""
     until = table.properties.get(_UNTIL, "")
     for file in files:
         recorded = known.get(file.address)

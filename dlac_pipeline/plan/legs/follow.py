@@ -74,11 +74,7 @@ def next_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step
 
 
 def check_changeable(leg: Leg, requested: Leg) -> None:
-    """Check that a new leg may change what `requested` changes.
-
-    Raises:
-        ResumeMismatch: it may not. The message names each such difference.
-    """
+    """Raise `ResumeMismatch`, which names each difference, if `requested` changes what no new leg may change."""
     differing = leg.differences(requested)
     fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in _CHANGEABLE}
     if fixed:

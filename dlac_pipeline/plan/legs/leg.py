@@ -156,11 +156,7 @@ class Leg:
 
     @classmethod
     def from_json(cls, text: str) -> "Leg":
-        """The leg in `text`.
-
-        Raises:
-            FormatTooNew: another DLAC wrote it, in a form that this one does not read.
-        """
+        """The leg in `text`. Raises `FormatTooNew` if another DLAC wrote it, in a form that this one does not read."""
         return cls.from_record(json.loads(text))
 
     @classmethod
@@ -205,11 +201,7 @@ class Leg:
         )
 
     def check_same(self, wanted: "Leg") -> None:
-        """Check that `wanted`, made from the job spec, binds the same as this committed leg.
-
-        Raises:
-            ResumeMismatch: it does not. The message names each difference.
-        """
+        """Raise `ResumeMismatch`, which names each difference, unless `wanted` binds the same as this committed leg."""
         differing = self.differences(wanted)
         if differing:
             raise ResumeMismatch(
