@@ -277,14 +277,12 @@ class DlacDataset(IterableDataset[DictBatch]):
         return self.last_batch == "drop" and rows < full_rows
 
     def _shaped(self, batch: Batch) -> Batch:
-        """The batch without its empty slots, unless they are asked for."""
         if self.last_batch == "pad":
             return batch
         kinds = [kind for source in self._open().sources for kind in source.kinds.values()]
         return remove_empty_slots(batch, {kind.name for kind in kinds if kind.ragged})
 
     def _turns(self, reader: RankReader) -> Iterator[Batch]:
-        """The batches that this process reads."""
         worker = get_worker_info()
         if worker is None and (self.ends_apart or self.world_size == 1 or not self._streamed):
             return iter(reader)

@@ -58,7 +58,6 @@ class DlacLoader(DataLoader[DictBatch]):
         self._source.load_state_dict(state)
 
     def _hand_out(self, batch: DictBatch) -> Any:
-        """Return a batch in the form, and on the device, that the consumer requested."""
         if self._unwraps:
             return self._copies.copy(batch["inputs"])
         if self._late is not None:

@@ -119,7 +119,6 @@ def _spec_of(
     settings: Mapping[str, Any],
     lakehouse: Lakehouse | LakehouseConfig | None,
 ) -> job_spec.JobSpec:
-    """The job spec that is named, or one of single settings."""
     if spec is None:
         raw: dict[str, Any] = {"run": "dataset", "launch": {"script": "-"}, **_sections(settings)}
         job = job_spec.parse_spec(raw, origin="what open_dataset() was given")

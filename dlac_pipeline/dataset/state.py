@@ -129,7 +129,6 @@ def _with_digest(state: State) -> State:
 
 
 def _digest(state: State) -> str:
-    """The digest of a state's content, whatever the order of its keys."""
     content = {name: value for name, value in state.items() if name != "digest"}
     try:
         return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")))
@@ -190,7 +189,6 @@ def _check_cursors(group: str, cursors: Any, order: LegOrder) -> None:
 
 
 def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
-    """Return True if a cursor of a key group is one of this source."""
     if not isinstance(cursor, list | tuple) or len(cursor) != 4:
         return False
     if not all(type(number) is int and number >= 0 for number in cursor):

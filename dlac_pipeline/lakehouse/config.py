@@ -198,7 +198,6 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def _absolute(path: str) -> str:
-    """Return a path of this node as an absolute one, `~` expanded."""
     try:
         return str(Path(path).expanduser().absolute())
     except RuntimeError as err:

@@ -182,5 +182,4 @@ def _as_os_errors() -> Iterator[None]:
 
 
 def _first_line(err: Exception) -> str:
-    """Return the message without the debug output of obstore's library."""
     return str(err).split("\n", 1)[0]

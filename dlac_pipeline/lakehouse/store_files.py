@@ -173,8 +173,6 @@ def make_below(above: Path, folder: Path) -> None:
 
 
 class _Local:
-    """A mounted disk."""
-
     def make(self, path: str) -> None:
         make_folder_durably(Path(path))
 

@@ -210,7 +210,6 @@ class PassCut:
         return Slices(unit, first, end - first, live)
 
     def _still_live(self, units: Ints, first: Ints, end: Ints, live: Ints) -> Ints:
-        """Live rows per slice after exclusions."""
         still = live.copy()
         for index, unit in enumerate(units.tolist()):
             if self.live_units.dead_rows(unit) != self.units.dead_rows(unit):

@@ -130,7 +130,6 @@ def _is_added(schema: Schema, newest: Schema, source: SourceSpec) -> bool:
 
 
 def _fits(schema: Schema, row_filter: str) -> bool:
-    """Return whether the schema has all columns of a filter."""
     try:
         parse_filter(row_filter, schema)
     except NoSuchColumn:
@@ -172,7 +171,6 @@ def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> 
 
 
 def _find_or_write(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
-    """The plan of these row groups, found or written."""
     content = {name: facts[name] for name in facts if name not in ("source_table", "tag")}
     content["units"] = _digest(groups)
     plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)

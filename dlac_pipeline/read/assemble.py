@@ -93,7 +93,6 @@ def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -
 
 
 def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[int, ...]:
-    """The shape of a row."""
     shapes = {column.values.shape[1:] for column in columns if not _all_null(column)}
     others = sorted(shape[0] for shape in shapes if kind.length is not None and shape != (kind.length,))
     if others:

@@ -137,7 +137,6 @@ class BlockDecoder:
         return int(lengths[0].as_py()) if len(lengths) else None
 
     def _decoder_of(self, name: str) -> "BlockDecoder":
-        """A decoder of one column."""
         mapping, values = self._name_mapping, self._partition_values
         return BlockDecoder(self._io, self._schema, [name], name_mapping=mapping, partition_values=values)
 

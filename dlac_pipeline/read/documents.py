@@ -214,7 +214,6 @@ def _bad_rows(texts: pa.LargeStringArray, row: Ints, tokenizer: Tokenizer) -> di
 
 
 def _framed(values: Tokens, ends: Ints, begin_id: int | None, end_id: int | None) -> tuple[Tokens, Ints]:
-    """Return the documents with `begin_id` before and `end_id` after each."""
     extra = (begin_id is not None) + (end_id is not None)
     framed_ends = ends + extra * np.arange(1, len(ends) + 1, dtype=np.int64)
     framed = np.empty(len(values) + extra * len(ends), dtype=values.dtype)

@@ -38,8 +38,6 @@ def take_rows(table: pa.Table, rows: Any) -> pa.Table:
 
 
 class _Joined:
-    """One column, part by part."""
-
     def __init__(self, rows: int, buffers: Buffers) -> None:
         self._rows = rows
         self._buffers = buffers

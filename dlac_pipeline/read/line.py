@@ -100,7 +100,6 @@ class _Open(Generic[Content]):
 
     @property
     def done(self) -> bool:
-        """True if all of it is recorded."""
         return self.last < self.cursor.position  # a row read in part is not before the cursor
 
     def advance(self, items: int) -> BlockAdvance:

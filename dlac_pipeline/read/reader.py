@@ -262,7 +262,6 @@ class RankReader:
         return sum(int((source >= 0).sum()) for source in mine)
 
     def _read(self, rows: int, tokens: int) -> tuple[Batch, int, int]:
-        """The next batch, with its samples and items on this rank."""
         self._step += 1
         taken = [part.take() for part in self._parts]
         source = np.concatenate(
@@ -289,7 +288,6 @@ class RankReader:
         return batch, int((source >= 0).sum()), sum(each.items for each in taken)
 
     def _gather(self, taken: Sequence[GroupBatch]) -> dict[str, Array]:
-        """The tensors of a batch."""
         starts = np.cumsum([0, *(part.width for part in self._parts)])
         pieces = [
             (columns, rows, slots + start)

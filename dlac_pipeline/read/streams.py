@@ -238,7 +238,6 @@ class RowStream:
         self._walk.close()
 
     def _entered(self) -> RowRange:
-        """Return the range of the next row."""
         if self._row_range is None or self._at == self._row_range.stop:
             self._columns = {}
             self._row_range, self._columns = next(self._walk)

@@ -120,7 +120,6 @@ def kinds_of(
 
 
 def _check_tensor_names(kinds: Iterable[ColumnKind]) -> None:
-    """Check that no two columns yield a tensor of the same name."""
     made_by: dict[str, str] = {}
     for kind in kinds:
         for tensor in kind.tensors:
@@ -206,7 +205,6 @@ def _of_array(array: Any, kind: ColumnKind, origin: str) -> Column:
 
 
 def _zeroed(values: Array, valid: npt.NDArray[np.bool_] | None) -> Array:
-    """The values with zeros in place of nulls."""
     if valid is None or valid.all():
         return values
     values = values.copy()

@@ -207,7 +207,6 @@ class _Call:
         return output.drop_columns([ROW]), row
 
     def joined(self, parts: list[Transformed]) -> Transformed:
-        """Parts one after the other."""
         rejected = tuple(each for part in parts for each in part.rejected)
         tables = [part.table for part in parts if part.table.num_columns]
         if not tables:
@@ -219,7 +218,6 @@ class _Call:
         return Transformed(table, np.concatenate([part.row for part in parts]), rejected)
 
     def compare(self, whole: Transformed, halves: list[Transformed]) -> None:
-        """Raise if halves give something else than the whole."""
         again = self.joined(halves)
         same_rows = np.array_equal(whole.row, again.row) and whole.rejected == again.rejected
         if same_rows and _same(whole.table, again.table):

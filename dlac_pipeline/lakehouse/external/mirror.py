@@ -247,7 +247,6 @@ def _kind(field: NestedField) -> tuple[str, str]:
 
 
 def _spec(metadata: TableMetadata, schema: Schema, columns: Sequence[str]) -> PartitionSpec:
-    """Return the spec of the mirror with the identities of these columns."""
     ids = {name: schema.find_field(name).field_id for name in columns}
     fields = tuple(
         PartitionField(source_id=field_id, field_id=1000 + field_id, transform=IdentityTransform(), name=name)
@@ -258,7 +257,6 @@ def _spec(metadata: TableMetadata, schema: Schema, columns: Sequence[str]) -> Pa
 
 
 def _layout_updates(metadata: TableMetadata, version: ExternalVersion) -> Iterator[update.TableUpdate]:
-    """Make the version's schema and partitions those of the mirror."""
     schema = _schema(metadata, version.schema)
     spec = _spec(metadata, schema, version.partition_columns)
     if schema not in metadata.schemas:
@@ -351,7 +349,6 @@ class _Manifest(manifest.ManifestWriterV2):
     kind = manifest.ManifestContent.DATA
 
     def content(self) -> manifest.ManifestContent:
-        """Return the kind of the files."""
         return self.kind
 
     @property

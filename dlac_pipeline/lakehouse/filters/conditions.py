@@ -377,6 +377,5 @@ def _escaped(text: str) -> str:
 
 
 def _flags(found: Any) -> _Flags:
-    """Booleans with null as false."""
     flags: _Flags = pc.fill_null(found, False).to_numpy().astype(np.bool_)
     return flags

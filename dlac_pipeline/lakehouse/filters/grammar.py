@@ -90,7 +90,6 @@ class _Binder:
         self._schema = schema
 
     def refusal(self, part: str | exp.Expr, hint: str = _HINT) -> SpecInvalid:
-        """Return the error that a part of the text has no meaning."""
         part = part if isinstance(part, str) else part.sql(dialect=_Filters)
         return SpecInvalid(
             f"expected a filter such as {_EXAMPLE}, found {self._text!r}, which makes no sense at {part!r}: {hint}"
@@ -124,7 +123,6 @@ class _Binder:
         return found
 
     def bind(self, node: exp.Expr, *, negated: bool) -> conditions.Condition:
-        """Return the condition that a node describes, or its opposite."""
         match node:
             case exp.Paren() | exp.Not():
                 return self.bind(node.this, negated=negated != isinstance(node, exp.Not))

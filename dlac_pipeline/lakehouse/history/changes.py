@@ -170,7 +170,6 @@ class History:
 
     @cached_property
     def _new_places(self) -> frozenset[Place]:
-        """The other files in which they may be."""
         return frozenset(place for path in self._moved for place in self._found.places[path] if place[1] != path)
 
     @cached_property

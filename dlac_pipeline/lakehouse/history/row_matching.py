@@ -126,12 +126,10 @@ class _Side:
 
     @property
     def wanted(self) -> bool:
-        """True if any row is chosen."""
         return any(one.chosen.any() for one in self.rows)
 
     @property
     def found_rows(self) -> int:
-        """Number of rows that were found on the other side."""
         return int(np.count_nonzero(self.found))
 
     @property
@@ -148,7 +146,6 @@ class _Side:
         return f"md5_number(concat({', '.join(digests)}))"
 
     def masks(self) -> list[Mask]:
-        """The found rows, by file."""
         return np.split(self.found, np.cumsum([one.file.rows for one in self.rows])[:-1]) if self.rows else []
 
     def reader(self) -> pa.RecordBatchReader:
@@ -211,7 +208,6 @@ def _is_whole(kind: pa.DataType) -> bool:
 
 @contextmanager
 def _duckdb(memory_bytes: int) -> Iterator["DuckDBPyConnection"]:
-    """A connection of its own that spills to a folder of its own."""
     import duckdb
 
     with tempfile.TemporaryDirectory(prefix="dlac-match-") as folder:
@@ -235,7 +231,6 @@ def _failure_of(*sides: _Side) -> Iterator[None]:
 
 
 def _twice(connection: "DuckDBPyConnection", sides: Sequence[_Side], keys: Keys) -> DlacError:
-    """The error that names two rows of one side with one key."""
     for side in sides:
         connection.register("side", side.reader())
         query = f'SELECT min("row"), max("row") FROM side GROUP BY {side.key} HAVING count(*) > 1 ORDER BY 1 LIMIT 1'
@@ -276,7 +271,6 @@ def _place(side: _Side, at: int) -> tuple[str, int, str]:
 
 
 def _values(side: _Side, at: int) -> dict[str, Any]:
-    """The key columns of one row."""
     names = side.keys.read[1]
     for batch in side.reader():
         found = batch.filter(pc.equal(batch.column("row"), at))

@@ -31,7 +31,11 @@ _BY_NAME = NameMapping([])
 """The mapping of such a table: the names of whatever schema it is read with."""
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 _MICROSECONDS = {ice.TimestampType, ice.TimestamptzType}
-_PLAIN: dict[type, pa.DataType] = {ice.StringType: pa.string(), ice.BinaryType: pa.binary(), ice.UUIDType: pa.binary(16)}
+_PLAIN: dict[type, pa.DataType] = {
+    ice.StringType: pa.string(),
+    ice.BinaryType: pa.binary(),
+    ice.UUIDType: pa.binary(16),
+}
 _CHUNK_BYTES = 2**31 - 1
 """The most that the values of one Arrow array of strings can take: its offsets have 32 bits."""
 _Found = tuple[pa.Field, MappedField | None]

@@ -139,7 +139,6 @@ class Lakehouse:
             raise self._metadata_problem(identifier, err) from err
 
     def _metadata_problem(self, identifier: str, err: Exception) -> errors.LakehouseError:
-        """Return the error that names a table whose metadata file is missing or cannot be read."""
         reason = next(iter(str(err).splitlines()), "")
         return errors.MetadataLost(
             f"expected the metadata file of table {identifier!r}, which the catalog at {self.config.address!r} names, found "
@@ -343,7 +342,6 @@ def _no_lakehouse(config: LakehouseConfig) -> errors.NoSuchLakehouse:
 
 
 def _make_folder(config: LakehouseConfig) -> None:
-    """Make the folder of an SQLite catalog."""
     file = sqlite_file(config.uri)
     if file is None:
         return

@@ -165,12 +165,10 @@ class _Pruning:
         self._residuals: dict[Partition, tuple[Known, Condition]] = {}
 
     def may_hold(self, manifest: ManifestFile) -> bool:
-        """Return True if a data manifest may list a file with matching rows."""
         known = self._known(manifest.partition_spec_id, of_summary, manifest.partitions or ())
         return self._condition.may_be_true(known)
 
     def may_match(self, file: DataFile) -> bool:
-        """Return True if a data file may have matching rows."""
         known, residual = self._in_partition(file)
         if isinstance(residual, Constant):
             return residual.value
@@ -191,7 +189,6 @@ class _Pruning:
         return self._residuals[key]
 
     def _known(self, spec_id: int, facts_of: Callable[..., Facts], values: Iterable[Any]) -> Known:
-        """Return what the values of the fields of a partition spec tell about columns of the filter."""
         known: dict[int, Facts] = {}
         for part, value in zip(self.specs[spec_id].fields, values, strict=False):
             if part.source_id in self._kinds:
@@ -217,8 +214,6 @@ class _Pruning:
 
 @dataclass
 class _Deletes:
-    """Delete files by what they apply to."""
-
     specs: Mapping[int, PartitionSpec]
     format_version: int
     vectors: dict[str, DeleteFile] = field(default_factory=dict)
@@ -227,7 +222,6 @@ class _Deletes:
     equality: dict[Partition | None, list[DeleteFile]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, entry: ManifestEntry) -> None:
-        """Sort one delete file in."""
         file, found = entry.data_file, _delete_file(entry, self.specs)
         if file.content == DataFileContent.EQUALITY_DELETES:
             unpartitioned = self.specs[file.spec_id].is_unpartitioned()
@@ -264,7 +258,6 @@ class _Deletes:
             )
 
     def vector_of(self, file: DataFile, sequence_number: int) -> DeleteFile | None:
-        """The deletion vector of a data file."""
         found = self.vectors.get(file.file_path)
         return found if found is not None and found.sequence_number >= sequence_number else None
 

@@ -229,7 +229,6 @@ def _position_columns(schema: pa.Schema, delete: DeleteFile) -> tuple[str, str]:
 
 
 def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, Ints]:
-    """Sorted positions by data file."""
     encoded = pa.concat_arrays([*paths.cast(pa.string()).chunks, pa.array([], pa.string())]).dictionary_encode()
     codes, rows = encoded.indices.to_numpy(), positions.to_numpy()
     order = np.lexsort((rows, codes))
@@ -256,11 +255,7 @@ def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
 
 
 def _puffin_blobs(stream: InputStream, path: str) -> set[_Blob] | None:
-    """Return the blobs that the footer of a Puffin file names, or None if the footer is compressed.
-
-    Raises:
-        UnsupportedDeletes: it is no Puffin file.
-    """
+    """Return the blobs that the footer of a Puffin file names, or None if the footer is compressed."""
     stream.seek(0)
     head, size = stream.read(len(_PUFFIN)), stream.seek(0, SEEK_END)
     stream.seek(max(0, size - 12))

@@ -78,13 +78,10 @@ class Pin:
 
 @dataclass(frozen=True)
 class _RunRows:
-    """The ledger's facts about the plans that one run uses."""
-
     rows: Sequence[LedgerRow]
 
     @property
     def finished(self) -> bool:
-        """True if the run takes no more attempts."""
         return run_rows.finished_of_rows(self.rows)
 
     @cached_property
@@ -94,10 +91,7 @@ class _RunRows:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """The legs of checkpoints that may be restored, of the last leg, and of the last claim.
-
-        A finished run needs only those to which an operator may go back, because a rewind abandoned them.
-        """
+        """The legs that may still be read. Of a finished run those to which an operator may go back after a rewind."""
         restorable = set(run_rows.restorable_rows(self.rows))
         if self.finished:
             restorable &= left_by_rewinds(self.rows) - set(

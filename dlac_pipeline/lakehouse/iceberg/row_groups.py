@@ -131,7 +131,6 @@ class _Predicate:
 
     @cached_property
     def names(self) -> list[str]:
-        """The columns that it looks at."""
         return self.condition.columns
 
     def of_all(self, rows: int, bounds: Mapping[str, Bounds]) -> bool | None:
@@ -162,7 +161,6 @@ class _Planner:
         self._predicates: dict[int, _Predicate] = {}
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
-        """The row groups of a file, from one opening of it."""
         try:
             with self._io.new_input(file.path).open() as stream:
                 return self._of_parquet(file, open_parquet(stream, self._schema.fields))
@@ -212,8 +210,6 @@ class _Planner:
 
 @dataclass(frozen=True, slots=True)
 class _InFile:
-    """A predicate over one file."""
-
     predicate: _Predicate
     parquet: pq.ParquetFile
     columns: FileColumns
@@ -231,7 +227,6 @@ class _InFile:
 def _dead_rows(
     index: int, deleted: npt.NDArray[np.int64], rows: int, wanted: _InFile, excluded: Sequence[_InFile]
 ) -> npt.NDArray[np.int64]:
-    """Sorted offsets of the dead rows of a row group."""
     dead = np.zeros(rows, dtype=np.bool_)
     dead[deleted] = True
     if not dead.all():

@@ -131,7 +131,6 @@ class GuardedSqlCatalog(MetastoreGuard, SqlCatalog):
             self.engine.dispose()  # the connection that made the catalog's tables
 
     def _convert_orm_to_iceberg(self, orm_table: IcebergTables) -> Table:
-        """Read a table's metadata, and name a missing file."""
         try:
             return super()._convert_orm_to_iceberg(orm_table)
         except FileNotFoundError as err:
@@ -191,10 +190,7 @@ _LIMIT_LOCKS = text(
 
 
 def _limit_locks(connection: Connection) -> None:
-    """Set the limits in this transaction only, because a pooler may pass the connection on.
-
-    Settings of address, role or database win.
-    """
+    """Set the limits in this transaction only, because a pooler may pass the connection on. Explicit settings win."""
     connection.execute(_LIMIT_LOCKS, _POSTGRES_TIMEOUTS)
 
 

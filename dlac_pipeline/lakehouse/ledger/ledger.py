@@ -213,9 +213,7 @@ class Ledger:
 
 
 class _Tries:
-    """The tries of one append. Reading a long run takes longer than the pause between two commits of busy other runs: so what
-    was decided from its rows holds, beside whatever others commit, until the run itself has other rows.
-    """
+    """The tries of one append. Reading a long run takes long: a decision holds until the run itself has other rows."""
 
     def __init__(self, ledger: Ledger, run: str, decide: Decide) -> None:
         self._ledger = ledger
@@ -224,7 +222,6 @@ class _Tries:
         self._decided: tuple[RunState, Append] | None = None
 
     def once(self) -> RunState:
-        """Commit on top of the table as it is now."""
         state, wanted = self._still_decided() or self._decided_anew()
         if wanted is None:
             return state

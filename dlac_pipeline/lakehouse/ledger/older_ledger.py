@@ -235,7 +235,6 @@ class _KnownRows:
         """Snapshots of which the ledger has every row: many failed commits are built on one snapshot."""
 
     def missing_rows(self, state: Table, snapshot_id: int | None) -> list[CheckpointRow | RewindRow]:
-        """Return the rows of a state that the ledger lacks."""
         if snapshot_id is None or snapshot_id in self._whole or state.snapshot_by_id(snapshot_id) is None:
             return []
         scan = state.scan(row_filter=self._wanted, selected_fields=_COLUMNS, snapshot_id=snapshot_id)
@@ -250,10 +249,7 @@ class _KnownRows:
 
 
 def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str) -> Newer | None:
-    """Return what an unnamed metadata file has that the ledger lacks, or None if no commit is proven.
-
-    `table` is the ledger as it was before. A lack is checked again in the rows.
-    """
+    """Return what an unnamed metadata file proves that the ledger lacks. `table` is the ledger as it was before."""
     content, location = folder.metadata(path), folder.location_of(path)
     mine = content.get("table-uuid") == str(table.metadata.table_uuid)
     if not content or not (mine or rows.run is not None):
@@ -341,10 +337,7 @@ def _run_folders(rows: list[LedgerRow]) -> list[str]:
 
 
 def _unnamed_folders(folder: str, files: StoreFiles, committed: Sequence[CheckpointRow]) -> list[str]:
-    """Return the addresses of folders that no checkpoint's row names, of no attempt before the last that committed.
-
-    The newest attempt and step come first.
-    """
+    """Return folders of no known checkpoint, of the last attempt that committed and later ones, the newest first."""
     named = {"/".join(row.manifest_uri.split("/")[-3:-1]) for row in committed}
     last = max((row.attempt for row in committed), default=0)
     attempts = [each for each in files.children(folder) if _number_of_attempt(each) >= last]

@@ -93,12 +93,10 @@ class LedgerRow(_Parsed):
         return {"kind": self.kind, **values, "detail": text}
 
     def _to_detail(self) -> dict[str, Any]:
-        """Return the content of `detail`, without `more`."""
         values = {_KEYS.get(name, name): getattr(self, name) for name in details_of(type(self)) if name != "more"}
         return {key: value for key, value in values.items() if value not in _EMPTY}
 
     def _parse(self) -> dict[str, Any]:
-        """Return the values of the fields that `detail` has."""
         text: str | None = getattr(self, "_text", None)
         try:
             detail = {} if text is None else dict(json.loads(text))

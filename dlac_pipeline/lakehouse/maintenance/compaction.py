@@ -87,10 +87,7 @@ def _within(tasks: Sequence[FileScanTask], most_bytes: int) -> Iterator[FileScan
 
 
 def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
-    """Write the rows of these files into as few files as possible.
-
-    The new files are written again on every try: files written before a conflict may count as orphans by now.
-    """
+    """Write the rows into as few files as possible, again on every try: older new files may count as orphans by now."""
     schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
     scan = ArrowScan(table.metadata, table.io, table.schema(), AlwaysTrue())
     rows = pa.concat_tables(scan.to_table([task]).cast(schema) for task in tasks)

@@ -85,7 +85,6 @@ def _deletable(lakehouse: Lakehouse, folder: TableFolder) -> dict[str, FileInfo]
 
 
 def _named(folder: TableFolder, table: Table) -> set[str]:
-    """Return the paths of all files that the table's metadata and its retained snapshots name."""
     return {folder.path(location) for location in _locations(table)}
 
 

@@ -146,7 +146,6 @@ def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_
 
 
 def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table | None:
-    """Return the registered table, or None if there is no table of its name."""
     try:
         table = lakehouse.load(identifier)
     except errors.NoSuchTable:

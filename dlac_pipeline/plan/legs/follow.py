@@ -86,8 +86,6 @@ def check_changeable(leg: Leg, requested: Leg) -> None:
 
 
 class _SourceTransition:
-    """One source between two legs."""
-
     def __init__(
         self, plans: Plans, source: SourceSpec, mine: LegSource, wanted: LegSource, settings: CutSettings
     ) -> None:
@@ -109,7 +107,6 @@ class _SourceTransition:
         return self._order(self._mine.start).finish_at(cursors)
 
     def next(self, current: SourceStart, *, repin: bool, unreadable: Sequence[Unreadable]) -> LegSource:
-        """The source in the next leg."""
         following = self._mine.follow == "appends"
         until = self._mine.snapshot_id
         if following and repin:
@@ -181,7 +178,6 @@ class _SourceTransition:
         )
 
     def _appended(self, history: History) -> list[Plan]:
-        """Plans of the rows that came since, in order."""
         plans = []
         for portion in history.portions:
             old = {path: history.old_rows(portion.snapshot_id, path) for path in portion.files}
@@ -229,7 +225,6 @@ class _SourceTransition:
         return had and not has
 
     def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
-        """Return the id of the plan that also skips these rows."""
         plan = self._plan(plan_id)
         dead = _merged([self._gone(plan, until), self._newly_excluded(plan), _of_unreadable(plan, unreadable)])
         reduced = self._plans.add(exclude_rows(self._lakehouse, plan, dead))
