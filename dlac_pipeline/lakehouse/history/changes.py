@@ -53,9 +53,8 @@ def changes(
     """
     if table.snapshot_by_id(since) is None:
         raise AppendHistoryLost(
-            f"expected snapshot {since} of {table_name(table)!r}, up to which was planned, found it expired: pin "
-            f"snapshots with a "
-            "tag; start a new run"
+            f"expected snapshot {since} of {table_name(table)!r}, up to which was planned, found it expired: pin snapshots "
+            "with a tag; start a new run"
         )
     snapshot_of(table, until)
     rows = TableRows(table)
@@ -93,7 +92,7 @@ class History:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The changes of each snapshot, as far as it was followed."""
-        return self._found.steps
+        return tuple(self._found.steps)
 
     @property
     def identified_by(self) -> Literal["row_ids", "identity_columns", "appends"]:
@@ -149,7 +148,7 @@ class History:
     def _by_place(self, path: str) -> Mask:
         """The rows of a planned file that still are where they were."""
         found = np.zeros(self._rows.files(self.since)[path].rows, dtype=np.bool_)
-        for place in self._found.places.get(path, frozenset()):
+        for place in self._found.places.get(path, ()):
             if place[1] == path:
                 found |= self._alive(place)
         return found
