@@ -164,13 +164,8 @@ class BlockDecoder:
         with self._io.new_input(path).open() as stream:
             file = open_parquet(stream, self._schema.fields)
             absent = lacks_columns(file.schema_arrow, self._schema, self._columns, self._name_mapping)
-            columns = FileColumns.of(
-                file.schema_arrow,
-                self._schema,
-                self._columns,
-                name_mapping=self._name_mapping,
-                partition_values=self._partition_values(path) if absent else {},
-            )
+            values = self._partition_values(path) if absent else {}
+            columns = FileColumns.of(file.schema_arrow, self._schema, self._columns, self._name_mapping, values)
             return _Opened(file.metadata, columns)
 
 

@@ -136,7 +136,6 @@ class FileColumns:
         file_schema: pa.Schema,
         schema: Schema,
         names: Sequence[str],
-        *,
         name_mapping: NameMapping | None = None,
         partition_values: Mapping[int, Any] = {},
     ) -> "FileColumns":

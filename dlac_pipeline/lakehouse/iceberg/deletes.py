@@ -130,13 +130,7 @@ class Deletes:
         return self._values((delete.path, delete.equality_ids), read)
 
     def _columns(self, parquet: pq.ParquetFile, schema: Schema, partition_values: Mapping[int, Any]) -> FileColumns:
-        return FileColumns.of(
-            parquet.schema_arrow,
-            schema,
-            schema.column_names,
-            name_mapping=self._mapping,
-            partition_values=partition_values,
-        )
+        return FileColumns.of(parquet.schema_arrow, schema, schema.column_names, self._mapping, partition_values)
 
     def _schema_of(self, ids: tuple[int, ...], path: str) -> Schema:
         lost = [field_id for field_id in ids if field_id not in self._fields]
