@@ -135,7 +135,8 @@ class _Side:
     @property
     def _types(self) -> list[pa.DataType]:
         schema, names = self.keys.read
-        return [_plain_type(schema, name) for name in names]
+        kinds = [arrow_type(schema.find_field(name).field_type) for name in names]
+        return [pa.int64() if _is_whole(kind) else kind for kind in kinds]
 
     @property
     def key(self) -> str:
@@ -172,13 +173,8 @@ class _Side:
     def _of_file(self, one: Rows, base: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         wanted, names = self.keys.read
         with self.table.io.new_input(one.file.path).open() as stream, open_parquet(stream, wanted.fields) as parquet:
-            columns = FileColumns.of(
-                parquet.schema_arrow,
-                wanted,
-                names,
-                name_mapping=name_mapping_of(self.table),
-                partition_values=one.file.partition_values,
-            )
+            mapping, partition_values = name_mapping_of(self.table), one.file.partition_values
+            columns = FileColumns.of(parquet.schema_arrow, wanted, names, mapping, partition_values)
             first = 0
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns.in_file):
                 at = np.arange(first, first + batch.num_rows)
@@ -195,11 +191,6 @@ class _Side:
         if pa.types.is_date32(kind) or pa.types.is_time32(kind):
             column = column.cast(pa.int32())
         return column.cast(pa.int64()) if _is_whole(kind) else column
-
-
-def _plain_type(schema: Schema, name: str) -> pa.DataType:
-    kind = arrow_type(schema.find_field(name).field_type)
-    return pa.int64() if _is_whole(kind) else kind
 
 
 def _is_whole(kind: pa.DataType) -> bool:
@@ -231,6 +222,12 @@ def _failure_of(*sides: _Side) -> Iterator[None]:
 
 
 def _twice(connection: "DuckDBPyConnection", sides: Sequence[_Side], keys: Keys) -> DlacError:
+    kind: type[DlacError] = AppendHistoryLost
+    expected = "expected row ids to be unique"
+    advice = "the table's metadata is broken: declare identity_columns, or start a new run"
+    if keys.columns:
+        kind, expected = SpecInvalid, f"expected identity columns {list(keys.columns)!r} to tell all rows apart"
+        advice = "declare columns that are unique, or remove the double row"
     for side in sides:
         connection.register("side", side.reader())
         query = f'SELECT min("row"), max("row") FROM side GROUP BY {side.key} HAVING count(*) > 1 ORDER BY 1 LIMIT 1'
@@ -239,27 +236,11 @@ def _twice(connection: "DuckDBPyConnection", sides: Sequence[_Side], keys: Keys)
         connection.unregister("side")
         if found is not None:
             (path, first, where), (other, second, _) = (_place(side, at) for at in found)
-            expected, done = _expected(keys)
-            values = _values(side, found[0])
-            message = (
-                f"found {values!r} twice in {where}: row {first} of {path!r} and row {second} of {other!r}; {done}"
-            )
-            return (
-                SpecInvalid(f"{expected}, {message}") if keys.columns else AppendHistoryLost(f"{expected}, {message}")
+            return kind(
+                f"{expected}, found {_values(side, found[0])!r} twice in {where}: row {first} of {path!r} and row {second} of "
+                f"{other!r}; {advice}"
             )
     return AppendHistoryLost("expected the data files to stay as they are while rows are matched, found otherwise")
-
-
-def _expected(keys: Keys) -> tuple[str, str]:
-    if keys.columns:
-        return (
-            f"expected identity columns {list(keys.columns)!r} to tell all rows apart",
-            "declare columns that are unique, or remove the double row",
-        )
-    return (
-        "expected row ids to be unique",
-        "the table's metadata is broken: declare identity_columns, or start a new run",
-    )
 
 
 def _place(side: _Side, at: int) -> tuple[str, int, str]:
