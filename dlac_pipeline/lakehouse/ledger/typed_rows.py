@@ -23,13 +23,8 @@ KINDS: "dict[str, type[LedgerRow]]" = {}
 _NOT_COMMITTED = datetime.fromtimestamp(0, UTC)
 _FIELDS = {"pass": "pass_index", "quarantined": ""}
 """Columns whose fields have other names, or none. The positions in `quarantined` are those of the reasons in `detail`."""
-_KEYS = {
-    "left": "from",
-    "left_step": "from_step",
-    "parent_run": "run",
-    "parent_checkpoint": "checkpoint_id",
-    "parent_step": "step",
-}
+_KEYS = {"left": "from", "left_step": "from_step"}
+_KEYS |= {"parent_run": "run", "parent_checkpoint": "checkpoint_id", "parent_step": "step"}
 """Fields whose keys in `detail` have other names."""
 _LEFT_OUT = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns that only the commit of a row decides. Manifests leave them out."""
@@ -122,7 +117,6 @@ class CheckpointRow(LedgerRow):
     parent: str | None = None
     step: int = 0
     leg: int = 0
-    """Number of its leg."""
     world_size: int = 0
     manifest_uri: str = ""
     manifest_digest: str = ""
@@ -264,7 +258,6 @@ class LegRow(LedgerRow):
     kind: ClassVar[str] = "leg"
     checkpoint_id: str = ""
     leg: int = 0
-    """Number of the leg."""
     step: int = 0
     """Step at which it begins."""
 
@@ -295,7 +288,6 @@ class QuarantinedRowsRow(LedgerRow):
     leg: int = 0
     source: int = 0
     path: str = ""
-    """Data file."""
     row_group: int = 0
     rows: int = 0
     """Live rows among them."""
@@ -330,9 +322,7 @@ class ExportRow(LedgerRow):
     digest: str = ""
     bytes: int = 0
     file: str = ""
-    """Name of the file."""
     part: str = ""
-    """Exported part of the state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,7 +332,6 @@ class VerifyRow(LedgerRow):
     kind: ClassVar[str] = "verify"
     checkpoint_id: str = ""
     verification: str = ""
-    """Id of the verification."""
     problem: str | None = None
 
 
@@ -428,28 +417,26 @@ DEFAULTS: dict[type[LedgerRow], dict[str, Any]] = {
 
 
 @cache
-def _columns() -> dict[type[LedgerRow], dict[str, str]]:
+def _layouts() -> dict[type[LedgerRow], tuple[dict[str, str], dict[str, Any]]]:
     # It takes long to import, and `dlac --help` needs no row.
     from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
 
     names = {column: _FIELDS.get(column, column) for column in CONSUMPTION.column_names}
-    return {kind: {each: names[each] for each in names if names[each] in DEFAULTS[kind]} for kind in DEFAULTS}
-
-
-@cache
-def _details() -> dict[type[LedgerRow], dict[str, Any]]:
-    kept = {kind: columns.values() for kind, columns in _columns().items()}
-    return {kind: {each: DEFAULTS[kind][each] for each in DEFAULTS[kind] if each not in kept[kind]} for kind in kept}
+    found = {}
+    for kind, defaults in DEFAULTS.items():
+        columns = {column: name for column, name in names.items() if name in defaults}
+        found[kind] = columns, {name: defaults[name] for name in defaults if name not in columns.values()}
+    return found
 
 
 def columns_of(kind: type[LedgerRow]) -> dict[str, str]:
     """Return column -> field, of those columns that are fields of a class."""
-    return _columns()[kind]
+    return _layouts()[kind][0]
 
 
 def details_of(kind: type[LedgerRow]) -> dict[str, Any]:
     """Return field -> its default value, of the fields that `detail` has."""
-    return _details()[kind]
+    return _layouts()[kind][1]
 
 
 def _take(kind: type[LedgerRow], detail: dict[str, Any]) -> dict[str, Any]:
