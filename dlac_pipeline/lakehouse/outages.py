@@ -1,5 +1,6 @@
 """Causes of a catalog's failure to answer: a wrong address, wrong credentials, or an outage."""
 
+import re
 import sqlite3
 from urllib.parse import urlsplit
 
@@ -48,16 +49,9 @@ _WANTED = {
 }
 _CLIENTS = ("botocore.", "thrift.", "google.api_core.", "google.auth.")
 """Packages of the clients of Glue, Hive and BigQuery, which are installed only where they are used."""
-_CLIENT_REFUSED = (
-    *(
-        "AccessDenied",
-        "UnrecognizedClient",
-        "InvalidSignature",
-        "ExpiredToken",
-        "InvalidClientTokenId",
-        "InvalidEndpoint",
-    ),
-    *("NoCredentials", "NoRegion", "ProfileNotFound", "PermissionDenied", "Unauthenticated", "DefaultCredentials"),
+_CLIENT_REFUSED = re.compile(
+    "AccessDenied|UnrecognizedClient|InvalidSignature|ExpiredToken|InvalidClientTokenId|InvalidEndpoint|NoCredentials|NoRegion|"
+    "ProfileNotFound|PermissionDenied|Unauthenticated|DefaultCredentials"
 )
 """Names of the errors of such clients for wrong or missing credentials."""
 
@@ -122,7 +116,7 @@ def is_client_error(err: Exception) -> bool:
 
 def is_refused_client(err: Exception) -> bool:
     """Return whether such a client has wrong credentials, or none."""
-    return is_client_error(err) and any(each in f"{type(err).__name__} {err}" for each in _CLIENT_REFUSED)
+    return is_client_error(err) and bool(_CLIENT_REFUSED.search(f"{type(err).__name__} {err}"))
 
 
 def is_unknown_host(err: Exception) -> bool:

@@ -164,9 +164,8 @@ def _gap(table: Table, since: Snapshot, first: Snapshot, step: Step) -> Step:
     found = found or ("that nothing older is in it" if planned and not before else "")
     if found:
         raise AppendHistoryLost(
-            f"expected snapshot {first.snapshot_id} of {table_name(table)!r} to descend from {since.snapshot_id}, up "
-            f"to which was "
-            f"planned, found {found}: the table was rolled back or replaced; start a new run"
+            f"expected snapshot {first.snapshot_id} of {table_name(table)!r} to descend from {since.snapshot_id}, up to which "
+            f"was planned, found {found}: the table was rolled back or replaced; start a new run"
         )
     return Step(
         snapshot_id=first.snapshot_id,

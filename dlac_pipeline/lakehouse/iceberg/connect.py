@@ -455,9 +455,8 @@ def reachable(uri: str) -> Iterator[None]:
     except (SQLAlchemyError, requests.RequestException, exceptions.RESTError) as err:
         if is_unknown_host(err):
             raise errors.CatalogHostUnknown(
-                f"expected the host of the catalog at {shown!r} to have an address, found "
-                f"{_describe_error(err, uri)}; correct the name "
-                "in lakehouse.uri"
+                f"expected the host of the catalog at {shown!r} to have an address, found {_describe_error(err, uri)}; "
+                "correct the name in lakehouse.uri"
             ) from err
         file = sqlite_file(uri)
         holder = "" if file is None or not is_locked(err) else locked_by(file)

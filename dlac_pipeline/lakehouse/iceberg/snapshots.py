@@ -52,9 +52,8 @@ def schema_id_of(table: Table, snapshot: Snapshot) -> int:
     schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
     if schema_id not in table.schemas():
         raise UnsupportedSnapshot(
-            f"expected schema {schema_id} of snapshot {snapshot.snapshot_id} in the metadata of table "
-            f"{table_name(table)!r}, found "
-            f"only schemas {sorted(table.schemas())!r}: read another snapshot"
+            f"expected schema {schema_id} of snapshot {snapshot.snapshot_id} in the metadata of table {table_name(table)!r}, "
+            f"found only schemas {sorted(table.schemas())!r}: read another snapshot"
         )
     return schema_id
 

@@ -258,10 +258,11 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
     if state is None:
         return None
     try:
-        parent = _built_on(state)
+        current = state.current_snapshot()  # the one under it was committed
+        parent = None if current is None else state.snapshot_by_id(current.parent_snapshot_id or 0)
         history = (each.snapshot_id for each in ancestors_of(table.current_snapshot(), table.metadata))
-        if parent is not None and not (mine and parent in history):
-            lost = rows.missing_rows(state, parent)
+        if parent is not None and not (mine and parent.snapshot_id in history):
+            lost = rows.missing_rows(state, parent.snapshot_id)
             if lost:
                 newest = max(lost, key=lambda row: (isinstance(row, CheckpointRow), row.step))
                 return Newer(run=newest.run, step=newest.step, place=location)
@@ -340,13 +341,12 @@ def _unnamed_folders(folder: str, files: StoreFiles, committed: Sequence[Checkpo
     """Return folders of no known checkpoint, of the last attempt that committed and later ones, the newest first."""
     named = {"/".join(row.manifest_uri.split("/")[-3:-1]) for row in committed}
     last = max((row.attempt for row in committed), default=0)
-    attempts = [each for each in files.children(folder) if _number_of_attempt(each) >= last]
+    attempts = [each for each in files.children(folder) if _attempt_of(each) >= last]
     found = [f"{each}/{step}" for each in attempts for step in files.children(f"{folder}/{each}")]
     return [f"{folder}/{name}" for name in sorted(found, reverse=True) if name not in named and "/step-" in name]
 
 
-def _number_of_attempt(name: str) -> int:
-    """Return the number of the attempt that a folder is named after, or -1 for another folder."""
+def _attempt_of(name: str) -> int:
     number = name.removeprefix("attempt-")
     return int(number) if number != name and number.isdecimal() else -1
 
@@ -355,13 +355,6 @@ def _proof_of(mark: Mapping[str, Any], place: str) -> Proof:
     found, uuid, run = mark.get("step"), str(mark.get("ledger_uuid", "")), str(mark.get("run", ""))
     step = found if isinstance(found, int) else 0  # the mark proves its checkpoint without a step
     return Proof(ledger_uuid=uuid, run=run, checkpoint_id=str(mark["checkpoint_id"]), step=step, place=place)
-
-
-def _built_on(state: Table) -> int | None:
-    """Return the id of the snapshot under the current one, which was committed, or None if it is not retained."""
-    current = state.current_snapshot()
-    parent = None if current is None else state.snapshot_by_id(current.parent_snapshot_id or 0)
-    return None if parent is None else parent.snapshot_id
 
 
 def _key(row: CheckpointRow | RewindRow) -> Key:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from pyarrow.fs import FileInfo
 from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.table import Table
 
@@ -57,7 +56,8 @@ def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) ->
 
 
 def _remove(lakehouse: Lakehouse, name: str, folder: TableFolder) -> Removed:
-    listed = _deletable(lakehouse, folder)
+    own_metadata = isinstance(lakehouse.catalog, MetastoreCatalog)  # those of a REST catalog only its server knows
+    listed = {path: info for path, info in folder.files().items() if own_metadata or not path.endswith(METADATA)}
     if not listed.keys() - lakehouse.look(name, partial(_named, folder)):
         return Removed()
     _move_main(lakehouse, name)
@@ -76,12 +76,6 @@ def _move_main(lakehouse: Lakehouse, name: str) -> None:
             transaction.update_snapshot(snapshot_properties={UPKEEP_OF_SNAPSHOT: "orphans"}).fast_append().commit()
 
     retrying()(once)
-
-
-def _deletable(lakehouse: Lakehouse, folder: TableFolder) -> dict[str, FileInfo]:
-    """Return path -> file of what exists now, without a REST catalog's own metadata files: only its server knows them."""
-    own_metadata = isinstance(lakehouse.catalog, MetastoreCatalog)
-    return {path: info for path, info in folder.files().items() if own_metadata or not path.endswith(METADATA)}
 
 
 def _named(folder: TableFolder, table: Table) -> set[str]:
