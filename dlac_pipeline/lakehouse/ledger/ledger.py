@@ -19,16 +19,8 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
+from dlac_pipeline.lakehouse.ledger import run_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
-from dlac_pipeline.lakehouse.ledger.run_rows import (
-    Fence,
-    check_run_name,
-    fence_of_rows,
-    finished_of_rows,
-    no_such_run,
-    restorable,
-    translate_row,
-)
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
     HEAD_KINDS,
@@ -55,7 +47,7 @@ class RunState:
 
     run: str
     table: Table
-    fence: Fence
+    fence: run_rows.Fence
     finished: bool
 
     @property
@@ -69,7 +61,7 @@ class Append:
     """Rows to append and the fence that they install. `finished` drops the fence property instead."""
 
     rows: Sequence[LedgerRow]
-    fence: Fence
+    fence: run_rows.Fence
     finished: bool = False
 
 
@@ -97,11 +89,13 @@ class Ledger:
         cached = table.properties.get(_property(run))
         if cached is not None:
             attempt, nonce, seq, head = json.loads(cached)
-            fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
+            fence = run_rows.Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
         columns = ("seq", "kind", "attempt", "nonce", "head_after", "checkpoint_id")
         rows = self._scan(table, run, columns=columns, kinds=HEAD_KINDS)  # every append has a row of one of them
-        return RunState(run=run, table=table, fence=fence_of_rows(rows), finished=finished_of_rows(rows))
+        return RunState(
+            run=run, table=table, fence=run_rows.fence_of_rows(rows), finished=run_rows.finished_of_rows(rows)
+        )
 
     @overload
     def rows(self, run: str, *, after: int = 0) -> list[LedgerRow]: ...
@@ -138,7 +132,7 @@ class Ledger:
         """The rows that define the state of a run, in order of `seq`. Raises `NoSuchRun` if there are none."""
         rows = self.rows(run, kinds=HEAD_KINDS)
         if not rows:
-            raise no_such_run(run, self.runs())
+            raise run_rows.no_such_run(run, self.runs())
         return rows
 
     def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> CheckpointRow:
@@ -148,7 +142,7 @@ class Ledger:
             NoSuchRun: there is no such run.
             NoSuchCheckpoint: it has no such checkpoint that is neither retired nor damaged.
         """
-        return restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
+        return run_rows.restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
 
     def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:
         """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
@@ -173,7 +167,11 @@ class Ledger:
     def translate(self, rows: list[R]) -> list[R]:
         """Return rows as the table has them with their places in a moved lakehouse."""
         relocation = self.lakehouse.relocation
-        return [translate_row(row, relocation.uri_here, relocation.here) for row in rows] if relocation.moves else rows
+        return (
+            [run_rows.translate_row(row, relocation.uri_here, relocation.here) for row in rows]
+            if relocation.moves
+            else rows
+        )
 
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` return what to append, commit, and repeat on conflict or doubt. Return the last read.
@@ -229,7 +227,9 @@ class _Tries:
         relocation = lakehouse.relocation
         completed = [_complete(row, run, wanted.fence) for row in wanted.rows]
         if relocation.moves:
-            completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
+            completed = [
+                run_rows.translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed
+            ]
         arrow = pa.Table.from_pylist([row.to_columns() for row in completed], schema=CONSUMPTION_ARROW)
         with committing(lakehouse, table) as transaction:
             properties = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
@@ -249,7 +249,7 @@ class _Tries:
         wanted = self._decide(state)
         # before the first row of a run, whichever command appends it: a row is permanent, and the name becomes a folder
         if not state.exists:
-            check_run_name(self._run)
+            run_rows.check_run_name(self._run)
         self._decided = None if wanted is None else (state, wanted)
         return state, wanted
 
@@ -290,7 +290,7 @@ def _same_rows(run: str, before: Table, now: Table) -> bool:
     return found == last and complete and before.properties.get(_property(run)) == now.properties.get(_property(run))
 
 
-def _complete(row: LedgerRow, run: str, fence: Fence) -> LedgerRow:
+def _complete(row: LedgerRow, run: str, fence: run_rows.Fence) -> LedgerRow:
     return replace(
         row,
         run=run,
