@@ -20,11 +20,7 @@ _KINDS = get_args(LakehouseConfig.model_fields["type"].annotation)
 
 
 def configured(config: LakehouseConfig) -> LakehouseConfig:
-    """Return a lakehouse's settings with those that PyIceberg's configuration has under its name. Its own settings win.
-
-    Raises:
-        CatalogMisconfigured: the name is configured nowhere, or not as a catalog that processes can share.
-    """
+    """Return settings with those that PyIceberg has under their name. Own ones win. Raises `CatalogMisconfigured`."""
     if not config.is_named:
         return config
     found = _find(str(config.name))

@@ -57,13 +57,10 @@ _CLIENT_REFUSED = re.compile(
 
 
 def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
-    """Check the catalog's address before it is opened or created.
+    """Raise `CatalogMisconfigured` if no catalog can have the address, before it is opened or created.
 
     `answered`: the catalog has answered at this address before. A folder in place of its file is an outage then, such as a mount
     point without its mount.
-
-    Raises:
-        CatalogMisconfigured: no catalog can have it.
     """
     wanted = _WANTED.get(config.kind)
     if wanted is None:
@@ -92,10 +89,7 @@ def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
 
 
 def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
-    """Return whether a catalog that was just opened fails for its address or credentials, rather than by an outage.
-
-    `answered`: the catalog has answered at this address before.
-    """
+    """Return whether a new catalog fails for its address or credentials. `answered`: it has answered there before."""
     if isinstance(err, ArgumentError | requests.exceptions.InvalidURL | requests.exceptions.InvalidSchema):
         return True
     if isinstance(err, requests.RequestException | RESTError | DBAPIError):

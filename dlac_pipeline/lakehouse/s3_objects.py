@@ -96,11 +96,7 @@ class S3Objects(Objects):
             ) from err
 
     def put(self, source: Path, path: str, within: str) -> None:
-        """Upload a file to a new name. Two that upload a large one at the same time are not kept apart.
-
-        Raises:
-            FileExistsError: another object has the name.
-        """
+        """Upload a file to a new name, else raise `FileExistsError`. Two large uploads at a time are not kept apart."""
         with _as_os_errors():
             if source.stat().st_size <= _ONE_REQUEST_BYTES:
                 self._create(path, source.read_bytes())

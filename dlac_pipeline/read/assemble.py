@@ -39,11 +39,7 @@ RunPiece = tuple[Column, Ints, Ints | None, slice]
 def assemble_run(
     kind: ColumnKind, pieces: Sequence[RunPiece], batches: int, slots: int, buffers: Buffers, *, length: int = 0
 ) -> dict[str, Array]:
-    """The tensors of a column that is not ragged, for several full batches: leased arrays [batches, slots, ...].
-
-    Raises:
-        UnsupportedColumn: the pieces hold lists of different lengths.
-    """
+    """Return a column that is not ragged, for full batches, in leased arrays [batches, slots, ...]. Raises as `assemble`."""
     shape = _shape(kind, [column for column, _, _, _ in pieces], length)
     leased = buffers.lease(batches * slots * math.prod(shape) * kind.items.itemsize)
     values = leased.view(kind.items).reshape(batches, slots, *shape)

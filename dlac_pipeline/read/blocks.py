@@ -79,11 +79,7 @@ class BlockDecoder:
         return self._shared.nbytes
 
     def decode(self, units: UnitTable, slices: Slices) -> pa.Table:
-        """Decode all physical rows of slices, in their order, with the types of the table.
-
-        Raises:
-            UnitUnreadable: a file is missing or corrupt. The message names it and the row group.
-        """
+        """Decode all physical rows of slices, in their order. Raises `UnitUnreadable` for a missing or corrupt file."""
         places = zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True)
         parts = (self._slice(units, unit, first, rows) for unit, first, rows in places)
         return next(parts) if len(slices.unit) == 1 else end_to_end(parts, int(slices.rows.sum()), self._buffers)

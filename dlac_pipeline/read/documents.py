@@ -122,11 +122,7 @@ def samples_of(
     check: bool = False,
     origin: str = "the block",
 ) -> Samples:
-    """Return the samples of a block's live rows: each output row of the transform is one. Arguments as for `documents_of`.
-
-    Raises:
-        RowRejected, TransformFailed, NoSuchColumn, UnsupportedColumn: as `documents_of`.
-    """
+    """Return a block's samples: each output row of the transform is one. Arguments and errors as of `documents_of`."""
     done = _transformed(live, positions, transform, reject, check)
     rows = source_rows(positions, done.row, done.rejected)
     if not len(done.row):

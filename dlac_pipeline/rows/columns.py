@@ -268,11 +268,7 @@ def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, or
 
 
 def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:
-    """Return a column as an array [rows] or [rows, length]: a view of the Arrow buffers where possible.
-
-    Raises:
-        UnsupportedColumn: nulls, or lists of different lengths. The message names the column and the file (`origin`).
-    """
+    """Return a column as an array [rows] or [rows, length], a view where possible. Raises as `to_column`."""
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     items = column.type.value_type if listed else column.type
     dtype = np.dtype(np.uint8 if pa.types.is_fixed_size_binary(items) else items.to_pandas_dtype())

@@ -63,11 +63,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer of a JSON file, or, by folder or name, one of transformers (where that is installed).
-
-    Raises:
-        TokenizerUnreadable: there is none, it cannot be read, or it is not a fast one.
-    """
+    """The tokenizer of a JSON file, or a fast one of transformers by folder or name. Raises `TokenizerUnreadable`."""
     path = Path(name)
     if path.is_file():
         return _from_file(path)

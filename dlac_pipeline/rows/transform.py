@@ -67,11 +67,7 @@ class Transformed:
 
 
 def load_transform(name: str) -> Transform:
-    """The function named "path/to/file.py:function" or "package.module:function".
-
-    Raises:
-        TransformFailed: there is no such file, module or function, or importing it raised.
-    """
+    """The function named "path/to/file.py:function" or "package.module:function". Raises `TransformFailed` without one."""
     origin, colon, attribute = name.rpartition(":")
     if not colon or not origin or not attribute:
         raise TransformFailed(

@@ -136,12 +136,7 @@ class History:
         return np.flatnonzero(away)
 
     def old_rows(self, snapshot_id: int, path: str) -> Ints:
-        """Return sorted positions of the rows of a portion's file that were live in `since` already, and so are not new.
-
-        Raises:
-            SpecInvalid: the identity columns do not tell rows apart.
-            AppendHistoryLost: a rewrite did not keep the keys.
-        """
+        """Return sorted positions of a portion's rows that were live in `since`, and so are not new. Raises as `gone`."""
         place = (snapshot_id, path)
         return np.flatnonzero(self._matched[1][place]) if place in self._new_places else NO_ROWS
 

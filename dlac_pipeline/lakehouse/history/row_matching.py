@@ -55,12 +55,7 @@ class Keys:
 
 
 def identity_keys(schema: Schema, columns: Sequence[str]) -> Keys:
-    """Keys from the identity columns that a user declared.
-
-    Raises:
-        NoSuchColumn: the table lacks one.
-        SpecInvalid: one is not of a primitive type.
-    """
+    """Keys of the declared identity columns. Raises `NoSuchColumn`, or `SpecInvalid` if one is not of a primitive type."""
     for name in columns:
         found = next((one for one in schema.fields if one.name == name), None)
         if found is None:

@@ -155,11 +155,7 @@ class FileColumns:
         return cls([_column(top_level[name], in_file, partition_values) for name in names], _first_leaves(file_schema))
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
-        """Return the columns in the table's names and types, from what was read of `in_file`. `rows` fill the constant ones.
-
-        Raises:
-            UnsupportedColumn: a value does not fit the table's type.
-        """
+        """Return the read columns in the table's names and types, of `rows` each. Raises `UnsupportedColumn` for other values."""
         return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
 
     def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
@@ -176,11 +172,7 @@ class FileColumns:
 
 
 def name_mapping_of(table: Table) -> NameMapping | None:
-    """Return the table's mapping of names to field ids, for files without ids, or None.
-
-    Raises:
-        UnsupportedColumn: the property is not such a mapping.
-    """
+    """Return the table's name mapping, for files without field ids, or None. Raises `UnsupportedColumn` for a broken one."""
     if READ_BY_NAME in table.properties:
         return _BY_NAME
     try:

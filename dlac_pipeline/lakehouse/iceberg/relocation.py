@@ -111,11 +111,7 @@ def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
 
 
 def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
-    """Return where the folders of an embedded lakehouse are now, from what its catalog records.
-
-    Raises:
-        LakehouseError: the catalog was copied without its tables, so that they would be those of the original.
-    """
+    """Return where the folders of an embedded lakehouse are now. Raises `LakehouseError` if its catalog was copied alone."""
     file, metadata = sqlite_file(config.uri), recorded.ledger_metadata
     path = None if metadata is None else raw_path(metadata)
     warehouse = raw_path(config.warehouse) if config.warehouse else None

@@ -170,12 +170,7 @@ def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None]
 
 
 def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
-    """Remove a name. Return the id of the checkpoint that had it.
-
-    Raises:
-        NoSuchRun: the run does not exist.
-        NoSuchCheckpoint: none of its checkpoints has the name.
-    """
+    """Remove a name. Return the id of the checkpoint that had it. Raises `NoSuchRun` or `NoSuchCheckpoint`."""
     removed = ""
 
     def decide(state: RunState) -> Append | None:

@@ -136,12 +136,7 @@ class Ledger:
         return rows
 
     def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> CheckpointRow:
-        """The row of the checkpoint of a step or with an id, or of the head.
-
-        Raises:
-            NoSuchRun: there is no such run.
-            NoSuchCheckpoint: it has no such checkpoint that is neither retired nor damaged.
-        """
+        """The row of the checkpoint of a step or with an id, or of the head. Raises `NoSuchRun` or `NoSuchCheckpoint`."""
         return run_rows.restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
 
     def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:

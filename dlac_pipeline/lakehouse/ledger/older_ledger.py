@@ -108,12 +108,9 @@ def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) ->
 
 
 def check_ledger(lakehouse: Lakehouse, run: str) -> None:
-    """Check that neither the warehouse nor the store that the run's rows name is newer than the ledger.
+    """Raise `LedgerOlderThanStore` if the warehouse, or the store that the run's rows name, is newer than the ledger.
 
     A store that is unavailable, or that needs other credentials than the lakehouse, is not looked at.
-
-    Raises:
-        LedgerOlderThanStore: one is newer.
     """
     ledger = Ledger(lakehouse)
     rows = _rows_of(ledger, run)
@@ -130,11 +127,9 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
 
 
 def check_store(ledger: Ledger, run: str, folder: str, files: StoreFiles) -> None:
-    """Check that the run's folder in the store has no committed checkpoint that the ledger lacks.
+    """Raise `LedgerOlderThanStore` if the run's folder has a committed checkpoint that the ledger lacks.
 
-    Raises:
-        LedgerOlderThanStore: it has one.
-        StoreUnavailable: the store does not answer.
+    Raises `StoreUnavailable` if the store does not answer.
     """
     rows = _rows_of(ledger, run)
     check_warehouse(ledger.lakehouse, run, exists=bool(rows))
@@ -198,13 +193,10 @@ def proven_parent(folder: str, files: StoreFiles) -> Proof | None:
 
 
 def check_warehouse(lakehouse: Lakehouse, run: str | None = None, *, exists: bool = True) -> None:
-    """Check that no metadata file of the ledger in the warehouse has commits that the ledger lacks.
+    """Raise `LedgerOlderThanStore` if a metadata file in the warehouse has commits that the ledger lacks.
 
     With `run`, only its commits count. If the run `exists`, only newer files are read, otherwise all that the catalog does
     not name.
-
-    Raises:
-        LedgerOlderThanStore: one has such commits.
     """
     table = lakehouse.own("consumption")
     try:

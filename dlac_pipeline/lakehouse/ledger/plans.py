@@ -100,11 +100,7 @@ def write_slices(lakehouse: Lakehouse, cut_id: str, slices: Callable[[], pa.Tabl
 
 
 def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Callable[[], bool]) -> None:
-    """Append to one of DLAC's tables. After a conflict or doubt `unless` is called before the append is repeated.
-
-    Raises:
-        CatalogUnreachable: the catalog was unavailable for a minute.
-    """
+    """Append to an own table. `unless` is called before each try. Raises `CatalogUnreachable` after a minute."""
 
     def once() -> None:
         table = lakehouse.own(name)  # loaded before the look, so that a later commit makes this append fail

@@ -47,11 +47,7 @@ def check_run_name(run: str) -> str:
 
 
 def check_checkpoint_name(name: str) -> str:
-    """Return a name that an operator gives to a checkpoint.
-
-    Raises:
-        SpecInvalid: it is blank, cannot be printed, or is one of those that DLAC gives.
-    """
+    """Return a name for a checkpoint. Raises `SpecInvalid` if it is blank, cannot be printed, or is one of DLAC's own."""
     if not name.strip() or name != name.strip() or not name.isprintable() or len(name) > _NAME_CHARACTERS:
         raise SpecInvalid(
             f"expected a tag of 1-{_NAME_CHARACTERS} characters that can be printed, without space around it, found {name!r}: "

@@ -40,11 +40,7 @@ class LeanTransaction(Transaction):
 
 @contextmanager
 def committing(lakehouse: Lakehouse, table: Table) -> Iterator[Transaction]:
-    """Yield a transaction on an own table. At its end it expires snapshots, and is committed.
-
-    Raises:
-        CatalogUnreachable, CommitConflict: it did not land, or that is not known.
-    """
+    """Yield a transaction that expires snapshots and commits. Raises `CatalogUnreachable` or `CommitConflict`."""
     with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
         yield transaction
         expire_in(transaction)

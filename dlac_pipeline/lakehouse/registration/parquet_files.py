@@ -100,12 +100,7 @@ class Location:
         return files
 
     def check_plain(self) -> None:
-        """Check that the folder is not that of a table, whose deleted rows may be in its files.
-
-        Raises:
-            SpecInvalid: it is.
-            DataFileUnreadable: the location cannot be listed.
-        """
+        """Raise `SpecInvalid` if the folder is that of a table, whose deleted rows may be in its files."""
         root, _ = self._root()
         place = root if self._is_local else self._prefix + root
         problem = f"expected plain Parquet files, found {{}} at {place!r}, whose deleted rows may be in them: "

@@ -107,12 +107,7 @@ def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list
 
 
 def check_registered(table: Table) -> None:
-    """Check that no registered file of a table has changed, before it is planned or trained. Other tables are left alone.
-
-    Raises:
-        DataFileChanged: one has.
-        DataFileUnreadable: the location cannot be listed.
-    """
+    """Raise `DataFileChanged` if a registered file of a table has changed, or `DataFileUnreadable`. Pass other tables."""
     location = table.properties.get(LOCATION)
     if location is not None:
         _check_unchanged(table, Location(location, table.io.properties).find(), _data_files(table))

@@ -52,11 +52,7 @@ def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
 
 
 def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
-    """Check all that a job needs to read its sources, except their rows, before anything is pinned, written or claimed.
-
-    Raises:
-        BadInput: a table, a column, a transform or the tokenizer is wrong, or the sources have different columns.
-    """
+    """Raise `BadInput` for what prevents reading the sources, except their rows, before anything is pinned or written."""
     check_tokens(spec.sequences)
     sequences_of(spec.sequences, spec.source)
     if spec.sequences.tokenizer and not spec.sequences.length:
@@ -178,11 +174,7 @@ def _settings(spec: JobSpec) -> dict[str, Any]:
 
 
 def sequences_of(spec: SequenceSpec, first: SourceSpec) -> LegSequences:
-    """Return how documents become sequences, with tokens by number and the tokenizer by its digest.
-
-    Raises:
-        TokenizerUnreadable: the tokenizer cannot be loaded, or lacks a token.
-    """
+    """Return how documents become sequences, with tokens by number. Raises `TokenizerUnreadable`."""
     if not spec.length:
         return LegSequences()
     tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else None

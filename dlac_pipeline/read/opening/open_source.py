@@ -88,13 +88,7 @@ class OpenSource:
 def open_source(
     table: Table, spec: SourceSpec, mine: LegSource, snapshot_ids: Collection[int], *, packed: bool
 ) -> OpenSource:
-    """Open one source of a leg, with the places that the spec names.
-
-    Raises:
-        TableReplaced: the table is not the planned one.
-        ResumeMismatch: the transform is not the bound one.
-        UnsupportedColumn, NoSuchColumn: a column cannot become a tensor.
-    """
+    """Open one source of a leg, with the places that the spec names. Raises as `open_leg`."""
     check_same_table(spec.table, planned_uuid=mine.table_uuid, uuid=str(table.metadata.table_uuid))
     schema = table.schemas()[mine.schema_id]
     transform = load_transform(spec.transform) if spec.transform else None
