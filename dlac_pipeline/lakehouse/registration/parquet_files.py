@@ -1,13 +1,12 @@
 """Parquet files at a location: their names by a pattern, their Hive partitions, and the columns that all of them have."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -22,14 +21,12 @@ from pyiceberg.types import LongType, NestedField, PrimitiveType, StringType
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 
 WILD = re.compile(r"[*?\[]")
-"""Wildcards of a location."""
 _INTEGER = re.compile(r"-?\d{1,18}")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _FIELD_ID = b"PARQUET:field_id"
 _LOGS = {"_delta_log": "delta", ".hoodie": "hudi"}
 """Folder of the log of a table -> its format."""
 _THREADS = 16
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +67,8 @@ class Location:
             DataFileUnreadable: the location cannot be listed.
         """
         root, wild = self._root()
-        info = _listed(self.pattern, lambda: self._files.get_file_info(root))
-        everything = FileSelector(root, recursive=True)
-        found = (
-            [info]
-            if info.type == FileType.File
-            else _listed(self.pattern, lambda: self._files.get_file_info(everything))
-        )
+        info = self._info(root)
+        found = [info] if info.type == FileType.File else self._info(FileSelector(root, recursive=True))
         matches = re.compile(glob_translate(self._path) if wild else r".*\.parquet").fullmatch
         paths = [info for info in found if info.type == FileType.File and (info.path == root or matches(info.path))]
         files = [
@@ -105,21 +97,27 @@ class Location:
         place = root if self._is_local else self._prefix + root
         problem = f"expected plain Parquet files, found {{}} at {place!r}, whose deleted rows may be in them: "
         for name, table_format in _LOGS.items():
-            log = _listed(self.pattern, partial(self._files.get_file_info, f"{root}/{name}"))
-            if log.type == FileType.Directory:
+            if self._info(f"{root}/{name}").type == FileType.Directory:
                 raise SpecInvalid(
                     f'{problem.format(f"a {table_format} table")}write a job file with source.format = "{table_format}" and '
                     f'source.table = "{place}"'
                 )
-        metadata = FileSelector(f"{root}/metadata", allow_not_found=True)
-        for info in _listed(self.pattern, lambda: self._files.get_file_info(metadata)):
+        for info in self._info(FileSelector(f"{root}/metadata", allow_not_found=True)):
             if info.path.endswith(".metadata.json"):
                 raise SpecInvalid(f"{problem.format('an Iceberg table')}name it as namespace.table, in its catalog")
 
+    def _info(self, place: str | FileSelector) -> Any:
+        """Return the file or folder at a path, or the list of those that a selector selects."""
+        try:
+            return self._files.get_file_info(place)
+        except OSError as err:
+            raise DataFileUnreadable(
+                f"expected to list {self.pattern!r}, found {type(err).__name__}: {err}; correct the location, or reach it"
+            ) from err
+
     def _root(self) -> tuple[str, bool]:
         """Return the folder or file of the location, and True if a pattern follows it."""
-        named = _listed(self.pattern, lambda: self._files.get_file_info(self._path))
-        wild = WILD.search(self._path) if named.type == FileType.NotFound else None
+        wild = WILD.search(self._path) if self._info(self._path).type == FileType.NotFound else None
         return (self._path[: self._path.rfind("/", 0, wild.start())], True) if wild else (self._path.rstrip("/"), False)
 
     def schemas(self, files: Sequence[ParquetFile]) -> list[pa.Schema]:
@@ -136,15 +134,6 @@ class Location:
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             return list(pool.map(read, files))
-
-
-def _listed(location: str, look: Callable[[], _Found]) -> _Found:
-    try:
-        return look()
-    except OSError as err:
-        raise DataFileUnreadable(
-            f"expected to list {location!r}, found {type(err).__name__}: {err}; correct the location, or reach it"
-        ) from err
 
 
 def unite_columns(files: Sequence[ParquetFile], schemas: Sequence[pa.Schema]) -> list[NestedField]:
