@@ -8,6 +8,7 @@ integer SQL. The scripts `row_positions`, `dead_positions`, `rows_seen`, `rows_a
 directions. A change of a permutation is another order (`ORDER_VERSION`).
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -130,14 +131,8 @@ def deal(live_rows: int, dealt: Ints) -> Ints:
         shares: Ints = np.maximum(0, (m + offsets) // groups - dealt)
         return shares
 
-    low, high = 0, int(live_rows + groups * (dealt.max(initial=0) + 1))
-    while low < high:
-        middle = (low + high) // 2
-        if int(share(middle).sum()) >= live_rows:
-            high = middle
-        else:
-            low = middle + 1
-    return share(low)
+    most = int(live_rows + groups * (dealt.max(initial=0) + 1))
+    return share(bisect_left(range(most), live_rows, key=lambda m: int(share(m).sum())))
 
 
 class PassCut:
