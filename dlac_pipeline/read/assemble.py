@@ -89,7 +89,7 @@ def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -
 
 
 def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[int, ...]:
-    shapes = {column.values.shape[1:] for column in columns if not _all_null(column)}
+    shapes = {column.values.shape[1:] for column in columns if column.valid is None or column.valid.any()}
     others = sorted(shape[0] for shape in shapes if kind.length is not None and shape != (kind.length,))
     if others:
         raise UnsupportedColumn(
@@ -101,17 +101,11 @@ def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[in
             f"expected lists of one length in column {kind.name!r}, found lengths {sorted(shape[0] for shape in shapes)!r} in "
             f'one batch: pack them with [sequences], or declare them ragged = ["{kind.name}"]'
         )
-    return next(iter(shapes), _shape_without_rows(kind, length))
-
-
-def _shape_without_rows(kind: ColumnKind, length: int) -> tuple[int, ...]:
+    if shapes:
+        return shapes.pop()
     if kind.listed:
         return (length if kind.length is None else kind.length,)
     return () if kind.width is None else (kind.width,)
-
-
-def _all_null(column: Column) -> bool:
-    return column.valid is not None and not column.valid.any()
 
 
 def _span(indices: Ints) -> slice | None:

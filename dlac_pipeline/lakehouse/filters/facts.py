@@ -56,9 +56,9 @@ def both(one: Facts, other: Facts) -> Facts:
         may_be_null=one.may_be_null and other.may_be_null,
         may_have_value=one.may_have_value and other.may_have_value,
         may_be_nan=one.may_be_nan and other.may_be_nan,
-        lower=_best(max, one.lower, other.lower),
-        upper=_best(min, one.upper, other.upper),
-        hashed=_both_hashed(one.hashed, other.hashed),
+        lower=_merge(max, one.lower, other.lower),
+        upper=_merge(min, one.upper, other.upper),
+        hashed=_merge(lambda mine, theirs: lambda value: mine(value) and theirs(value), one.hashed, other.hashed),
     )
 
 
@@ -106,16 +106,8 @@ def of_summary(transform: Transform[Any, Any], kind: IcebergType, summary: Parti
     return replace(found, lower=lower, upper=upper)
 
 
-def _best(pick: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+def _merge(pick: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
     return one if other is None else other if one is None else pick(one, other)
-
-
-def _both_hashed(
-    one: Callable[[Any], bool] | None, other: Callable[[Any], bool] | None
-) -> Callable[[Any], bool] | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return lambda value: one(value) and other(value)
 
 
 def _is_known(transform: Transform[Any, Any]) -> bool:

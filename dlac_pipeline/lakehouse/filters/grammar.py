@@ -234,10 +234,8 @@ def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
     for count in range(len(names) - 1, 0, -1):
         outer = _descend(schema.fields, names[:count])
         if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
-            name, kind = (
-                conditions.FieldPath(outer).name,
-                "list" if isinstance(outer[-1].field_type, ListType) else "map",
-            )
+            name = conditions.FieldPath(outer).name
+            kind = "list" if isinstance(outer[-1].field_type, ListType) else "map"
             return f"a filter cannot look into the {kind} {name!r}; write {name} IS NULL or IS NOT NULL, or name another column"
     return ""
 

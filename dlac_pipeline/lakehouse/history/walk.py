@@ -208,8 +208,11 @@ class Walk:
         return step.parent
 
     def _overwritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._keys is None and self._on_overwrite != "ignore":
-            return self._overwritten_unmatched(step, removed)
+        if self._keys is None and self._on_overwrite == "stop":
+            raise self._overwrite(step, "and no keys to distinguish new rows from kept ones")
+        if self._keys is None and self._on_overwrite == "read":
+            self._dropped(removed)
+            return self._add(step, _Held(fresh=True))
         sources = {**removed, **(self._held if step.deletes_added else {})}
         only_removes = self._on_overwrite != "read" and self._only_removes(step, removed)
         if self._on_overwrite == "ignore" and (not only_removes or any(held.opaque for held in sources.values())):
@@ -217,12 +220,6 @@ class Walk:
         self._found.merged_rows += sum(step.added.values())
         fresh = not only_removes or any(held.fresh for held in sources.values())
         return self._add(step, _Held(_origins(sources), fresh))
-
-    def _overwritten_unmatched(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._on_overwrite == "stop":
-            raise self._overwrite(step, "and no keys to distinguish new rows from kept ones")
-        self._dropped(removed)
-        self._add(step, _Held(fresh=True))
 
     def _overwrite(self, step: Step, found: str) -> AppendHistoryLost:
         ways = ["or keep snapshots until every run has seen them"] if step.parent is None else []

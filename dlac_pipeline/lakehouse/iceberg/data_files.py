@@ -228,7 +228,12 @@ class _Deletes:
             self.equality[None if unpartitioned else _partition_of(file)].append(found)
         elif found.offset is not None:
             self._check_vector(file)
-            self._add_vector(str(file[_REFERENCED]), found)
+            other = self.vectors.setdefault(str(file[_REFERENCED]), found)
+            if other is not found:
+                raise UnsupportedDeletes(
+                    f"expected one deletion vector for {str(file[_REFERENCED])!r}, found one in {other.path!r} and one in "
+                    f"{found.path!r}: the table's metadata is broken; plan another snapshot"
+                )
         elif (path := _only_path(file)) is not None:
             self.by_path[path].append(found)
         else:
@@ -247,14 +252,6 @@ class _Deletes:
             raise UnsupportedDeletes(
                 f"expected deletion vectors in Puffin files of a table of format v3, found {problem}, at {file.file_path!r}: "
                 "compact the table, then plan again"
-            )
-
-    def _add_vector(self, path: str, found: DeleteFile) -> None:
-        other = self.vectors.setdefault(path, found)
-        if other is not found:
-            raise UnsupportedDeletes(
-                f"expected one deletion vector for {path!r}, found one in {other.path!r} and one in {found.path!r}: the table's "
-                "metadata is broken; plan another snapshot"
             )
 
     def vector_of(self, file: DataFile, sequence_number: int) -> DeleteFile | None:

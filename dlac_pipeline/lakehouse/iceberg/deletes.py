@@ -109,7 +109,8 @@ class Deletes:
         first_row, found = 0, [NO_ROWS]
         for index in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(index)
-            if _may_hold(columns.bounds(group), ranges):
+            bounds = columns.bounds(group).items()
+            if all(_may_equal(bound, ranges[name]) for name, bound in bounds if name in ranges):
                 read = parquet.read_row_group(index, columns=columns.in_file)
                 found.append(first_row + matching_rows(columns.align(read, group.num_rows), deleted))
             first_row += group.num_rows
@@ -311,11 +312,6 @@ def _ranges(deleted: pa.Table) -> dict[str, tuple[Any, Any, bool]]:
         extremes = pc.min_max(column)
         found[name] = (extremes["min"], extremes["max"], column.null_count > 0)
     return found
-
-
-def _may_hold(bounds: Mapping[str, Bounds], ranges: Mapping[str, tuple[Any, Any, bool]]) -> bool:
-    """Return True if a row group may contain a deleted row: every column must be able to."""
-    return all(_may_equal(bound, ranges[name]) for name, bound in bounds.items() if name in ranges)
 
 
 def _may_equal(bound: Bounds, deleted: tuple[Any, Any, bool]) -> bool:

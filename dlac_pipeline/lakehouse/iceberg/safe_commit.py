@@ -146,6 +146,7 @@ class _TimelyRequests(CommitGuard):
         return session
 
 
+@cache
 def guarded_catalog(name: str) -> type[Catalog]:
     """Return the guarded class of a kind of catalog, such as "rest", or of a catalog's class, such as "package.Catalog".
 
@@ -157,16 +158,11 @@ def guarded_catalog(name: str) -> type[Catalog]:
     found = getattr(import_module(module), attribute, None) if module else None
     if not isinstance(found, type) or not issubclass(found, Catalog):
         raise ValueError(f"expected the class of a catalog such as package.module.Catalog, found {name!r}")
-    return _guarded(found)
-
-
-@cache
-def _guarded(base: type[Catalog]) -> type[Catalog]:
     guards = {SqlCatalog: GuardedSqlCatalog, MetastoreCatalog: MetastoreGuard}
-    guard = next((guard for kind, guard in guards.items() if issubclass(base, kind)), CommitGuard)
-    if any(each.__module__ == "pyiceberg.catalog.rest" for each in base.__mro__):  # imported only where it is used
+    guard = next((guard for kind, guard in guards.items() if issubclass(found, kind)), CommitGuard)
+    if any(each.__module__ == "pyiceberg.catalog.rest" for each in found.__mro__):  # imported only where it is used
         guard = _TimelyRequests
-    return type(f"Guarded{base.__name__}", (guard, base), {"__doc__": f"{base.__name__} with guarded commits."})
+    return type(f"Guarded{found.__name__}", (guard, found), {"__doc__": f"{found.__name__} with guarded commits."})
 
 
 _CLASSES = {

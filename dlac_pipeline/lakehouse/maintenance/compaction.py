@@ -7,8 +7,9 @@ other conflict. Only data files change: no row, no `seq`, no property.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -61,7 +62,9 @@ def _merge(lakehouse: Lakehouse, name: str, partition: tuple[Any, ...]) -> Merge
         limit = max(limit // 2, MIN_FILES)  # less work has more luck beside busy committers
         with reachable(lakehouse.config.uri), as_commit_conflict():
             table = lakehouse.own(name)
-            tasks = list(_within(_small_files(table).get(partition, [])[:limit], 4 * SMALL_BYTES))
+            small = _small_files(table).get(partition, [])[:limit]
+            totals = accumulate(task.file.file_size_in_bytes for task in small)
+            tasks = [task for task, total in zip(small, totals, strict=True) if total <= 4 * SMALL_BYTES]
             return _rewrite(table, tasks) if len(tasks) >= MIN_FILES else None
 
     return retrying()(once)
@@ -76,14 +79,6 @@ def _small_files(table: Table) -> dict[tuple[Any, ...], list[FileScanTask]]:
         if file.spec_id == spec.spec_id and file.file_size_in_bytes < SMALL_BYTES and not task.delete_files:
             found[tuple(file.partition[at] for at in range(len(spec.fields)))].append(task)
     return found
-
-
-def _within(tasks: Sequence[FileScanTask], most_bytes: int) -> Iterator[FileScanTask]:
-    for task in tasks:
-        most_bytes -= task.file.file_size_in_bytes
-        if most_bytes < 0:
-            return
-        yield task
 
 
 def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
