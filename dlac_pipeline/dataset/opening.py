@@ -133,7 +133,6 @@ def _spec_of(
 
 
 def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Each setting in the section that knows it."""
     homes: dict[str, type[BaseModel]] = {
         "source": job_spec.SourceSpec,
         "order": job_spec.OrderSpec,

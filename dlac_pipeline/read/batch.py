@@ -10,7 +10,6 @@ from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.line import BlockAdvance
 
 Moved = tuple[int, int, BlockAdvance]
-"""(source, key group, what a batch moved)."""
 
 
 def _nothing() -> None:

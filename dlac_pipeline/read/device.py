@@ -13,7 +13,6 @@ import torch
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 Device = torch.device | str | int
-"""As PyTorch names a device."""
 
 
 @cache

@@ -24,7 +24,6 @@ class Taken:
     count: int
     """Sequences or samples, fewer than requested at the end of the line."""
     items: int
-    """Tokens without padding, or samples."""
     cursor: Cursor
     advances: list[BlockAdvance]
     columns: dict[str, Array]

@@ -39,10 +39,7 @@ class Rewound:
     excluded_rows_seen: int | None = None
     """Rows that this rewind excludes and that the head has been trained on. None: not counted."""
     clean_checkpoint: str | None = None
-    """The newest checkpoint before the head that has seen none of those rows, if the head has seen some.
-
-    None: it does not exist.
-    """
+    """The newest checkpoint before the head that has seen none of those rows. None: it does not exist, or the head is it."""
     clean_step: int | None = None
     """The step of that checkpoint. Where there is none: 0 if the run can begin again, None if it was adopted or forked."""
     not_counted: str = ""
@@ -110,8 +107,7 @@ def starts_over(rows: Sequence[LedgerRow]) -> bool:
 
 def exclusions_in_force(rows: Sequence[LedgerRow]) -> tuple[Exclusion, ...]:
     """Return the exclusions of the rewinds on the surviving lineage, the oldest first. `rows` are in order of `seq`."""
-    _, now = _rewinds_by_checkpoint(rows)
-    return _exclusions(now)
+    return _exclusions(_rewinds_by_checkpoint(rows)[1])
 
 
 def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list[CheckpointRow]:

@@ -36,7 +36,6 @@ class PlanRow:
     schema_id: int
     row_filter: str
     columns: str
-    """JSON list of column names."""
     units: int
     rows: int
     live_rows: int

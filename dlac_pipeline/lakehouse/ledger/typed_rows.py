@@ -25,13 +25,11 @@ _FIELDS = {"pass": "pass_index", "quarantined": ""}
 """Columns whose fields have other names, or none. The positions in `quarantined` are those of the reasons in `detail`."""
 _KEYS = {"left": "from", "left_step": "from_step"}
 _KEYS |= {"parent_run": "run", "parent_checkpoint": "checkpoint_id", "parent_step": "step"}
-"""Fields whose keys in `detail` have other names."""
 _LEFT_OUT = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns that only the commit of a row decides. Manifests leave them out."""
 _SET_BY_COMMIT = (*_LEFT_OUT, "seq", "attempt", "nonce", "head_after")
 """Columns of which a row has no value before its commit."""
 _EMPTY: tuple[object, ...] = (None, "", (), [], {})
-"""Values that `detail` leaves out."""
 
 
 class _Parsed:
@@ -133,7 +131,6 @@ class CheckpointRow(LedgerRow):
     nodes: Sequence[str] = ()
     """Nodes with local copies. Only the first checkpoint of an attempt records them."""
     reason: str | None = None
-    """Reason for which it was taken."""
     interval_s: float | None = None
     why: str | None = None
     """Reason for the interval."""
@@ -259,7 +256,6 @@ class LegRow(LedgerRow):
     checkpoint_id: str = ""
     leg: int = 0
     step: int = 0
-    """Step at which it begins."""
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -353,7 +349,6 @@ class RewindRow(LedgerRow):
     """The new head. None: the run is at its beginning."""
     step: int = 0
     left: str | None = None
-    """The head before."""
     left_step: int = 0
     exclude: Sequence[Exclusion] = ()
     why: str = ""

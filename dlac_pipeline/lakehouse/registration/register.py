@@ -30,7 +30,6 @@ from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _log = logging.getLogger(__name__)
 LOCATION = "dlac.registered-location"
-"""Property of a registered table."""
 _UNTIL = "dlac.registered-until"
 """Property: the newest change of a registered file. A file that is newer was changed after its registration."""
 _MAPPING = "schema.name-mapping.default"
@@ -46,7 +45,6 @@ class Registered:
     table: str
     location: str
     files: int
-    """Files at the location."""
     added_files: int
     added_rows: int
     missing: tuple[str, ...]

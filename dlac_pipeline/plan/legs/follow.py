@@ -25,7 +25,6 @@ from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 _CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclude", "weight", "passes", "snapshot_id")
-"""Settings that a new leg may change."""
 Dead = dict[int, Ints]
 """Unit -> sorted offsets of rows that are skipped."""
 
@@ -35,7 +34,6 @@ class LegRequest:
     """Request for the leg after a checkpoint."""
 
     requested: Leg
-    """The leg that the spec requests."""
     repin: bool
     """True to continue with the changes of followed tables since they were planned."""
     unreadable: tuple[Unreadable, ...] = ()
@@ -103,7 +101,6 @@ class _SourceTransition:
         """True if new exclusions leave no row of the source, read already or not."""
 
     def finish(self, cursors: Sequence[Cursor]) -> SourceStart:
-        """Return the source's state at these cursors."""
         return self._order(self._mine.start).finish_at(cursors)
 
     def next(self, current: SourceStart, *, repin: bool, unreadable: Sequence[Unreadable]) -> LegSource:
@@ -128,7 +125,6 @@ class _SourceTransition:
         )
 
     def _quarantined(self, current: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
-        """Return the parts of the source that are newly left out."""
         found: dict[Unreadable, QuarantinedUnit] = {}
         for plan in [self._plan(plan_id) for plan_id in current.live_plan_ids]:
             units = {place: unit for unit, place in enumerate(plan.units.places())}
@@ -158,7 +154,6 @@ class _SourceTransition:
         return self._without(self._mine.plan_id, self._mine.snapshot_id, unreadable)
 
     def _repinned(self, after: LegSource, until: int) -> LegSource:
-        """The source with what the snapshot `until` brings."""
         start = after.start
         if self._mine.follow == "appends":
             hold(self._lakehouse, self._source.table, until, self._source.pin)  # the next history is counted from there
