@@ -5,6 +5,7 @@ sources. The bins are as wide as their weights. P is prime and a/P near the gold
 each source's share within a few samples, and a key group sees every u once in P samples.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -59,13 +60,8 @@ class Mixture:
         low, high = start + count, start + count
         while self.counts(group, start, high, present)[source] < count:
             high = start + 2 * (high - start) + 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.counts(group, start, middle, present)[source] >= count:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        stops = range(low, high)
+        return low + bisect_left(stops, count, key=lambda stop: self.counts(group, start, stop, present)[source])
 
     def _until(self, group: int, stop: int, present: Present) -> Ints:
         counted = self._counted(present)

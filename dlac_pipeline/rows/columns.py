@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 _ITEMS: dict[type, type[np.generic]] = {
     ice.BooleanType: np.bool_,
     ice.IntegerType: np.int32,
@@ -72,7 +73,7 @@ class Column:
 
     values: Array
     offsets: Ints | None = None
-    valid: npt.NDArray[np.bool_] | None = None
+    valid: Flags | None = None
 
     @property
     def rows(self) -> int:
@@ -160,9 +161,7 @@ def _kind_of(name: str, column_type: ice.IcebergType, ragged: bool, nullable: bo
     return ColumnKind(name=name, items=np.dtype(items), listed=listed, ragged=ragged, nullable=nullable)
 
 
-def to_column(
-    column: pa.ChunkedArray, kind: ColumnKind, *, origin: str, live: npt.NDArray[np.bool_] | None = None
-) -> Column:
+def to_column(column: pa.ChunkedArray, kind: ColumnKind, *, origin: str, live: Flags | None = None) -> Column:
     """Return a column in the table's Arrow type as arrays: views of the Arrow buffers where possible.
 
     `live` [rows] are the rows that are read, where others are dead and have undefined content.
@@ -204,7 +203,7 @@ def _of_array(array: Any, kind: ColumnKind, origin: str) -> Column:
     return Column(_zeroed(values, valid), None, valid)
 
 
-def _zeroed(values: Array, valid: npt.NDArray[np.bool_] | None) -> Array:
+def _zeroed(values: Array, valid: Flags | None) -> Array:
     if valid is None or valid.all():
         return values
     values = values.copy()
@@ -230,7 +229,7 @@ def _fixed_bytes(array: Any) -> Array:
     return found[array.offset * width : (array.offset + len(array)) * width].reshape(len(array), width)
 
 
-def _byte_strings(array: Any, valid: npt.NDArray[np.bool_] | None) -> Column:
+def _byte_strings(array: Any, valid: Flags | None) -> Column:
     empty = "" if pa.types.is_string(array.type) or pa.types.is_large_string(array.type) else b""
     array = array.fill_null(empty) if array.null_count else array
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -242,7 +241,7 @@ def _byte_strings(array: Any, valid: npt.NDArray[np.bool_] | None) -> Column:
     return Column(np.frombuffer(values_buffer or b"", dtype=np.uint8), offsets, valid)
 
 
-def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, origin: str) -> Column:
+def _lists(array: Any, kind: ColumnKind, valid: Flags | None, origin: str) -> Column:
     lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64, copy=False)
     values = array.flatten()  # of the rows that are not null
     if values.null_count:

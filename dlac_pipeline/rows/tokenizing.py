@@ -121,11 +121,8 @@ def _parts(texts: pa.StringArray | pa.LargeStringArray) -> Iterator[Any]:
 
 def is_text(column_type: pa.DataType) -> bool:
     """Return True if a column of this type is tokenized."""
-    if pa.types.is_dictionary(column_type):
-        column_type = column_type.value_type
-    return bool(
-        pa.types.is_string(column_type) or pa.types.is_large_string(column_type) or pa.types.is_string_view(column_type)
-    )
+    kind = column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def tokens_of_lists(lists: pa.ChunkedArray, name: str) -> tuple[Tokens, Ints]:

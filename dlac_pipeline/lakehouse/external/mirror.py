@@ -280,9 +280,8 @@ class _VersionSnapshot(_OverwriteFiles):
         files = {file.path: file for file in version.files}
         # a file with rows that live again counts as removed and added
         kept = {path for path in before.keys() & files.keys() if files[path].continues(before[path].bytes, dead[path])}
-        self._died = [
-            each for each in version.files if len(each.dead) > (len(dead[each.path]) if each.path in kept else 0)
-        ]
+        died_before = {path: len(dead[path]) for path in kept}
+        self._died = [each for each in version.files if len(each.dead) > died_before.get(each.path, 0)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             added = [file for file in version.files if file.path not in kept]
             for file, rows in zip(added, pool.map(partial(ExternalFile.count_rows, io=table.io), added), strict=True):

@@ -73,11 +73,9 @@ def large_form(kind: Any) -> Any:
     return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
 
 
-def lacks_columns(
-    file_schema: pa.Schema, schema: Schema, names: Sequence[str], name_mapping: NameMapping | None
-) -> bool:
+def lacks_columns(file_schema: pa.Schema, schema: Schema, names: Sequence[str], mapping: NameMapping | None) -> bool:
     """Return True if a file lacks one of the columns `names` of `schema`."""
-    in_file = _by_id(file_schema, schema, name_mapping)
+    in_file = _by_id(file_schema, schema, mapping)
     return any(field.name in names and field.field_id not in in_file for field in schema.fields)
 
 

@@ -16,7 +16,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
-from dlac_pipeline.lakehouse import errors, outages
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
@@ -27,6 +27,13 @@ from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.named_catalogs import configured, source_catalog
+from dlac_pipeline.lakehouse.outages import (
+    check_address,
+    is_client_error,
+    is_misconfigured,
+    is_refused_client,
+    is_unknown_host,
+)
 from dlac_pipeline.lakehouse.retrying import may_pass, rereading, retrying
 
 _T = TypeVar("_T")
@@ -271,10 +278,8 @@ class Lakehouse:
 
     def create_namespace(self, namespace: str) -> None:
         """Create `namespace` unless it exists. Safe to race."""
-        with (
-            reachable(self.config.uri),
-            suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError),
-        ):  # pyiceberg's own race
+        race = suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError)  # pyiceberg's own
+        with reachable(self.config.uri), race:
             self.catalog.create_namespace_if_not_exists(namespace)
 
 
@@ -303,7 +308,7 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
             f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
             'read: name another catalog for the lakehouse, and this one with source.catalog and pin = "none"'
         )
-    outages.check_address(config, answered=answered)
+    check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)
     if not create and recorded is not None and recorded.ledger_metadata is None:
         raise _no_lakehouse(config)
@@ -322,7 +327,7 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
 def _open_other(name: str) -> Lakehouse:
     """Open a catalog that has source tables only: nothing is made in it."""
     config = source_catalog(name)
-    outages.check_address(config)
+    check_address(config)
     with reachable(config.uri), opening(config.uri):
         return Lakehouse(config, _open(config, relocations.Relocation(), create=False))
 
@@ -360,11 +365,7 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> relocations.Reco
     try:
         return relocations.read_recorded(file, config)
     except (sqlite3.Error, OSError) as err:
-        kind = (
-            errors.CatalogMisconfigured
-            if outages.is_misconfigured(err, answered=answered)
-            else errors.CatalogUnreachable
-        )
+        kind = errors.CatalogMisconfigured if is_misconfigured(err, answered=answered) else errors.CatalogUnreachable
         raise kind(
             f"expected an SQLite catalog that can be read at {str(file)!r}, found {err}; {locked_by(file)}"
             "correct the address, or restore the file from a backup"
@@ -374,11 +375,9 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> relocations.Reco
 def _open(config: LakehouseConfig, relocation: relocations.Relocation, *, create: bool) -> Catalog:
     """Open the catalog. If two processes create an SQL catalog's tables at once, both succeed."""
     properties = {**config.catalog_properties(), **relocation.properties()}
-    if (
-        relocations.raw_path(config.warehouse) is not None
-    ):  # a table made now is recorded as those that were made before the move
-        path = relocation.to_recorded(relocations.raw_path(config.warehouse) or "")
-        properties["warehouse"] = f"file://{path}"
+    warehouse = relocations.raw_path(config.warehouse)
+    if warehouse is not None:  # a table made now is recorded as those that were made before the move
+        properties["warehouse"] = f"file://{relocation.to_recorded(warehouse)}"
     if not create and config.kind == "sql":
         properties.setdefault("init_catalog_tables", "false")
     kind, name = properties.pop(CUSTOM_CATALOG, config.kind), config.catalog_name
@@ -390,7 +389,7 @@ def _open(config: LakehouseConfig, relocation: relocations.Relocation, *, create
                 f"the catalog at {config.address!r} needs the Python module {err.name!r}: install it"
             ) from err
         except SQLAlchemyError as err:
-            if is_locked(err) or outages.is_misconfigured(err):
+            if is_locked(err) or is_misconfigured(err):
                 raise
             time.sleep(delay_s)
     return guarded_catalog(kind)(name, **properties)
@@ -426,11 +425,7 @@ def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as err:
-        known = (
-            outages.is_misconfigured(err, answered=answered)
-            if isinstance(err, _OPENING)
-            else outages.is_refused_client(err)
-        )
+        known = is_misconfigured(err, answered=answered) if isinstance(err, _OPENING) else is_refused_client(err)
         if not isinstance(err, _REFUSALS) and not known:
             raise
         raise errors.CatalogMisconfigured(
@@ -454,7 +449,7 @@ def reachable(uri: str) -> Iterator[None]:
             "check the address, the credentials and what they allow"
         ) from err
     except (SQLAlchemyError, requests.RequestException, exceptions.RESTError) as err:
-        if outages.is_unknown_host(err):
+        if is_unknown_host(err):
             raise errors.CatalogHostUnknown(
                 f"expected the host of the catalog at {shown!r} to have an address, found {_describe_error(err, uri)}; "
                 "correct the name in lakehouse.uri"
@@ -474,9 +469,9 @@ def reachable(uri: str) -> Iterator[None]:
             "free, mount or reach it"
         ) from err
     except Exception as err:
-        if not outages.is_client_error(err):
+        if not is_client_error(err):
             raise
-        kind = errors.LakehouseError if outages.is_refused_client(err) else errors.CatalogUnreachable
+        kind = errors.LakehouseError if is_refused_client(err) else errors.CatalogUnreachable
         raise kind(
             f"expected the catalog at {shown!r} to answer, found {mask_secrets(_describe_error(err, uri))}; check its address, "
             "the credentials and what they allow, then try again"

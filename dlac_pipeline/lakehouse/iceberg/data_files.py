@@ -172,9 +172,8 @@ class _Pruning:
         known, residual = self._in_partition(file)
         if isinstance(residual, Constant):
             return residual.value
-        return residual.may_be_true(
-            {key: both(known.get(key, UNKNOWN), self._of_metrics(file, key)) for key in self._kinds}
-        )
+        facts = {key: both(known.get(key, UNKNOWN), self._of_metrics(file, key)) for key in self._kinds}
+        return residual.may_be_true(facts)
 
     def residual(self, file: DataFile) -> Condition:
         """Return the part of the filter that a file's partition leaves undecided: one object for all files of a partition."""
@@ -260,10 +259,9 @@ class _Deletes:
 
     def positional_of(self, file: DataFile, sequence_number: int) -> tuple[DeleteFile, ...]:
         """The positional delete files that may name rows of a data file: not older than it."""
-        found = list(self.by_path.get(file.file_path, ()))
-        found += [
-            one for one, meta in self.by_partition.get(_partition_of(file), ()) if _may_name(meta, file.file_path)
-        ]
+        beside = self.by_partition.get(_partition_of(file), ())
+        found = [one for one, meta in beside if _may_name(meta, file.file_path)]
+        found += self.by_path.get(file.file_path, ())
         return tuple(one for one in found if one.sequence_number >= sequence_number)
 
     def equality_of(self, file: DataFile, sequence_number: int) -> tuple[DeleteFile, ...]:

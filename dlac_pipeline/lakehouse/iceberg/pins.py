@@ -94,9 +94,8 @@ class _RunRows:
         """The legs that may still be read. Of a finished run those to which an operator may go back after a rewind."""
         restorable = set(run_rows.restorable_rows(self.rows))
         if self.finished:
-            restorable &= left_by_rewinds(self.rows) - set(
-                run_rows.lineage_of(self.rows, run_rows.fence_of_rows(self.rows).head)
-            )
+            head = run_rows.fence_of_rows(self.rows).head
+            restorable &= left_by_rewinds(self.rows) - set(run_rows.lineage_of(self.rows, head))
         checkpoints = run_rows.checkpoint_rows(self.rows)
         indices = {checkpoints[each].leg for each in restorable}
         legs = [row for row in self.rows if isinstance(row, LegRow)]

@@ -51,10 +51,8 @@ class Relocation:
     @staticmethod
     def of_properties(properties: Mapping[str, str]) -> "Relocation":
         """Return the relocation that `properties` records."""
-        recorded = properties.get(PROPERTY)
-        return (
-            Relocation(moves=tuple((before, now) for before, now in json.loads(recorded))) if recorded else _NOT_MOVED
-        )
+        moves = json.loads(properties.get(PROPERTY) or "[]")
+        return Relocation(moves=tuple((before, now) for before, now in moves))
 
     @staticmethod
     def _uri(uri: str, moves: tuple[tuple[str, str], ...]) -> str:
@@ -95,19 +93,17 @@ def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
         if not {"iceberg_tables", "iceberg_namespace_properties"} <= names:
             return Recorded()
         key = (config.catalog_name, config.namespace)
-        table = connection.execute(
+        (metadata,) = connection.execute(
             "SELECT metadata_location FROM iceberg_tables "
             "WHERE catalog_name = ? AND table_namespace = ? AND table_name = 'consumption'",
             key,
-        ).fetchone()
-        made_at = connection.execute(
+        ).fetchone() or (None,)
+        (made_at,) = connection.execute(
             "SELECT property_value FROM iceberg_namespace_properties "
             "WHERE catalog_name = ? AND namespace = ? AND property_key = ?",
             (*key, MADE_AT),
-        ).fetchone()
-    return Recorded(
-        ledger_metadata=None if table is None else table[0], catalog_file=None if made_at is None else made_at[0]
-    )
+        ).fetchone() or (None,)
+    return Recorded(ledger_metadata=metadata, catalog_file=made_at)
 
 
 def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:

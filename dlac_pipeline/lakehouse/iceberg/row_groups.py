@@ -105,9 +105,8 @@ def row_groups_of(
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
-    files = [
-        file for file in live_files(table, snapshot_id, wanted, schema=schema) if only is None or file.path in only
-    ]
+    files = live_files(table, snapshot_id, wanted, schema=schema)
+    files = [file for file in files if only is None or file.path in only]
     planner = _Planner(table, schema, _excluded(exclude, schema, table))
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:

@@ -13,20 +13,21 @@
 - A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import struct
+from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pyiceberg.avro.decoder import BinaryDecoder
 from pyiceberg.avro.reader import DoubleReader
 from pyiceberg.catalog import Catalog, MetastoreCatalog
-from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.catalog.sql import IcebergTables, SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
-from pyiceberg.table import CommitTableResponse
+from pyiceberg.table import CommitTableResponse, StagedTable, Table
+from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import (
     AddSnapshotUpdate,
     RemoveSnapshotsUpdate,
@@ -34,25 +35,15 @@ from pyiceberg.table.update import (
     TableRequirement,
     TableUpdate,
 )
-from sqlalchemy import create_engine, event, text
-from sqlalchemy.pool import NullPool
+from pyiceberg.typedef import Identifier
+from requests import Session
+from sqlalchemy import Connection, Dialect, create_engine, event, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from dlac_pipeline.lakehouse.config import sqlite_file
 from dlac_pipeline.lakehouse.errors import CommitConflict
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import ReportingConnection
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pyiceberg.avro.decoder import BinaryDecoder
-    from pyiceberg.catalog.sql import IcebergTables
-    from pyiceberg.table import StagedTable, Table
-    from pyiceberg.table.metadata import TableMetadata
-    from pyiceberg.typedef import Identifier
-    from requests import Session
-    from sqlalchemy import Connection, Dialect
-    from sqlalchemy.engine.interfaces import DBAPIConnection
-    from sqlalchemy.pool import ConnectionPoolEntry
 
 
 class MetadataMissing(FileNotFoundError):
@@ -73,8 +64,7 @@ def decode_doubles_exactly() -> None:
 
 
 def _read_double(_: DoubleReader, decoder: BinaryDecoder) -> float:
-    value: float = struct.unpack("<d", decoder.read(8))[0]
-    return value
+    return float(struct.unpack("<d", decoder.read(8))[0])
 
 
 decode_doubles_exactly()

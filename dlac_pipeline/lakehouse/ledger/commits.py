@@ -101,9 +101,7 @@ def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
         if state.finished and state.fence.nonce == attempt.nonce:
             return None
         check_mine(state, attempt)
-        return Append(
-            rows=[typed_rows.FinishRow(step=step)], fence=replace(state.fence, seq=state.fence.seq + 1), finished=True
-        )
+        return replace(beside(state, [typed_rows.FinishRow(step=step)]), finished=True)
 
     return ledger.append(attempt.run, decide)
 

@@ -120,9 +120,8 @@ class Ledger:
 
     def rows_of_runs(self, kinds: Sequence[type[LedgerRow]], *, columns: Sequence[str]) -> dict[str, list[LedgerRow]]:
         """Return run -> its rows of some kinds, in order of `seq`. Of `columns` only, as `rows` does."""
-        found = parse_rows(
-            self.lakehouse.read_own("consumption", among("kind", names_of_kinds(kinds)), columns=columns)
-        )
+        wanted = among("kind", names_of_kinds(kinds))
+        found = parse_rows(self.lakehouse.read_own("consumption", wanted, columns=columns))
         rows: dict[str, list[LedgerRow]] = defaultdict(list)
         for row in self.translate(found):
             rows[row.run].append(row)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, NoSuchRun, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
@@ -87,12 +87,8 @@ def translate_row(row: R, uri: Callable[[str], str], path: Callable[[str], str])
     if isinstance(row, CheckpointRow) and row.manifest_uri:
         return replace(row, manifest_uri=uri(row.manifest_uri))
     if isinstance(row, ClaimRow):
-        folders: dict[str, Any] = {
-            name: path(place) for name in ("local", "launch_folder") if (place := getattr(row, name))
-        }
-        if row.store:  # a folder, or an address
-            folders["store"] = (path if row.store.startswith("/") else uri)(row.store)
-        return replace(row, **folders)
+        store = path(row.store) if row.store.startswith("/") else uri(row.store)
+        return replace(row, local=path(row.local), launch_folder=path(row.launch_folder), store=store)
     return row
 
 

@@ -160,9 +160,8 @@ class _SourceTransition:
             plans = self._appended(self._history(self._mine.snapshot_id, until))
             start = replace(start, upcoming=(*start.upcoming, *((plan.row.plan_id, 1) for plan in plans)))
         else:
-            plans = [
-                self._plans.add(make_plan(self._lakehouse, self._source.model_copy(update={"snapshot_id": until})))
-            ]
+            source = self._source.model_copy(update={"snapshot_id": until})
+            plans = [self._plans.add(make_plan(self._lakehouse, source))]
             start = replace(start, upcoming=tuple((plans[0].row.plan_id, passes) for _, passes in start.upcoming))
         return replace(
             after,

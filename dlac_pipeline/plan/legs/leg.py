@@ -120,9 +120,7 @@ class Leg:
 
     def order(self, units: Mapping[str, UnitTable]) -> LegOrder:
         """The order of this leg over the units of its plans, by plan id."""
-        sources = [
-            SourceOrder(source.start, units, self.cut_settings(index)) for index, source in enumerate(self.sources)
-        ]
+        sources = [SourceOrder(each.start, units, self.cut_settings(index)) for index, each in enumerate(self.sources)]
         settings = LegSettings(
             key_groups=self.key_groups,
             batch_size=self.batch_size,

@@ -112,7 +112,7 @@ class OpenLeg:
             open_from = self.sources[index]
             table = open_from.decoder.decode(row_range.cut.units, row_range.slices)
             if not self.leg.streamed[index]:
-                return open_from.to_columns()(row_range, table)
+                return open_from.prepare_columns(row_range, table)
             found = open_from.to_samples()(row_range, table).columns
             if found:  # a transform may make nothing of all rows of a block
                 return {name: Column(array) for name, array in found.items()}
