@@ -30,8 +30,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     LedgerRow,
     names_of_kinds,
 )
-from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
-from dlac_pipeline.lakehouse.maintenance.expiry import committing
+from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 T = TypeVar("T")
