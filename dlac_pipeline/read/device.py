@@ -1,8 +1,4 @@
-"""The way of batches to an accelerator: page-locked host memory first, then a copy on a stream beside the computation.
-
-In: tensors in host memory, in dicts, lists and tuples. Out: the same with tensors on the device, in the same order and with the
-same contents. Where there is no accelerator nothing is copied.
-"""
+"""The way of batches to an accelerator: page-locked host memory first, then a copy on a stream beside the computation."""
 
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -165,12 +165,7 @@ def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
 
 
 def _tokenized(
-    texts: pa.ChunkedArray,
-    done: Transformed,
-    positions: Ints,
-    name: str,
-    tokenizer: Tokenizer | None,
-    reject: Reject,
+    texts: pa.ChunkedArray, done: Transformed, positions: Ints, name: str, tokenizer: Tokenizer | None, reject: Reject
 ) -> tuple[Tokens, Ints, Transformed]:
     """Return tokens and offsets of the texts. Rows with a text at which the tokenizer raises are left out and named."""
     if tokenizer is None:

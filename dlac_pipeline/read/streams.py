@@ -285,7 +285,7 @@ class ItemStream:
         items = 0
         pieces: list[Piece] = []
         if low:
-            parts.append(self._line.skip(low))
+            parts.append(self._line.take(low, lay_out=False))
         if low < high:
             taken = self._line.take(high - low)
             parts.append(taken)
@@ -293,7 +293,7 @@ class ItemStream:
             columns = {name: Column(array) for name, array in taken.columns.items()}
             pieces = [(columns, np.arange(taken.count, dtype=np.int64))] if taken.count else []
         if high < count:
-            parts.append(self._line.skip(count - high))
+            parts.append(self._line.take(count - high, lay_out=False))
         return Given(
             count=sum(part.count for part in parts),
             items=items,
