@@ -74,7 +74,8 @@ class LedgerRow(_Parsed):
     more: Mapping[str, Any] = field(default_factory=dict)
     """Values in `detail` that this version does not know."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        cls.kind = cls.kind if kind is None else kind
         KINDS[cls.kind] = cls  # the decorator makes a class with slots from the first one, and replaces it here
 
     def to_columns(self) -> Columns:
@@ -107,10 +108,9 @@ class LedgerRow(_Parsed):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointRow(LedgerRow):
+class CheckpointRow(LedgerRow, kind="checkpoint"):
     """A committed checkpoint, which becomes the head."""
 
-    kind: ClassVar[str] = "checkpoint"
     checkpoint_id: str = ""
     parent: str | None = None
     step: int = 0
@@ -141,14 +141,13 @@ class CheckpointRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdvanceRow(LedgerRow):
+class AdvanceRow(LedgerRow, kind="advance"):
     """One block's part of what a checkpoint consumed: positions [position_start, position_end), all applied or none.
 
     It is the one record of consumption, from the tracker to the ledger. With `token_end` the last row was read only up to it.
     With `token_start` the first row was read from it on.
     """
 
-    kind: ClassVar[str] = "advance"
     checkpoint_id: str = ""
     leg: int = 0
     step: int = 0
@@ -204,10 +203,9 @@ class PlannedSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClaimRow(LedgerRow):
+class ClaimRow(LedgerRow, kind="claim"):
     """The claim of a run by an attempt."""
 
-    kind: ClassVar[str] = "claim"
     replaces: int = 0
     """The attempt that was current before."""
     purpose: Purpose | None = None
@@ -249,10 +247,9 @@ class ClaimRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LegRow(LedgerRow):
+class LegRow(LedgerRow, kind="leg"):
     """A new leg, in the append of its first checkpoint."""
 
-    kind: ClassVar[str] = "leg"
     checkpoint_id: str = ""
     leg: int = 0
     step: int = 0
@@ -264,22 +261,20 @@ class LegRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantinedCheckpointRow(LedgerRow):
+class QuarantinedCheckpointRow(LedgerRow, kind="quarantine"):
     """A damaged checkpoint. The head steps back to `head_after`."""
 
-    kind: ClassVar[str] = "quarantine"
     checkpoint_id: str = ""
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantinedRowsRow(LedgerRow):
+class QuarantinedRowsRow(LedgerRow, kind="quarantined_rows"):
     """Rows that a new leg leaves out: a row group that does not decode, or rows at which ranks died.
 
     Older versions wrote them with the kind of damaged checkpoints, without a checkpoint.
     """
 
-    kind: ClassVar[str] = "quarantined_rows"
     older_kinds: ClassVar[tuple[str, ...]] = ("quarantine",)
     leg: int = 0
     source: int = 0
@@ -293,27 +288,24 @@ class QuarantinedRowsRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RetireRow(LedgerRow):
+class RetireRow(LedgerRow, kind="retire"):
     """A checkpoint that is never restored again. Its files are removed."""
 
-    kind: ClassVar[str] = "retire"
     checkpoint_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NameRow(LedgerRow):
+class NameRow(LedgerRow, kind="name"):
     """A name of a checkpoint. Without a checkpoint the name is removed."""
 
-    kind: ClassVar[str] = "name"
     checkpoint_id: str | None = None
     name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportRow(LedgerRow):
+class ExportRow(LedgerRow, kind="export"):
     """A file of weights that was made from a checkpoint."""
 
-    kind: ClassVar[str] = "export"
     checkpoint_id: str = ""
     digest: str = ""
     bytes: int = 0
@@ -322,10 +314,9 @@ class ExportRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyRow(LedgerRow):
+class VerifyRow(LedgerRow, kind="verify"):
     """The result of a verification of a checkpoint."""
 
-    kind: ClassVar[str] = "verify"
     checkpoint_id: str = ""
     verification: str = ""
     problem: str | None = None
@@ -341,10 +332,9 @@ class Exclusion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewindRow(LedgerRow):
+class RewindRow(LedgerRow, kind="rewind"):
     """A step of the head back to a checkpoint, at which a branch begins."""
 
-    kind: ClassVar[str] = "rewind"
     checkpoint_id: str | None = None
     """The new head. None: the run is at its beginning."""
     step: int = 0
@@ -355,10 +345,9 @@ class RewindRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForkRow(LedgerRow):
+class ForkRow(LedgerRow, kind="fork"):
     """The parent of a forked run, in the append of its first checkpoint."""
 
-    kind: ClassVar[str] = "fork"
     checkpoint_id: str = ""
     """The first checkpoint of this run."""
     step: int = 0
@@ -368,10 +357,9 @@ class ForkRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinishRow(LedgerRow):
+class FinishRow(LedgerRow, kind="finish"):
     """The end of a run."""
 
-    kind: ClassVar[str] = "finish"
     step: int = 0
 
 
