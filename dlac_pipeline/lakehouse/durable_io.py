@@ -1,8 +1,4 @@
-"""File I/O for a local warehouse that survives a power cut: a closed file is on the disk.
-
-pyiceberg does not fsync what it writes locally, so a commit that SQLite made durable could name a metadata file that a power
-cut removes. Object stores acknowledge durably and need no change.
-"""
+"""File I/O for a local warehouse that survives a power cut: pyiceberg does not fsync what it writes, and a catalog names it."""
 
 import io
 import os

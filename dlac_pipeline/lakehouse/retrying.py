@@ -55,7 +55,7 @@ def may_pass(err: OSError) -> bool:
 
 
 def rereading() -> tenacity.Retrying:
-    """Repeats a read of a table whose files upkeep removed between the look at its metadata and their reading."""
+    """Repeat a read of a table whose files commits or upkeep removed between the look at its metadata and their reading."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(FileNotFoundError), stop=tenacity.stop_after_attempt(5), reraise=True
     )

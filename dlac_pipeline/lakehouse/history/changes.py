@@ -25,12 +25,7 @@ __all__ = ["History", "OnOverwrite", "Portion", "changes"]
 
 
 def changes(
-    table: Table,
-    since: int,
-    until: int,
-    *,
-    on_overwrite: OnOverwrite = "stop",
-    identity_columns: Sequence[str] = (),
+    table: Table, since: int, until: int, *, on_overwrite: OnOverwrite = "stop", identity_columns: Sequence[str] = ()
 ) -> "History":
     """Return the changes from snapshot `since` to snapshot `until`.
 

@@ -6,7 +6,8 @@ is its identity partition value, else its initial default, else null. The result
 `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from pyiceberg.schema import Schema, index_by_id
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
 
-from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, UnsupportedColumn
 
 FIELD_ID = b"PARQUET:field_id"
 READ_BY_NAME = "dlac.read-by-name"
@@ -39,6 +40,15 @@ _PLAIN: dict[type, pa.DataType] = {
 _CHUNK_BYTES = 2**31 - 1
 """The most that the values of one Arrow array of strings can take: its offsets have 32 bits."""
 _Found = tuple[pa.Field, MappedField | None]
+
+
+@contextmanager
+def readable(files: str, advice: str = "restore the file, or plan another snapshot") -> Iterator[None]:
+    """Turn the errors of pyarrow and of file systems into a `DataFileUnreadable`: expected `files`, found the error."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as err:
+        raise DataFileUnreadable(f"expected {files}, found {type(err).__name__}: {err}; {advice}") from err
 
 
 def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any) -> pq.ParquetFile:

@@ -120,10 +120,7 @@ class Lakehouse:
 
     def _load(self, identifier: str) -> Table:
         try:
-            for _ in range(5):
-                with suppress(FileNotFoundError):  # many commits of others have removed these metadata since
-                    return self.catalog.load_table(identifier)
-            return self.catalog.load_table(identifier)
+            return rereading()(self.catalog.load_table, identifier)  # many commits may have removed its metadata since
         except MetadataMissing as err:
             newest = newest_metadata(err.location, {**self.config.catalog_properties(), **self.relocation.properties()})
             if newest is None or identifier not in {f"{self.config.namespace}.{name}" for name in TABLES}:

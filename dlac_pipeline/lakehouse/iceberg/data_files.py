@@ -36,6 +36,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDelete
 from dlac_pipeline.lakehouse.filters.conditions import ALWAYS, Condition, Constant, Known
 from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts, both, of_counts, of_partition, of_summary
 from dlac_pipeline.lakehouse.filters.literals import from_bytes
+from dlac_pipeline.lakehouse.iceberg.columns import readable
 from dlac_pipeline.lakehouse.iceberg.safe_commit import decode_doubles_exactly
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 
@@ -88,11 +89,7 @@ def snapshot_schema(table: Table, snapshot_id: int) -> Schema:
 
 
 def live_files(
-    table: Table,
-    snapshot_id: int,
-    condition: Condition = ALWAYS,
-    *,
-    schema: Schema | None = None,
+    table: Table, snapshot_id: int, condition: Condition = ALWAYS, *, schema: Schema | None = None
 ) -> list[LiveFile]:
     """The data files of a snapshot that may hold rows for which `condition` is true, sorted by path.
 
@@ -116,7 +113,7 @@ def live_files(
 
 def _entries(io: FileIO, manifest_list: str, pruning: "_Pruning") -> Iterator[tuple[ManifestContent, ManifestEntry]]:
     """Return the live entries of all manifests that the filter leaves. Deletes are never pruned."""
-    try:
+    with readable(f"the manifests of {manifest_list!r}", "restore them, or plan another snapshot"):
         with AvroFile[ManifestFile](
             io.new_input(manifest_list),
             MANIFEST_LIST_FILE_SCHEMAS[3],
@@ -127,11 +124,6 @@ def _entries(io: FileIO, manifest_list: str, pruning: "_Pruning") -> Iterator[tu
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="manifest") as pool:
             for manifest, entries in zip(manifests, pool.map(lambda one: _read(io, one), manifests), strict=True):
                 yield from ((manifest.content, entry) for entry in entries)
-    except OSError as err:
-        raise DataFileUnreadable(
-            f"expected the manifests of {manifest_list!r}, found {type(err).__name__}: {err}; restore them, or plan "
-            "another snapshot"
-        ) from err
 
 
 def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:

@@ -33,6 +33,7 @@ from dlac_pipeline.lakehouse.iceberg.columns import (
     field_ids,
     name_mapping_of,
     open_parquet,
+    readable,
 )
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
 
@@ -88,7 +89,7 @@ class Deletes:
         return self._positions(delete.path, read)
 
     def _of_vector(self, vector: DeleteFile) -> Ints:
-        with _decoding(vector), self._io.new_input(vector.path).open() as stream:
+        with readable(_decoded(vector)), self._io.new_input(vector.path).open() as stream:
             stream.seek(vector.offset or 0)
             rows = decode_vector(stream.read(vector.size_bytes or 0), vector)
             blobs = self._blobs(vector.path, lambda: _puffin_blobs(stream, vector.path))
@@ -144,19 +145,12 @@ class Deletes:
 
     @contextmanager
     def _open_delete(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
-        with _decoding(delete), self._io.new_input(delete.path).open() as stream:
+        with readable(_decoded(delete)), self._io.new_input(delete.path).open() as stream:
             yield open_parquet(stream, self._fields.values())
 
 
-@contextmanager
-def _decoding(delete: DeleteFile) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException) as err:
-        raise DataFileUnreadable(
-            f"expected delete file {delete.path!r} to decode, found {type(err).__name__}: {err}; restore the file, or plan "
-            "another snapshot"
-        ) from err
+def _decoded(delete: DeleteFile) -> str:
+    return f"delete file {delete.path!r} to decode"
 
 
 class Once(Generic[_T]):

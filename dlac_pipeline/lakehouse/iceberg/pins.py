@@ -16,6 +16,7 @@ from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.iceberg.columns import readable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
 from dlac_pipeline.lakehouse.ledger import run_rows
@@ -320,7 +321,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
         return {}
     manifests: dict[str, ManifestFile] = {}
     reached_by: dict[str, list[str]] = defaultdict(list)
-    try:
+    with readable(f"the manifests of table {table_name(table)!r}", "restore them"):
         for name, ref in table.refs().items():
             snapshot = table.snapshot_by_id(ref.snapshot_id)
             for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
@@ -338,10 +339,6 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                 file = entry.data_file
                 only[file.file_path] = owner if only.get(file.file_path, owner) == owner else None
                 sizes[file.file_path] = file.file_size_in_bytes
-    except OSError as err:
-        raise errors.DataFileUnreadable(
-            f"expected the manifests of table {table_name(table)!r}, found {err}: restore them"
-        ) from err
     files_of: dict[str, dict[str, int]] = defaultdict(dict)
     for path, owner in only.items():
         if owner is not None:

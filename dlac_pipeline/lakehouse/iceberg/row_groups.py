@@ -11,18 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import IcebergType
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.filters.conditions import Condition, Constant, combine
 from dlac_pipeline.lakehouse.filters.facts import Facts, of_counts
 from dlac_pipeline.lakehouse.filters.grammar import filter_names, parse_filter
 from dlac_pipeline.lakehouse.filters.literals import from_arrow
-from dlac_pipeline.lakehouse.iceberg.columns import Bounds, FileColumns, field_ids, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.iceberg.columns import (
+    Bounds,
+    FileColumns,
+    field_ids,
+    name_mapping_of,
+    open_parquet,
+    readable,
+)
 from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
 
@@ -129,13 +135,8 @@ class _Planner:
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
         try:
-            with self._io.new_input(file.path).open() as stream:
+            with readable(f"a Parquet file at {file.path!r}"), self._io.new_input(file.path).open() as stream:
                 return self._of_parquet(file, open_parquet(stream, self._schema.fields))
-        except (OSError, pa.ArrowException) as err:
-            raise DataFileUnreadable(
-                f"expected a Parquet file at {file.path!r}, found {type(err).__name__}: {err}; restore the file, or plan "
-                "another snapshot"
-            ) from err
         except (NoSuchColumn, UnsupportedColumn) as err:
             raise type(err)(f"{err} (data file {file.path!r})") from err
 

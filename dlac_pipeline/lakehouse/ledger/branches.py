@@ -1,8 +1,4 @@
-"""Branches of a run: a rewind to an earlier checkpoint, what counts from then on, and what is abandoned.
-
-A `rewind` row begins a branch at its target, which is the head from then on. Rows of the abandoned branch stay as they are.
-They are not on the lineage of the head.
-"""
+"""Branches of a run: a rewind makes its target the head. Rows of the abandoned branch stay as they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -18,12 +18,12 @@ from pyiceberg.io.pyarrow import PyArrowFileIO, UnsupportedPyArrowTypeException,
 from pyiceberg.schema import promote
 from pyiceberg.types import LongType, NestedField, PrimitiveType, StringType
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import FIELD_ID, readable
 
 WILD = re.compile(r"[*?\[]")
 _INTEGER = re.compile(r"-?\d{1,18}")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-_FIELD_ID = b"PARQUET:field_id"
 _LOGS = {"_delta_log": "delta", ".hoodie": "hudi"}
 """Folder of the log of a table -> its format."""
 _THREADS = 16
@@ -108,12 +108,8 @@ class Location:
 
     def _info(self, place: str | FileSelector) -> Any:
         """Return the file or folder at a path, or the list of those that a selector selects."""
-        try:
+        with readable(f"to list {self.pattern!r}", "correct the location, or reach it"):
             return self._files.get_file_info(place)
-        except OSError as err:
-            raise DataFileUnreadable(
-                f"expected to list {self.pattern!r}, found {type(err).__name__}: {err}; correct the location, or reach it"
-            ) from err
 
     def _root(self) -> tuple[str, bool]:
         """Return the folder or file of the location, and True if a pattern follows it."""
@@ -124,13 +120,8 @@ class Location:
         """Return the schema of each file, from its footer. Raises `DataFileUnreadable` for one that is no Parquet file."""
 
         def read(file: ParquetFile) -> pa.Schema:
-            try:
+            with readable(f"a Parquet file at {file.address!r}", "leave it out of the location, or restore it"):
                 return pq.read_schema(file.address.removeprefix(self._prefix), filesystem=self._files)
-            except (OSError, pa.ArrowException) as err:
-                raise DataFileUnreadable(
-                    f"expected a Parquet file at {file.address!r}, found {type(err).__name__}: {err}; leave it out of the "
-                    "location, or restore it"
-                ) from err
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             return list(pool.map(read, files))
@@ -160,7 +151,7 @@ def unite_columns(files: Sequence[ParquetFile], schemas: Sequence[pa.Schema]) ->
 
 
 def _columns(file: ParquetFile, schema: pa.Schema) -> list[NestedField]:
-    if any(_FIELD_ID in (column.metadata or {}) for column in schema):
+    if any(FIELD_ID in (column.metadata or {}) for column in schema):
         raise UnsupportedColumn(
             f"expected {file.address!r} without field ids, found some: train from the Iceberg table to which it belongs"
         )
