@@ -117,7 +117,7 @@ def _check_content(state: State) -> None:
 
 def _altered(found: str) -> ResumeMismatch:
     return ResumeMismatch(
-        f"expected a dataset's state {found}: it was altered, or is of another dataset; give what state_dict() returned, unchanged"
+        f"expected a dataset's state {found}: it was altered, or is of another dataset; give what state_dict() returned"
     )
 
 
