@@ -15,30 +15,14 @@ from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked
 
 _UNKNOWN_HOST = ("Name or service not known", "nodename nor servname", "No address associated with hostname")
 _DAMAGED = ("not a database", "disk image is malformed")
-_REFUSED = (
-    "password authentication failed",
-    "no password supplied",
-    "Ident authentication failed",
-    "Peer authentication failed",
-    "invalid port number",
-    "invalid connection option",
-    "invalid URI query parameter",
-    "invalid sslmode",
-    "server does not support SSL",
-    "certificate verify failed",
-    "CERTIFICATE_VERIFY_FAILED",
-    "WRONG_VERSION_NUMBER",
-    "is not permitted to log in",
-    *_DAMAGED,
+_REFUSED = re.compile(
+    "(password|Ident|Peer) authentication failed|no password supplied|is not permitted to log in|server does not support SSL|"
+    "invalid (port number|connection option|URI query parameter|sslmode)|certificate verify failed|CERTIFICATE_VERIFY_FAILED|"
+    "WRONG_VERSION_NUMBER|" + "|".join(_DAMAGED)
 )
 """Messages of servers and drivers for requests that stay wrong, without a class of their own."""
-_REFUSED_AT_FIRST = (
-    "no pg_hba.conf entry",
-    "unable to open database file",
-    "RESTError 404",
-    "RestError: Not Found",
-    "RESTError 405",
-    "RestError: Method Not Allowed",
+_REFUSED_AT_FIRST = re.compile(
+    r"no pg_hba\.conf entry|unable to open database file|RESTError 40[45]|RestError: (Not Found|Method Not Allowed)"
 )
 """Answers to an address that never worked, and to a right one during a failover or without its mount."""
 _NO_DATABASE = ('database "', 'role "')
@@ -94,9 +78,9 @@ def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
         return True
     if isinstance(err, requests.RequestException | RESTError | DBAPIError):
         message = str(err)
-        refused = _REFUSED if answered else (*_REFUSED, *_REFUSED_AT_FIRST)
+        refused = _REFUSED.search(message) or (not answered and _REFUSED_AT_FIRST.search(message))
         no_database = any(name in message for name in _NO_DATABASE) and "does not exist" in message
-        return no_database or any(each in message for each in refused)
+        return no_database or bool(refused)
     if isinstance(err, sqlite3.Error | OSError):  # of the file itself
         damaged = any(each in str(err) for each in _DAMAGED)
         return damaged if answered else not is_locked(err)
