@@ -41,7 +41,6 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
 from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire_in
-from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 from dlac_pipeline.lakehouse.s3_objects import SETTINGS
 
@@ -86,13 +85,6 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
                 return table
     source = _open_source(*place, lakehouse.config.catalog_properties())
     return retrying(of=errors.CommitConflict)(partial(_mirror, lakehouse, identifier, source, number))
-
-
-def load_unchanged(lakehouse: Lakehouse, identifier: str, number: int | None = None) -> Table:
-    """Return `load_version`, after a check that no registered Parquet file of the table has changed. Raises as both."""
-    table = load_version(lakehouse, identifier, number)
-    check_registered(table)
-    return table
 
 
 def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
