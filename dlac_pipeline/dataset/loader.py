@@ -47,7 +47,12 @@ class DlacLoader(DataLoader[DictBatch]):
             batches = self._source.with_global_counts(batches)
         for batch in batches:
             self._source.observe(batch)
-            yield self._hand_out(batch)
+            if self._unwraps:
+                yield self._copies.copy(batch["inputs"])
+            elif self._late is not None:
+                yield self._copies.copy(self._late(batch))
+            else:
+                yield copy_batch(batch, self._copies)
 
     def state_dict(self) -> State:
         """Return the consumer's position: that of `DlacDataset.gathered_state`, equal on all ranks. Collective if streamed."""
@@ -56,13 +61,6 @@ class DlacLoader(DataLoader[DictBatch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position of a state, as `DlacDataset.load_state_dict` does. Raises as that."""
         self._source.load_state_dict(state)
-
-    def _hand_out(self, batch: DictBatch) -> Any:
-        if self._unwraps:
-            return self._copies.copy(batch["inputs"])
-        if self._late is not None:
-            return self._copies.copy(self._late(batch))
-        return copy_batch(batch, self._copies)
 
 
 @dataclass(frozen=True, slots=True)

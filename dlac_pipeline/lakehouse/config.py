@@ -89,12 +89,8 @@ class LakehouseConfig(BaseModel):
         folder = checked_home(Path(home))
         if self.is_named or self.kind != "sql":
             return self
-        return self.model_copy(
-            update={
-                "uri": self.uri or sqlite_uri(str(folder / "catalog.db")),
-                "warehouse": self.warehouse or f"file://{folder}/warehouse",
-            }
-        )
+        uri = self.uri or sqlite_uri(str(folder / "catalog.db"))
+        return self.model_copy(update={"uri": uri, "warehouse": self.warehouse or f"file://{folder}/warehouse"})
 
     @property
     def kind(self) -> str:

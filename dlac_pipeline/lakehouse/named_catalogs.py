@@ -1,7 +1,6 @@
-"""Catalogs by their name in PyIceberg's own configuration: `LakehouseConfig` with a name in, with all its settings out.
+"""Catalogs by their name in PyIceberg's own configuration, which is read again here, so that the present environment counts.
 
-PyIceberg reads .pyiceberg.yaml and PYICEBERG_CATALOG__* when it is imported, and another time here, so that a change of the
-environment counts. The result has passwords and keys: it stays in memory, and job specs keep the name alone.
+The result has passwords and keys: it stays in memory, and job specs keep the name alone.
 """
 
 import os

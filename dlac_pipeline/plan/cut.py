@@ -3,9 +3,8 @@
 A pass is cut once. The place of its slices is a pure function of (units, cut settings, pass, rows dealt before). Exclusions
 may add skipped rows later. They never move a slice, nor a row within its block.
 
-Position k of a block is its row (a*k + c) mod R. docs/order.md has the rules for another permutation. The inverse is one line of
-integer SQL. The scripts `row_positions`, `dead_positions`, `rows_seen`, `rows_at` and `cut_problems` of `audit/sql` repeat both
-directions. A change of a permutation is another order (`ORDER_VERSION`).
+Position k of a block is its row (a*k + c) mod R. The inverse is one line of integer SQL: scripts of `audit/sql` repeat both
+directions. A change of a permutation or of a key is another order (`ORDER_VERSION`). See docs/order.md.
 """
 
 from bisect import bisect_left

@@ -1,8 +1,7 @@
 """Order of a leg: the row of the i-th sample of step n, and every cursor after it.
 
 Pure: nothing here reads a file, knows a rank, or keeps state. Steps count from 1 over the whole run. The reader state of step
-n is the cursors after it. It is known for counted sources only (a row is a sample). For streamed ones the order gives the
-next row.
+n is the cursors after it, known for counted sources only (a row is a sample). For streamed ones the order gives the next row.
 """
 
 from collections.abc import Iterator, Sequence

@@ -80,16 +80,9 @@ def documents_of(
 ) -> Documents:
     """Return the documents of a block's live rows, at these block positions (int64 [rows], increasing).
 
-    Args:
-        live: The rows, in reading order.
-        positions: The block position of each.
-        column: After the transform: a string column, to be tokenized, or lists of integers, which are tokens.
-        transform: The user's function, between the rows and `column`.
-        tokenizer: For a string column. Lists are tokens already.
-        end_id: Token put after each document. An empty document stays empty.
-        begin_id: Token put before each document.
-        reject: Policy for rows at which the transform or the tokenizer raises.
-        check: True to verify on these rows that the transform does not depend on how rows are batched.
+    `column` is that of texts, to be tokenized, or of lists of integers, which are tokens, after the transform. `begin_id` and
+    `end_id` are put around each document: an empty one stays empty. `reject` decides on rows at which the transform or the
+    tokenizer raises. `check` verifies on these rows that the transform does not depend on how rows are batched.
 
     Raises:
         RowRejected: a row was rejected and `reject` is "fail".

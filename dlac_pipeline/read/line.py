@@ -90,13 +90,8 @@ class _Open(Generic[Content]):
     @property
     def last(self) -> int:
         """The last position of this block that is recorded, or -1."""
-        rows = self.rows
-        ends = [
-            *rows.positions[-1:].tolist(),
-            *rows.filtered[-1:].tolist(),
-            *(each[0] for each in rows.quarantined[-1:]),
-        ]
-        return max(ends, default=-1)
+        quarantined = [position for position, _ in self.rows.quarantined[-1:]]
+        return int(max([*self.rows.positions[-1:], *self.rows.filtered[-1:], *quarantined], default=-1))
 
     @property
     def done(self) -> bool:

@@ -11,7 +11,7 @@ The schema and the source's declarations determine the tensors of a column, neve
     declared nullable          also: name.valid [rows], bool; a null reads as zeros, or as empty
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,13 +116,8 @@ def kinds_of(
     fields = {field.name: field.field_type for field in schema.fields}
     check_names(schema, (*names, *ragged, *nullable))
     kinds = {name: _kind_of(name, fields[name], name in ragged, name in nullable) for name in names}
-    _check_tensor_names(kinds.values())
-    return kinds
-
-
-def _check_tensor_names(kinds: Iterable[ColumnKind]) -> None:
     made_by: dict[str, str] = {}
-    for kind in kinds:
+    for kind in kinds.values():
         for tensor in kind.tensors:
             other = made_by.setdefault(tensor, kind.name)
             if other != kind.name:
@@ -131,6 +126,7 @@ def _check_tensor_names(kinds: Iterable[ColumnKind]) -> None:
                     f"expected tensors of different names from columns {first!r} and {second!r}, found {tensor!r} from both: "
                     f"leave one of them out of `columns`, or rename column {second!r} in the table"
                 )
+    return kinds
 
 
 def check_names(schema: Schema, names: Sequence[str]) -> None:

@@ -2,11 +2,9 @@
 
     def f(batch: pa.RecordBatch) -> pa.RecordBatch
 
-The function maps, drops or multiplies rows. Its result for a row may depend on nothing but that row: not on the other rows of
-the batch, not on how rows were batched, not on earlier calls, the clock or chance. Several background threads may call it at
-the same time. Its batch has one more column, `dlac_row` (int64: 0, 1, 2, ...). If the output has `dlac_row`, it names the
-input row of each output row, in non-decreasing order: missing numbers are dropped rows, repeated ones are rows that became
-several. Without it, output row i comes from input row i.
+The function maps, drops or multiplies rows. Its result for a row may depend on nothing but that row. Several background threads
+may call it at the same time. If its output has the column `dlac_row` of its input (int64: 0, 1, 2, ...), it names the input row
+of each output row, in non-decreasing order. Without it, output row i comes from input row i. See docs/reading.md.
 """
 
 import importlib

@@ -16,7 +16,7 @@ from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.columns import readable
+from dlac_pipeline.lakehouse.iceberg.columns import as_unreadable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
 from dlac_pipeline.lakehouse.ledger import run_rows
@@ -251,24 +251,18 @@ def _named(rows: Iterable[LegRow | ClaimRow]) -> Iterator[str]:
             yield from (_key(each.table_uuid, each.snapshot_id) for each in row.planned)
 
 
-def _in_json(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
+def _in_json(value: Any, *, holds_plans: bool = False) -> Iterator[str]:
+    """The names in a leg's record: all text under a key that holds plan ids, whatever its shape, and tables with snapshots."""
+    if isinstance(value, str) and holds_plans:
+        yield value
+    elif isinstance(value, list):
         for one in value:
-            yield from _in_json(one)
+            yield from _in_json(one, holds_plans=holds_plans)
     elif isinstance(value, dict):
-        if "snapshot_id" in value:
+        if "snapshot_id" in value and not holds_plans:
             yield _key(str(value.get("table_uuid")), value["snapshot_id"])
         for name, inner in value.items():
-            yield from _strings(inner) if name in _PLAN_KEYS else _in_json(inner)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All text under a key that holds plan ids, whatever its shape."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _strings(one)
+            yield from _in_json(inner, holds_plans=holds_plans or name in _PLAN_KEYS)
 
 
 def _key(table_uuid: str, snapshot_id: object) -> str:
@@ -299,19 +293,18 @@ def _pins_of(table: Table, name: str, plans: Sequence[Columns], runs: Mapping[st
             continue
         mine = _plans_of(table, ref.snapshot_id, plans)
         files = files_of.get(tag, {})
-        found.append(
-            Pin(
-                table=name,
-                snapshot_id=ref.snapshot_id,
-                tag=tag,
-                committed_at=datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC),
-                pinned_at=min((plan["created_at"] for plan in mine), default=None),
-                plan_ids=tuple(sorted(plan["plan_id"] for plan in mine)),
-                uses=_uses(table, ref.snapshot_id, plans, runs),
-                held_files=len(files),
-                held_bytes=sum(files.values()),
-            )
+        one = Pin(
+            table=name,
+            snapshot_id=ref.snapshot_id,
+            tag=tag,
+            committed_at=datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC),
+            pinned_at=min((plan["created_at"] for plan in mine), default=None),
+            plan_ids=tuple(sorted(plan["plan_id"] for plan in mine)),
+            uses=_uses(table, ref.snapshot_id, plans, runs),
+            held_files=len(files),
+            held_bytes=sum(files.values()),
         )
+        found.append(one)
     return sorted(found, key=lambda one: (one.committed_at, one.snapshot_id))
 
 
@@ -321,7 +314,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
         return {}
     manifests: dict[str, ManifestFile] = {}
     reached_by: dict[str, list[str]] = defaultdict(list)
-    with readable(f"the manifests of table {table_name(table)!r}", "restore them"):
+    with as_unreadable(f"the manifests of table {table_name(table)!r}", "restore them"):
         for name, ref in table.refs().items():
             snapshot = table.snapshot_by_id(ref.snapshot_id)
             for manifest in snapshot.manifests(table.io) if snapshot is not None else ():

@@ -1,11 +1,9 @@
 """Check that the ledger is not older than its checkpoint store and its warehouse, as after a restored backup.
 
-In: a lakehouse, a run, and the run's folder in the checkpoint store. Out: nothing, or `LedgerOlderThanStore`. Two places have
-evidence of a committed checkpoint that the ledger lacks:
+Two places have evidence of a committed checkpoint that the ledger lacks:
 
 - The store. After each commit the run's commit mark names the checkpoint, and a manifest names its parent, which was
-  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land, and is no
-  evidence.
+  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land.
 - The warehouse. A metadata file of the ledger that the catalog does not name was built on a committed state. Its own last
   append may not have landed, and is no evidence unless the store has the mark.
 

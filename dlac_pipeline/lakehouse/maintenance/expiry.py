@@ -49,11 +49,10 @@ def committing(lakehouse: Lakehouse, table: Table) -> Iterator[Transaction]:
 
 
 def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> int:
-    """Expire all snapshots of DLAC's own table `name` but the newest `keep` and the named ones. Return their number.
+    """Expire snapshots of an own table but the newest `keep` and the named ones. Return their number.
 
     Raises:
-        CatalogUnreachable: the catalog was unavailable for a minute.
-        CommitConflict: other processes committed all the time.
+        CatalogUnreachable, CommitConflict: as `committing`, after a minute.
     """
 
     def once() -> int:

@@ -51,13 +51,7 @@ class Merged:
 
 
 def compact(lakehouse: Lakehouse, name: str = "consumption") -> Merged:
-    """Merge the small data files of each partition of DLAC's own table `name`.
-
-    Raises:
-        CatalogUnreachable: the catalog was unavailable for a minute.
-        CommitConflict: other processes committed all the time. Earlier merges stay.
-        LakehouseError: files that the table names are not in the warehouse.
-    """
+    """Merge the small data files of each partition of an own table. Raises as `run_upkeep`, and `CommitConflict`."""
     files = into = 0
     for partition in sorted(lakehouse.look(name, _small_files), key=str):
         while step := _merge(lakehouse, name, partition):
@@ -122,15 +116,9 @@ class Removed:
 
 
 def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) -> Removed:
-    """Delete the files of DLAC's own table `name` that no retained snapshot names.
+    """Delete files of an own table that no retained snapshot names. Raises as `run_upkeep`, and `CommitConflict`.
 
-    `checked`: the ledger is known to be the newest.
-
-    Raises:
-        CatalogUnreachable: the catalog was unavailable for a minute.
-        CommitConflict: other processes committed all the time.
-        LakehouseError: another table's files are among them, or they cannot be listed or deleted.
-        LedgerOlderThanStore: the catalog was restored from an older backup. Newer files are the only copy of lost commits.
+    `checked`: the ledger is known to be the newest. Newer files would be the only copy of lost commits.
     """
     if name == "consumption" and not checked:
         check_warehouse(lakehouse)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -122,12 +123,9 @@ class OpenLeg:
         """(source, row_range) of everything in the first pass of each source, from the leg's beginning."""
         for index, source in enumerate(self.order.sources):
             for group in range(self.leg.key_groups):
-                first: int | None = None
-                for row_range in source.row_ranges(group, 0):
-                    first = row_range.pass_index if first is None else first
-                    if row_range.pass_index != first:
-                        break
-                    yield index, row_range
+                by_pass = groupby(source.row_ranges(group, 0), key=lambda row_range: row_range.pass_index)
+                for _, row_ranges in islice(by_pass, 1):
+                    yield from ((index, row_range) for row_range in row_ranges)
 
 
 def open_leg(plans: Plans, leg: Leg, spec: JobSpec) -> OpenLeg:
