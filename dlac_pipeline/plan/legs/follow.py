@@ -4,7 +4,7 @@ What was dealt stays dealt: open cuts are never cut again. Rows that are exclude
 as never dealt, so that later passes level the key groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -127,12 +127,8 @@ class _SourceTransition:
     def _quarantined(self, current: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
         found: dict[Unreadable, QuarantinedUnit] = {}
         for plan in [self._plan(plan_id) for plan_id in current.live_plan_ids]:
-            units = {place: unit for unit, place in enumerate(plan.units.places())}
-            for each in unreadable:
-                unit = units.get((each.path, each.row_group))
-                if unit is None:
-                    continue
-                rows = int(np.isin(_offsets_of(plan, unit, each), plan.units.live_offsets(unit)).sum())
+            for each, unit, offsets in _units_of(plan, unreadable):
+                rows = int(np.isin(offsets, plan.units.live_offsets(unit)).sum())
                 if rows:
                     found[each] = QuarantinedUnit(**asdict(each), rows=rows)
         return tuple(found.values())
@@ -220,7 +216,8 @@ class _SourceTransition:
 
     def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
         plan = self._plan(plan_id)
-        dead = _merged([self._gone(plan, until), self._newly_excluded(plan), _of_unreadable(plan, unreadable)])
+        named = ({unit: offsets} for _, unit, offsets in _units_of(plan, unreadable))
+        dead = _merged([self._gone(plan, until), self._newly_excluded(plan), *named])
         reduced = self._plans.add(exclude_rows(self._lakehouse, plan, dead))
         self._checked[reduced.id] = reduced
         return reduced.id
@@ -300,18 +297,14 @@ def _by_unit(plan: Plan, rows: Mapping[str, Ints]) -> Dead:
     return dead
 
 
-def _of_unreadable(plan: Plan, unreadable: Sequence[Unreadable]) -> Dead:
+def _units_of(plan: Plan, unreadable: Sequence[Unreadable]) -> Iterator[tuple[Unreadable, int, Ints]]:
+    """Yield those that a plan has, each with its unit and the offsets in it that are left out."""
     units = {place: unit for unit, place in enumerate(plan.units.places())}
-    named = [(units.get((each.path, each.row_group)), each) for each in unreadable]
-    return _merged([{unit: _offsets_of(plan, unit, each)} for unit, each in named if unit is not None])
-
-
-def _offsets_of(plan: Plan, unit: int, unreadable: Unreadable) -> Ints:
-    """The rows of a unit that are left out, counted in the unit."""
-    if not unreadable.positions:
-        return np.arange(plan.units.rows[unit], dtype=np.int64)
-    positions: Ints = np.array(unreadable.positions, dtype=np.int64)
-    return positions - int(plan.units.first_row[unit])
+    for each in unreadable:
+        unit = units.get((each.path, each.row_group))
+        if unit is not None:
+            positions: Ints = np.array(each.positions, dtype=np.int64) - int(plan.units.first_row[unit])
+            yield each, unit, positions if each.positions else np.arange(plan.units.rows[unit], dtype=np.int64)
 
 
 def _merged(parts: Sequence[Dead]) -> Dead:
