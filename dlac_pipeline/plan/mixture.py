@@ -32,13 +32,9 @@ class Mixture:
             raise ValueError(f"expected 1 to {MAX_KEY_GROUPS} key groups, found {key_groups}")
         self._weights = np.array(weights, dtype=np.float64)
         self._key_groups = key_groups
+        self.everything: Present = (True,) * len(weights)
         self._bins = lru_cache(maxsize=None)(self._bins_of)
         self._counted = lru_cache(maxsize=64)(self._counts_of)
-
-    @property
-    def everything(self) -> Present:
-        """All sources present."""
-        return (True,) * len(self._weights)
 
     def sources(self, group: int, start: int, stop: int, present: Present) -> Ints:
         """The source of each of a group's samples start .. stop-1, int64 [stop - start]."""

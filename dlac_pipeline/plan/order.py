@@ -66,13 +66,10 @@ class LegOrder:
         self.mixture = mixture
         self.settings = settings
         self.streamed = tuple(streamed) or (False,) * len(self.sources)
+        self.counted = not any(self.streamed)
+        """True if a step alone determines all cursors."""
         self.active: Present = tuple(active) or mixture.everything
         self._phases = lru_cache(maxsize=None)(self._phases_of)
-
-    @property
-    def counted(self) -> bool:
-        """True if a step alone determines all cursors."""
-        return not any(self.streamed)
 
     @cached_property
     def total_steps(self) -> int | None:

@@ -132,6 +132,7 @@ class SourceOrder:
         self.start = start
         self.units = units
         self.settings = settings
+        self.endless = any(passes == 0 for _, passes in start.upcoming)
         self._dealt = np.array(start.dealt, dtype=np.int64)
         self._entries: list[_Entry] = []
         self._cut = lru_cache(maxsize=4)(self._make_cut)
@@ -140,11 +141,6 @@ class SourceOrder:
             whole = np.array([cut.live_rows(group) for group in range(self.settings.key_groups)], dtype=np.int64)
             passed = [_passed(cut, group, cursor, int(whole[group])) for group, cursor in enumerate(self.start.cursors)]
             self._add(opened, queue=-1, dealt=whole, passed=np.array(passed, dtype=np.int64))
-
-    @property
-    def endless(self) -> bool:
-        """True if the source has no end."""
-        return any(passes == 0 for _, passes in self.start.upcoming)
 
     def available(self) -> Ints | None:
         """Return the rows of each key group from the leg's beginning to the source's end, int64 [G], or None if endless."""

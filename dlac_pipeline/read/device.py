@@ -33,20 +33,16 @@ class DeviceCopies:
     def __init__(self, device: Device | None, *, pin_memory: bool | None = None) -> None:
         """Without a device tensors stay in host memory. `pin_memory`: page-locked. None: if they go to an accelerator.
 
-        Raises:
-            SpecInvalid: PyTorch does not know the device, or this node does not have it.
+        Raises `SpecInvalid` if PyTorch does not know the device, or this node does not have it.
         """
         self._device = None if device is None else _device_named(device)
         moves = self._device is not None and self._device.type != "cpu"
         self.pins = (moves if pin_memory is None else pin_memory) and can_pin_memory()
         """True if tensors are put into page-locked memory."""
         self._moves = moves
-        self._stream: torch.Stream | None = None
-
-    @property
-    def acts(self) -> bool:
+        self.acts = self.pins or moves
         """True if a batch needs any copy."""
-        return self.pins or self._moves
+        self._stream: torch.Stream | None = None
 
     def copy(self, batch: Any) -> Any:
         """Return `batch` with its tensors in page-locked memory or on the device, or `batch` itself if no copy is needed."""

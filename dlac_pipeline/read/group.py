@@ -72,6 +72,8 @@ class GroupReader:
         self.low, self.high = part.low, part.high
         """The slots that the rank works on."""
         self.width = part.high - part.low
+        self.has_last_slot = part.high == part.slots
+        """True if this rank reports for the key group, if ranks share it."""
         self._wanted = (part.low, part.high)
         self._at = samples_before
         self._open_stream = open_stream
@@ -80,11 +82,6 @@ class GroupReader:
             source: open_stream(source, part.group, cursor) for source, cursor in enumerate(cursors) if active[source]
         }
         self._active = tuple(active)
-
-    @property
-    def has_last_slot(self) -> bool:
-        """True if this rank reports for the key group, if ranks share it."""
-        return self.high == self._slots
 
     @property
     def cursors(self) -> list[Cursor]:
