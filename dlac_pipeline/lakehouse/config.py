@@ -83,8 +83,7 @@ class LakehouseConfig(BaseModel):
 
         A catalog that `name` or `type` means is no embedded one, and stays as it is.
 
-        Raises:
-            SpecInvalid: `home` is no folder.
+        Raises `SpecInvalid` if `home` is no folder.
         """
         folder = checked_home(Path(home))
         if self.is_named or self.kind != "sql":

@@ -157,8 +157,7 @@ def make_below(above: Path, folder: Path) -> None:
     `above` is never created. If its mount is gone, nothing is written into the bare mount point, where a later mount would hide
     it.
 
-    Raises:
-        OSError: `above` does not exist any more, or a folder cannot be created.
+    Raises `OSError` if `above` does not exist any more, or a folder cannot be created.
     """
     if folder.is_dir():
         return

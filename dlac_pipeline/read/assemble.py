@@ -19,8 +19,7 @@ def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: i
 
     `length` is that of the lists of a batch without rows.
 
-    Raises:
-        UnsupportedColumn: the pieces contain lists of different lengths.
+    Raises `UnsupportedColumn` if the pieces contain lists of different lengths.
     """
     pieces = [piece for piece in pieces if len(piece[1])]
     found = _ragged(kind, pieces, slots) if kind.ragged else {kind.name: _dense(kind, pieces, slots, length)}

@@ -112,8 +112,7 @@ class BlockDecoder:
 
         The footer shows it where no list is null, and none dead. Otherwise the column is read.
 
-        Raises:
-            UnitUnreadable: the row group is missing or corrupt.
+        Raises `UnitUnreadable` if the row group is missing or corrupt.
         """
         (path, row_group), rows = units.place(unit), int(units.rows[unit])
         alone = self._alone(name)

@@ -59,8 +59,7 @@ class ItemLine(ABC, Generic[Content]):
     def take(self, count: int, *, lay_out: bool = True) -> Taken:
         """Return up to `count` sequences or samples, or only pass over them without columns (`lay_out`).
 
-        Raises:
-            CursorMismatch: the first block does not continue where the line was to be resumed.
+        Raises `CursorMismatch` if the first block does not continue where the line was to be resumed.
         """
         wanted = count * self._length
         items = min(wanted, self._line.fill(wanted))

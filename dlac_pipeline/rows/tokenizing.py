@@ -25,10 +25,7 @@ _TEXT_BYTES_AT_ONCE = 2**20
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library, which releases the GIL. A text alone determines its tokens.
-
-    `digest` identifies the results.
-    """
+    """A tokenizer that releases the GIL, and whose tokens depend on the text alone. `digest` identifies the results."""
 
     def __init__(self, backend: Backend, *, name: str, digest: str) -> None:
         # One thread per call: the reader's background threads are the parallelism, they leave the other cores to the
@@ -128,8 +125,7 @@ def is_text(column_type: pa.DataType) -> bool:
 def tokens_of_lists(lists: pa.ChunkedArray, name: str) -> tuple[Tokens, Ints]:
     """Return tokens of a column of lists of integers, and offsets: a view of the buffers of one chunk of int32 or int64.
 
-    Raises:
-        UnsupportedColumn: another type, or nulls inside the lists.
+    Raises `UnsupportedColumn` if another type, or nulls inside the lists.
     """
     parts = [_list_tokens(chunk, name) for chunk in lists.chunks]
     if len(parts) == 1:

@@ -165,22 +165,20 @@ class _Call:
     def _bisected(self, batch: pa.RecordBatch, start: int, err: Exception) -> Transformed:
         reason = f"{type(err).__name__}: {err}"
         if len(batch) == 1:
-            return self._rejected(int(self.positions[start]), reason, err)
+            position = int(self.positions[start])
+            if self.reject == "quarantine":
+                return Transformed(pa.table({}), np.zeros(0, dtype=np.int64), ((position, reason),))
+            raise RowRejected(
+                position,
+                f"expected transform {self.transform.name!r} to take every row, found that it raises {reason} for the row at "
+                f'position {position}: correct it, drop such rows in it, or choose on_reject = "quarantine"',
+            ) from err
         part = self.joined(_halves(batch, start, self.run))
         if not part.rejected:
             raise self._failed(
                 "to depend on each row alone", f"{reason} for {len(batch)} rows together and for no part of them"
             ) from err
         return part
-
-    def _rejected(self, position: int, reason: str, err: Exception) -> Transformed:
-        if self.reject == "quarantine":
-            return Transformed(pa.table({}), np.zeros(0, dtype=np.int64), ((position, reason),))
-        raise RowRejected(
-            position,
-            f"expected transform {self.transform.name!r} to take every row, found that it raises {reason} for the row at "
-            f'position {position}: correct it, drop such rows in it, or choose on_reject = "quarantine"',
-        ) from err
 
     def _checked(self, output: Any, rows: int) -> tuple[pa.Table, Ints]:
         if isinstance(output, pa.RecordBatch):

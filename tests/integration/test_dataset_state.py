@@ -273,7 +273,7 @@ def test_impossible_cursors_are_refused(datasets: Datasets) -> None:
         with pytest.raises(ResumeMismatch, match=r"expected a dataset's state with cursors"):
             datasets.open("packed", state={**old, "cursors": changed})
     counted = as_version_1(datasets.open().state_dict())
-    with pytest.raises(ResumeMismatch, match="expected a state without cursors"):
+    with pytest.raises(ResumeMismatch, match="expected a dataset's state without cursors"):
         datasets.open(state={**counted, "cursors": old["cursors"]})
 
 

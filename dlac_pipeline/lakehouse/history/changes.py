@@ -100,8 +100,7 @@ class History:
     def portions(self) -> tuple[Portion, ...]:
         """Return where every new live row is read, once, in order.
 
-        Raises:
-            AppendHistoryLost: it cannot be determined.
+        Raises `AppendHistoryLost` if it cannot be determined.
         """
         if isinstance(self._found.portions, AppendHistoryLost):
             raise self._found.portions

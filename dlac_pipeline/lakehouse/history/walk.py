@@ -23,10 +23,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """Data files that hold rows which came since, to be read as they are in one snapshot.
-
-    Rows that `History.old_rows` names are not new, and are passed over.
-    """
+    """Files with rows that came since, to be read as they are in one snapshot, but for those in `History.old_rows`."""
 
     snapshot_id: int
     files: frozenset[str]

@@ -80,8 +80,7 @@ class Lakehouse:
         A name such as "lake:docs.pages" is that of table docs.pages in the catalog that PyIceberg's configuration names lake.
         "delta:/data/pages" is a table of another format, whose mirror is in this catalog.
 
-        Raises:
-            CatalogMisconfigured: no catalog of that name is configured.
+        Raises `CatalogMisconfigured` if no catalog of that name is configured.
         """
         if split_identifier(identifier) is not None:
             return self, mirror_name(identifier, self.config.namespace)
@@ -220,10 +219,8 @@ class Lakehouse:
         limit: int | None = None,
     ) -> Any:
         """Return the current rows of DLAC's own table `name` as an Arrow table. Raises as `look` does."""
-        return self.look(
-            name,
-            lambda table: table.scan(row_filter=row_filter, selected_fields=tuple(columns), limit=limit).to_arrow(),
-        )
+        fields = tuple(columns)
+        return self.look(name, lambda table: table.scan(row_filter, selected_fields=fields, limit=limit).to_arrow())
 
     def create_own_tables(self) -> None:
         """Create DLAC's missing tables, and add new columns to older ones. Safe to race. Raises `CommitConflict` if it loses."""

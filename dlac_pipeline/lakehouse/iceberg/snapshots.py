@@ -64,8 +64,7 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
     A racing expiry can silently drop a tag that was just created, and `create_tag` silently moves one that exists. Hence a
     check before and a check after.
 
-    Raises:
-        PinLost: the tag does not stay, or names another snapshot.
+    Raises `PinLost` if the tag does not stay, or names another snapshot.
     """
     tag = pin_tag(snapshot_id)
 

@@ -109,8 +109,7 @@ def exclusions_in_force(rows: Sequence[LedgerRow]) -> tuple[Exclusion, ...]:
 def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list[CheckpointRow]:
     """Retire abandoned checkpoints without a name: one, by id or step, or all. Return their rows.
 
-    Raises:
-        SpecInvalid: the checkpoint does not exist, it is on the surviving lineage, or it has a name.
+    Raises `SpecInvalid` if the checkpoint does not exist, it is on the surviving lineage, or it has a name.
     """
     gone: list[CheckpointRow] = []
 

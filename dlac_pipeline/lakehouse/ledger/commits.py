@@ -85,10 +85,7 @@ def quarantine(ledger: Ledger, attempt: Attempt, *, damaged: dict[str, str], hea
         check_mine(state, attempt)
         if state.fence.head == head_after:
             return None
-        rows = [
-            typed_rows.QuarantinedCheckpointRow(checkpoint_id=checkpoint_id, reason=reason)
-            for checkpoint_id, reason in damaged.items()
-        ]
+        rows = [typed_rows.QuarantinedCheckpointRow(checkpoint_id=each, reason=why) for each, why in damaged.items()]
         return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1, head=head_after))
 
     return ledger.append(attempt.run, decide)

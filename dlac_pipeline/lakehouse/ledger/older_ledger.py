@@ -125,10 +125,7 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
 
 
 def check_store(ledger: Ledger, run: str, folder: str, files: StoreFiles) -> None:
-    """Raise `LedgerOlderThanStore` if the run's folder has a committed checkpoint that the ledger lacks.
-
-    Raises `StoreUnavailable` if the store does not answer.
-    """
+    """Raise `LedgerOlderThanStore` if the run's folder has a checkpoint that the ledger lacks, or `StoreUnavailable`."""
     rows = _rows_of(ledger, run)
     check_warehouse(ledger.lakehouse, run, exists=bool(rows))
     _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)

@@ -96,9 +96,8 @@ def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
         rows = rows.sort_by("seq")  # stable: the rows of one append stay in their order
     files = list(_dataframe_to_data_files(table.metadata, rows, table.io))
     with LeanTransaction(table) as transaction:
-        with transaction.update_snapshot(
-            snapshot_properties={UPKEEP_OF_SNAPSHOT: "compaction"}
-        ).overwrite() as overwrite:
+        properties = {UPKEEP_OF_SNAPSHOT: "compaction"}
+        with transaction.update_snapshot(snapshot_properties=properties).overwrite() as overwrite:
             for task in tasks:
                 overwrite.delete_data_file(task.file)
             for file in files:

@@ -56,8 +56,7 @@ class OpenLeg:
 
         `budget_bytes` defaults to that of the spec.
 
-        Raises:
-            SpecInvalid: the number of ranks does not divide the batch size.
+        Raises `SpecInvalid` if the number of ranks does not divide the batch size.
         """
         step = self.leg.start_step if step is None else step
         if state is None:
