@@ -44,7 +44,7 @@ def copy_batch(batch: DictBatch, copies: DeviceCopies) -> DictBatch:
     return {**moved, ABOUT: {**moved[ABOUT], "cursors": batch[ABOUT]["cursors"]}}
 
 
-def remove_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:
+def drop_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:
     """Return the batch with its samples only. `ragged` are the columns of flat values with offsets."""
     if bool(batch.valid.all()):
         return batch

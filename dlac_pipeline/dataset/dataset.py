@@ -13,15 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.dataset import state as states
-from dlac_pipeline.dataset.batches import (
-    ABOUT,
-    DictBatch,
-    LastBatch,
-    as_dict,
-    copy_batch,
-    make_empty,
-    remove_empty_slots,
-)
+from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, copy_batch, drop_empty_slots, make_empty
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
@@ -283,7 +275,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         if self.last_batch == "pad":
             return batch
         kinds = [kind for source in self._open().sources for kind in source.kinds.values()]
-        return remove_empty_slots(batch, {kind.name for kind in kinds if kind.ragged})
+        return drop_empty_slots(batch, {kind.name for kind in kinds if kind.ragged})
 
     def _turns(self, reader: RankReader) -> Iterator[Batch]:
         worker = get_worker_info()

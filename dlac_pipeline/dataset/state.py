@@ -98,7 +98,6 @@ def read_state(state: Mapping[str, Any] | str | Path) -> State:
 
 
 def _check_content(state: State) -> None:
-    """Check that nothing is missing from a state, and that its digests are those of what it holds."""
     missing = [key for key in _KEYS[state["format_version"]] if key not in state]
     if missing:
         raise _altered(f"with {missing!r}, found only {sorted(map(str, state))!r}")

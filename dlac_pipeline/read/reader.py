@@ -30,7 +30,7 @@ from dlac_pipeline.read.line import Content
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.packing import ItemLine, Packer, Sampler
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.streams import ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
+from dlac_pipeline.read.streams import Columns, ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
 from dlac_pipeline.rows.columns import Array, ColumnKind
 
 if TYPE_CHECKING:
@@ -293,18 +293,20 @@ class RankReader:
             for columns, rows, slots in each.pieces
         ]
         if not self._lengths:
-            # What the columns are is remembered for batches in which this rank has no sample.
-            for name, column in (pieces[0][0] if pieces else self._opened.probe()).items():
-                listed = column.offsets is None and column.values.ndim == 2
-                length = column.values.shape[1] if listed else None
-                self._lengths[name] = length or 0
-                known = ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length)
-                self._kinds.setdefault(name, known)
+            self._learn(pieces[0][0] if pieces else self._opened.probe())
         arrays: dict[str, Array] = {}
         for name, kind in self._kinds.items():
             mine = [(columns[name], rows, slots) for columns, rows, slots in pieces]
             arrays |= assemble(kind, mine, self._slots, length=self._lengths.get(name, 0))
         return arrays
+
+    def _learn(self, columns: Columns) -> None:
+        """Remember what the columns are, for batches in which this rank has no sample."""
+        for name, column in columns.items():
+            listed = column.offsets is None and column.values.ndim == 2
+            length = column.values.shape[1] if listed else None
+            self._lengths[name] = length or 0
+            self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length))
 
 
 def open_streams(opened: "OpenLeg", prefetch: Prefetcher) -> OpenStream:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 
-from dlac_pipeline.lakehouse.iceberg.columns import reading
+from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.deletes import Ints
 
 
@@ -30,7 +30,7 @@ class ExternalFile:
         if self.rows is not None:
             return self.rows
         place, advice = f"a Parquet file at {self.path!r}", "restore it, or name a later source.version"
-        with reading(place, advice), io.new_input(self.path).open() as stream:
+        with expect(place, advice), io.new_input(self.path).open() as stream:
             return int(pq.ParquetFile(stream).metadata.num_rows)
 
     def continues(self, size: int | None, dead: Ints) -> bool:

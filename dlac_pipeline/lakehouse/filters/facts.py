@@ -6,18 +6,9 @@ from math import isnan
 from typing import Any
 
 import numpy as np
+from pyiceberg import transforms
 from pyiceberg.manifest import PartitionFieldSummary
-from pyiceberg.transforms import (
-    BucketTransform,
-    DayTransform,
-    HourTransform,
-    IdentityTransform,
-    MonthTransform,
-    TimeTransform,
-    Transform,
-    TruncateTransform,
-    YearTransform,
-)
+from pyiceberg.transforms import BucketTransform, IdentityTransform, TimeTransform, Transform, TruncateTransform
 from pyiceberg.types import DecimalType, IcebergType, IntegerType
 
 from dlac_pipeline.lakehouse.filters import literals
@@ -170,10 +161,10 @@ def _in_time(transform: Transform[Any, Any], kind: IcebergType, least: int, grea
 
 def _start_ns(transform: Transform[Any, Any], value: int) -> int:
     """Nanoseconds from 1970 to the start of an hour, day, month or year that is counted from 1970."""
-    if isinstance(transform, HourTransform):
+    if isinstance(transform, transforms.HourTransform):
         return value * literals.DAY_NS // 24
-    if isinstance(transform, MonthTransform | YearTransform):
-        months = value * 12 if isinstance(transform, YearTransform) else value
+    if isinstance(transform, transforms.MonthTransform | transforms.YearTransform):
+        months = value * 12 if isinstance(transform, transforms.YearTransform) else value
         return int(np.datetime64(months, "M").astype("datetime64[D]").astype(np.int64)) * literals.DAY_NS
-    assert isinstance(transform, DayTransform)
+    assert isinstance(transform, transforms.DayTransform)
     return value * literals.DAY_NS

@@ -230,7 +230,6 @@ def filter_names(inside: Schema | StructType, prefix: str = "") -> list[str]:
 
 
 def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
-    """Return the text to write where a name leads into a list or a map, or an empty string."""
     for count in range(len(names) - 1, 0, -1):
         outer = _descend(schema.fields, names[:count])
         if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):

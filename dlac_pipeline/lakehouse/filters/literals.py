@@ -146,7 +146,6 @@ def _on_grid(exact: Fraction | None, scale: int | Fraction, limits: tuple[int, i
 
 
 def _number(literal: Value) -> Fraction | None:
-    """The exact value of a number, also of one in quotes."""
     if isinstance(literal, str) and _NUMBER.fullmatch(literal.strip()):
         try:
             literal = Decimal(literal.strip())

@@ -15,7 +15,7 @@ from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from dlac_pipeline.lakehouse.history.row_matching import Mask, Rows
-from dlac_pipeline.lakehouse.iceberg.columns import open_parquet, reading
+from dlac_pipeline.lakehouse.iceberg.columns import expect, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes, Ints
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of, table_name
@@ -82,7 +82,7 @@ class TableRows:
         deletes = self._deletes.get(snapshot_id)
         if deletes is None:
             deletes = self._deletes[snapshot_id] = Deletes(self.table, schema)
-        with reading(f"data file {path!r}"), self.table.io.new_input(path).open() as stream:
+        with expect(f"data file {path!r}"), self.table.io.new_input(path).open() as stream:
             return deletes.dead_rows(file, open_parquet(stream, schema.fields))
 
 
@@ -109,7 +109,7 @@ def steps_between(table: Table, since: int, until: int) -> list[Step]:
 def _entries(table: Table, snapshot: Snapshot, *, own: bool) -> list[tuple[ManifestContent, ManifestEntry]]:
     """The entries of a snapshot's manifests: those that it wrote itself (deleted ones too), or all live ones."""
     found: list[tuple[ManifestContent, ManifestEntry]] = []
-    with reading(f"the manifests of snapshot {snapshot.snapshot_id} of {table_name(table)!r}", "restore them"):
+    with expect(f"the manifests of snapshot {snapshot.snapshot_id} of {table_name(table)!r}", "restore them"):
         for manifest in snapshot.manifests(table.io):
             if own and manifest.added_snapshot_id != snapshot.snapshot_id:
                 continue

@@ -43,7 +43,7 @@ _Found = tuple[pa.Field, MappedField | None]
 
 
 @contextmanager
-def reading(files: str, advice: str = "restore the file, or plan another snapshot") -> Iterator[None]:
+def expect(files: str, advice: str = "restore the file, or plan another snapshot") -> Iterator[None]:
     """Turn the errors of pyarrow and of file systems into a `DataFileUnreadable`: expected `files`, found the error."""
     try:
         yield

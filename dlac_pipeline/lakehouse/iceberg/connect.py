@@ -16,7 +16,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
-from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse import errors, outages
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
@@ -27,13 +27,7 @@ from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.named_catalogs import configured, source_catalog
-from dlac_pipeline.lakehouse.outages import (
-    check_address,
-    is_client_error,
-    is_misconfigured,
-    is_refused_client,
-    is_unknown_host,
-)
+from dlac_pipeline.lakehouse.outages import check_address, is_misconfigured, is_refused_client
 from dlac_pipeline.lakehouse.retrying import may_pass, rereading, retrying
 
 _T = TypeVar("_T")
@@ -443,7 +437,7 @@ def reachable(uri: str) -> Iterator[None]:
             "check the address, the credentials and what they allow"
         ) from err
     except (SQLAlchemyError, requests.RequestException, exceptions.RESTError) as err:
-        if is_unknown_host(err):
+        if outages.is_unknown_host(err):
             raise errors.CatalogHostUnknown(
                 f"expected the host of the catalog at {shown!r} to have an address, found {_describe_error(err, uri)}; "
                 "correct the name in lakehouse.uri"
@@ -463,7 +457,7 @@ def reachable(uri: str) -> Iterator[None]:
             "free, mount or reach it"
         ) from err
     except Exception as err:
-        if not is_client_error(err):
+        if not outages.is_client_error(err):
             raise
         kind = errors.LakehouseError if is_refused_client(err) else errors.CatalogUnreachable
         raise kind(

@@ -35,7 +35,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDelete
 from dlac_pipeline.lakehouse.filters.conditions import ALWAYS, Condition, Constant, Known
 from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts, both, of_counts, of_partition, of_summary
 from dlac_pipeline.lakehouse.filters.literals import from_bytes
-from dlac_pipeline.lakehouse.iceberg.columns import reading
+from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.safe_commit import decode_doubles_exactly
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 
@@ -112,7 +112,7 @@ def live_files(
 
 def _entries(io: FileIO, manifest_list: str, pruning: "_Pruning") -> Iterator[tuple[ManifestContent, ManifestEntry]]:
     """Return the live entries of all manifests that the filter leaves. Deletes are never pruned."""
-    with reading(f"the manifests of {manifest_list!r}", "restore them, or plan another snapshot"):
+    with expect(f"the manifests of {manifest_list!r}", "restore them, or plan another snapshot"):
         with AvroFile[ManifestFile](
             io.new_input(manifest_list),
             MANIFEST_LIST_FILE_SCHEMAS[3],

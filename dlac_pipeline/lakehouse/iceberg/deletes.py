@@ -30,10 +30,10 @@ from dlac_pipeline.lakehouse.iceberg.columns import (
     Bounds,
     FileColumns,
     concat_chunks,
+    expect,
     field_ids,
     name_mapping_of,
     open_parquet,
-    reading,
 )
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
 
@@ -89,7 +89,7 @@ class Deletes:
         return self._positions(delete.path, read)
 
     def _of_vector(self, vector: DeleteFile) -> Ints:
-        with reading(_decoded(vector)), self._io.new_input(vector.path).open() as stream:
+        with expect(_decoded(vector)), self._io.new_input(vector.path).open() as stream:
             stream.seek(vector.offset or 0)
             rows = decode_vector(stream.read(vector.size_bytes or 0), vector)
             blobs = self._blobs(vector.path, lambda: _puffin_blobs(stream, vector.path))
@@ -145,7 +145,7 @@ class Deletes:
 
     @contextmanager
     def _open_delete(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
-        with reading(_decoded(delete)), self._io.new_input(delete.path).open() as stream:
+        with expect(_decoded(delete)), self._io.new_input(delete.path).open() as stream:
             yield open_parquet(stream, self._fields.values())
 
 

@@ -16,7 +16,7 @@ from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.columns import reading
+from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
 from dlac_pipeline.lakehouse.ledger import run_rows
@@ -314,7 +314,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
         return {}
     manifests: dict[str, ManifestFile] = {}
     reached_by: dict[str, list[str]] = defaultdict(list)
-    with reading(f"the manifests of table {table_name(table)!r}", "restore them"):
+    with expect(f"the manifests of table {table_name(table)!r}", "restore them"):
         for name, ref in table.refs().items():
             snapshot = table.snapshot_by_id(ref.snapshot_id)
             for manifest in snapshot.manifests(table.io) if snapshot is not None else ():

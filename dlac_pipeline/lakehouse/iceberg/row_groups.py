@@ -24,10 +24,10 @@ from dlac_pipeline.lakehouse.filters.literals import from_arrow
 from dlac_pipeline.lakehouse.iceberg.columns import (
     Bounds,
     FileColumns,
+    expect,
     field_ids,
     name_mapping_of,
     open_parquet,
-    reading,
 )
 from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
@@ -135,7 +135,7 @@ class _Planner:
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
         try:
-            with reading(f"a Parquet file at {file.path!r}"), self._io.new_input(file.path).open() as stream:
+            with expect(f"a Parquet file at {file.path!r}"), self._io.new_input(file.path).open() as stream:
                 return self._of_parquet(file, open_parquet(stream, self._schema.fields))
         except (NoSuchColumn, UnsupportedColumn) as err:
             raise type(err)(f"{err} (data file {file.path!r})") from err

@@ -5,19 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
-from dlac_pipeline.lakehouse.ledger import run_rows
+from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import beside, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
-    CheckpointRow,
-    ClaimRow,
-    Exclusion,
-    LedgerRow,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    RewindRow,
-)
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +57,7 @@ def commit_rewind(
 
     def decide(state: RunState) -> Append | None:
         nonlocal done
-        rows = ledger.rows_at(state, kinds=HEAD_KINDS)
+        rows = ledger.rows_at(state, kinds=typed_rows.HEAD_KINDS)
         landed = [row for row in rows if isinstance(row, RewindRow) and row.nonce == nonce]
         if landed:
             done = _rewound(landed[0])
@@ -77,7 +68,7 @@ def commit_rewind(
         _check_changes(run, rows, checkpoint_id, step, exclude)
         head = run_rows.checkpoint_rows(rows).get(fence.head or "")
         mine = run_rows.Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=checkpoint_id)
-        claims = ClaimRow(replaces=fence.attempt, purpose="rewinds", origin=checkpoint_id, **detail)
+        claims = typed_rows.ClaimRow(replaces=fence.attempt, purpose="rewinds", origin=checkpoint_id, **detail)
         row = RewindRow(
             attempt=mine.attempt,
             checkpoint_id=checkpoint_id,
@@ -97,7 +88,7 @@ def commit_rewind(
 
 def starts_over(rows: Sequence[LedgerRow]) -> bool:
     """Return True if a rewind to the beginning was the last move of the head. `rows` are in order of `seq`."""
-    moved = [row for row in rows if isinstance(row, CheckpointRow | QuarantinedCheckpointRow | RewindRow)]
+    moved = [row for row in rows if isinstance(row, CheckpointRow | typed_rows.QuarantinedCheckpointRow | RewindRow)]
     return bool(moved) and isinstance(moved[-1], RewindRow) and moved[-1].checkpoint_id is None
 
 
@@ -115,7 +106,7 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
 
     def decide(state: RunState) -> Append | None:
         nonlocal gone
-        rows = ledger.rows_at(state, kinds=HEAD_KINDS)
+        rows = ledger.rows_at(state, kinds=typed_rows.HEAD_KINDS)
         found = run_rows.restorable_rows(rows)
         if gone and not any(row.checkpoint_id in found for row in gone):
             return None  # an earlier try has landed
@@ -125,7 +116,7 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
             row = _one_abandoned(run, abandoned, checkpoint)
             abandoned = {row.checkpoint_id: row}
         gone = list(abandoned.values())
-        retire = [RetireRow(checkpoint_id=name) for name in abandoned]
+        retire = [typed_rows.RetireRow(checkpoint_id=name) for name in abandoned]
         return beside(state, retire) if retire else None
 
     ledger.append(run, decide)

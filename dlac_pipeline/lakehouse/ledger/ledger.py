@@ -19,17 +19,10 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
-from dlac_pipeline.lakehouse.ledger import run_rows
+from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
-    AdvanceRow,
-    CheckpointRow,
-    ExportRow,
-    LedgerRow,
-    names_of_kinds,
-)
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
@@ -91,7 +84,9 @@ class Ledger:
             fence = run_rows.Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
         columns = ("seq", "kind", "attempt", "nonce", "head_after", "checkpoint_id")
-        rows = self._scan(table, run, columns=columns, kinds=HEAD_KINDS)  # every append has a row of one of them
+        rows = self._scan(
+            table, run, columns=columns, kinds=typed_rows.HEAD_KINDS
+        )  # every append has a row of one of them
         return RunState(
             run=run, table=table, fence=run_rows.fence_of_rows(rows), finished=run_rows.finished_of_rows(rows)
         )
@@ -119,7 +114,7 @@ class Ledger:
 
     def rows_of_runs(self, kinds: Sequence[type[LedgerRow]], *, columns: Sequence[str]) -> dict[str, list[LedgerRow]]:
         """Return run -> its rows of some kinds, in order of `seq`. Of `columns` only, as `rows` does."""
-        wanted = among("kind", names_of_kinds(kinds))
+        wanted = among("kind", typed_rows.names_of_kinds(kinds))
         found = parse_rows(self.lakehouse.read_own("consumption", wanted, columns=columns))
         rows: dict[str, list[LedgerRow]] = defaultdict(list)
         for row in self.translate(found):
@@ -128,7 +123,7 @@ class Ledger:
 
     def head_rows(self, run: str) -> list[LedgerRow]:
         """The rows that define the state of a run, in order of `seq`. Raises `NoSuchRun` if there are none."""
-        rows = self.rows(run, kinds=HEAD_KINDS)
+        rows = self.rows(run, kinds=typed_rows.HEAD_KINDS)
         if not rows:
             raise run_rows.no_such_run(run, self.runs())
         return rows
@@ -194,7 +189,7 @@ class Ledger:
     ) -> list[R]:
         wanted = equals("run", run)
         if kinds:
-            wanted = And(wanted, among("kind", names_of_kinds(kinds)))
+            wanted = And(wanted, among("kind", typed_rows.names_of_kinds(kinds)))
         if after:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):

@@ -262,7 +262,6 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
 
 
 def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable | None:
-    """Return the table of a metadata file's content, or None for other content."""
     try:
         metadata = TableMetadataUtil.parse_obj(content)
     except (ValidationError, ValueError, KeyError, TypeError, AttributeError):

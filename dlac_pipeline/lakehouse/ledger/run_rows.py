@@ -10,19 +10,11 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, NoSuchRun, SpecInvalid
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    CheckpointRow,
-    ClaimRow,
-    FinishRow,
-    LedgerRow,
-    Purpose,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    RewindRow,
-)
+from dlac_pipeline.lakehouse.ledger import typed_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, QuarantinedCheckpointRow
 
 R = TypeVar("R", bound=LedgerRow)
-_IDLE: dict[Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
+_IDLE: dict[typed_rows.Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
 """Purpose of an attempt that trains nothing -> the state of its run."""
 _NAMED = 5
 """Checkpoints that a message names, at the most."""
@@ -114,7 +106,7 @@ def lineage_of(rows: Sequence[LedgerRow], checkpoint_id: str | None) -> list[str
 
 def out_of(rows: Sequence[LedgerRow]) -> set[str]:
     """Ids of the checkpoints that are retired or damaged."""
-    return {row.checkpoint_id for row in rows if isinstance(row, RetireRow | QuarantinedCheckpointRow)}
+    return {row.checkpoint_id for row in rows if isinstance(row, typed_rows.RetireRow | QuarantinedCheckpointRow)}
 
 
 def restorable_rows(rows: Sequence[LedgerRow]) -> dict[str, CheckpointRow]:
@@ -169,8 +161,12 @@ def fence_of_rows(rows: Sequence[LedgerRow]) -> Fence:
 
 def finished_of_rows(rows: Sequence[LedgerRow]) -> bool:
     """Return True if a run's rows show that it is finished, and no later rewind opened it again."""
-    last = max((row for row in rows if isinstance(row, FinishRow | RewindRow)), key=lambda row: row.seq, default=None)
-    return isinstance(last, FinishRow)
+    last = max(
+        (row for row in rows if isinstance(row, typed_rows.FinishRow | typed_rows.RewindRow)),
+        key=lambda row: row.seq,
+        default=None,
+    )
+    return isinstance(last, typed_rows.FinishRow)
 
 
 def idle_kind(rows: Sequence[LedgerRow], attempt: int) -> str | None:

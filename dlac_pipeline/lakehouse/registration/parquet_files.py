@@ -19,7 +19,7 @@ from pyiceberg.schema import promote
 from pyiceberg.types import LongType, NestedField, PrimitiveType, StringType
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid, UnsupportedColumn
-from dlac_pipeline.lakehouse.iceberg.columns import FIELD_ID, reading
+from dlac_pipeline.lakehouse.iceberg.columns import FIELD_ID, expect
 
 WILD = re.compile(r"[*?\[]")
 _INTEGER = re.compile(r"-?\d{1,18}")
@@ -108,7 +108,7 @@ class Location:
 
     def _info(self, place: str | FileSelector) -> Any:
         """Return the file or folder at a path, or the list of those that a selector selects."""
-        with reading(f"to list {self.pattern!r}", "correct the location, or reach it"):
+        with expect(f"to list {self.pattern!r}", "correct the location, or reach it"):
             return self._files.get_file_info(place)
 
     def _root(self) -> tuple[str, bool]:
@@ -120,7 +120,7 @@ class Location:
         """Return the schema of each file, from its footer. Raises `DataFileUnreadable` for one that is no Parquet file."""
 
         def read(file: ParquetFile) -> pa.Schema:
-            with reading(f"a Parquet file at {file.address!r}", "leave it out of the location, or restore it"):
+            with expect(f"a Parquet file at {file.address!r}", "leave it out of the location, or restore it"):
                 return pq.read_schema(file.address.removeprefix(self._prefix), filesystem=self._files)
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:

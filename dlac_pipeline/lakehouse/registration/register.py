@@ -87,7 +87,6 @@ def registered_tables(lakehouse: Lakehouse) -> Iterator[tuple[str, str]]:
 
 
 def _namespaces(catalog: Catalog, above: Identifier = ()) -> Iterator[Identifier]:
-    """Yield all namespaces, also nested ones where the catalog has them."""
     with suppress(NoSuchNamespaceError):
         for each in catalog.list_namespaces(above):
             if each != above:
