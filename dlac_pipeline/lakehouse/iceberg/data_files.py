@@ -11,21 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from pyiceberg import manifest as manifests
 from pyiceberg.avro.file import AvroFile
 from pyiceberg.io import FileIO
-from pyiceberg.manifest import (
-    MANIFEST_ENTRY_SCHEMAS,
-    MANIFEST_LIST_FILE_SCHEMAS,
-    DataFile,
-    DataFileContent,
-    FileFormat,
-    ManifestContent,
-    ManifestEntry,
-    ManifestEntryStatus,
-    ManifestFile,
-    PartitionFieldSummary,
-    _inherit_from_manifest,
-)
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestEntry, ManifestFile
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -115,13 +104,13 @@ def _entries(io: FileIO, manifest_list: str, pruning: "_Pruning") -> Iterator[tu
     with expect(f"the manifests of {manifest_list!r}", "restore them, or plan another snapshot"):
         with AvroFile[ManifestFile](
             io.new_input(manifest_list),
-            MANIFEST_LIST_FILE_SCHEMAS[3],
-            read_types={-1: ManifestFile, 508: PartitionFieldSummary},
+            manifests.MANIFEST_LIST_FILE_SCHEMAS[3],
+            read_types={-1: ManifestFile, 508: manifests.PartitionFieldSummary},
             read_enums={517: ManifestContent},
         ) as reader:
-            manifests = [one for one in reader if one.content == ManifestContent.DELETES or pruning.may_hold(one)]
+            listed = [one for one in reader if one.content == ManifestContent.DELETES or pruning.may_hold(one)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="manifest") as pool:
-            for manifest, entries in zip(manifests, pool.map(lambda one: _read(io, one), manifests), strict=True):
+            for manifest, entries in zip(listed, pool.map(lambda one: _read(io, one), listed), strict=True):
                 yield from ((manifest.content, entry) for entry in entries)
 
 
@@ -129,11 +118,12 @@ def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
     """Return the live entries of a manifest. The n-th data file without a first row id follows those before it."""
     with AvroFile[ManifestEntry](
         io.new_input(manifest.manifest_path),
-        MANIFEST_ENTRY_SCHEMAS[3],
+        manifests.MANIFEST_ENTRY_SCHEMAS[3],
         read_types={-1: ManifestEntry, 2: DataFile},
-        read_enums={0: ManifestEntryStatus, 101: FileFormat, 134: DataFileContent},
+        read_enums={0: manifests.ManifestEntryStatus, 101: FileFormat, 134: DataFileContent},
     ) as reader:
-        entries = [_inherit_from_manifest(one, manifest) for one in reader if one.status != ManifestEntryStatus.DELETED]
+        live = [one for one in reader if one.status != manifests.ManifestEntryStatus.DELETED]
+    entries = [manifests._inherit_from_manifest(one, manifest) for one in live]
     next_row_id = manifest[15]
     for entry in entries if manifest.content == ManifestContent.DATA else ():
         file = entry.data_file

@@ -22,21 +22,10 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, s
 from dlac_pipeline.lakehouse.ledger import run_rows
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    CheckpointRow,
-    ClaimRow,
-    Columns,
-    FinishRow,
-    LedgerRow,
-    LegRow,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    RewindRow,
-)
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, Columns, LedgerRow, LegRow
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _PREFIX = pin_tag(0).removesuffix("0")
-_KINDS = (LegRow, ClaimRow, CheckpointRow, QuarantinedCheckpointRow, RetireRow, RewindRow, FinishRow)
 _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
@@ -238,7 +227,7 @@ def _plans(lakehouse: Lakehouse) -> list[Columns]:
 
 def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
     names = ("run", "seq", "kind", "attempt", "nonce", "checkpoint_id", "parent", "head_after", "leg", "detail")
-    return {run: _RunRows(found) for run, found in Ledger(lakehouse).rows_of_runs(_KINDS, columns=names).items()}
+    return {run: _RunRows(found) for run, found in Ledger(lakehouse).rows_of_runs(HEAD_KINDS, columns=names).items()}
 
 
 def _named(rows: Iterable[LegRow | ClaimRow]) -> Iterator[str]:

@@ -21,14 +21,8 @@ from dlac_pipeline.lakehouse.filters.conditions import Condition, Constant, comb
 from dlac_pipeline.lakehouse.filters.facts import Facts, of_counts
 from dlac_pipeline.lakehouse.filters.grammar import filter_names, parse_filter
 from dlac_pipeline.lakehouse.filters.literals import from_arrow
-from dlac_pipeline.lakehouse.iceberg.columns import (
-    Bounds,
-    FileColumns,
-    expect,
-    field_ids,
-    name_mapping_of,
-    open_parquet,
-)
+from dlac_pipeline.lakehouse.iceberg import columns as parquet_columns
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, expect, field_ids, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
 
@@ -193,7 +187,7 @@ class _InFile:
         return self.condition.true_rows(self.columns.align(read, footer.num_rows))
 
 
-def _facts(kind: IcebergType, rows: int, bounds: Bounds) -> Facts:
+def _facts(kind: IcebergType, rows: int, bounds: parquet_columns.Bounds) -> Facts:
     lower, upper = (None if one is None else from_arrow(kind, one) for one in (bounds.lower, bounds.upper))
     return of_counts(kind, rows=rows, nulls=bounds.nulls, lower=lower, upper=upper)
 

@@ -161,12 +161,8 @@ def fence_of_rows(rows: Sequence[LedgerRow]) -> Fence:
 
 def finished_of_rows(rows: Sequence[LedgerRow]) -> bool:
     """Return True if a run's rows show that it is finished, and no later rewind opened it again."""
-    last = max(
-        (row for row in rows if isinstance(row, typed_rows.FinishRow | typed_rows.RewindRow)),
-        key=lambda row: row.seq,
-        default=None,
-    )
-    return isinstance(last, typed_rows.FinishRow)
+    turns = [row for row in rows if isinstance(row, typed_rows.FinishRow | typed_rows.RewindRow)]
+    return isinstance(max(turns, key=lambda row: row.seq, default=None), typed_rows.FinishRow)
 
 
 def idle_kind(rows: Sequence[LedgerRow], attempt: int) -> str | None:
