@@ -28,7 +28,7 @@ def as_batch(batch: DictBatch) -> Batch:
 
 
 def as_dict(batch: Batch) -> DictBatch:
-    """Return its tensors by column, and its own facts. Raises `SpecInvalid` if a column has the key of these facts."""
+    """Return a batch as a dict: tensors by column, and its own facts. Raises `SpecInvalid` if a column has their key."""
     if ABOUT in batch.tensors:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
     names = ("step", "valid", "source", "rows", "tokens", "world_size")

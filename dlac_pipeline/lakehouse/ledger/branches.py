@@ -26,7 +26,7 @@ class Rewound:
     excluded_rows_seen: int | None = None
     """Rows that this rewind excludes and that the head has been trained on. None: not counted."""
     clean_checkpoint: str | None = None
-    """The newest checkpoint before the head that has seen none of those rows. None: it does not exist, or the head is it."""
+    """The newest checkpoint before the head that has seen none of those rows. None: it does not exist, or the head is clean."""
     clean_step: int | None = None
     """The step of that checkpoint. Where there is none: 0 if the run can begin again, None if it was adopted or forked."""
     not_counted: str = ""

@@ -104,7 +104,7 @@ def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list
 
 
 def check_registered(table: Table) -> None:
-    """Raise `DataFileChanged` if a registered file of a table has changed, or `DataFileUnreadable`. Pass other tables."""
+    """Raise `DataFileChanged` if a registered file of a table has changed, or `DataFileUnreadable`."""
     location = table.properties.get(LOCATION)
     if location is not None:
         _check_unchanged(table, Location(location, table.io.properties).find(), _data_files(table))
