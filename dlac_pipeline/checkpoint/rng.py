@@ -10,7 +10,7 @@ import torch
 
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.plan.keys import derive_key
+from dlac_pipeline.plan.cut import derive_key
 
 
 def rng_file(folder: Path, rank: int) -> Path:

@@ -18,8 +18,7 @@ Consumption is not recorded in the ledger: use `training_run` for that.
 """
 
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, as_batch
-from dlac_pipeline.dataset.dataset import DlacDataset
-from dlac_pipeline.dataset.loader import DlacLoader
+from dlac_pipeline.dataset.dataset import DlacDataset, DlacLoader
 from dlac_pipeline.dataset.opening import open_dataset
 from dlac_pipeline.dataset.state import STATE_FILE, State, merge_states, read_state
 

@@ -28,11 +28,7 @@ def as_batch(batch: DictBatch) -> Batch:
 
 
 def as_dict(batch: Batch) -> DictBatch:
-    """Return a batch as a dict: its tensors by column, and its own facts.
-
-    Raises:
-        SpecInvalid: a column has the name of that key.
-    """
+    """Return a batch as a dict: tensors by column, and its own facts. Raises `SpecInvalid` if a column has their key."""
     if ABOUT in batch.tensors:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
     names = ("step", "valid", "source", "rows", "tokens", "world_size")
@@ -48,7 +44,7 @@ def copy_batch(batch: DictBatch, copies: DeviceCopies) -> DictBatch:
     return {**moved, ABOUT: {**moved[ABOUT], "cursors": batch[ABOUT]["cursors"]}}
 
 
-def remove_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:
+def drop_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:
     """Return the batch with its samples only. `ragged` are the columns of flat values with offsets."""
     if bool(batch.valid.all()):
         return batch

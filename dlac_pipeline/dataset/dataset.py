@@ -1,32 +1,29 @@
-"""One rank's batches as an `IterableDataset` with a position."""
+"""One rank's batches as an `IterableDataset` with a position, and a `DataLoader` that reports what the consumer received."""
 
 import json
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.dataset import state as states
-from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, make_empty, remove_empty_slots
+from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, copy_batch, drop_empty_slots, make_empty
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.device import Device
+from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots, summing_over
 from dlac_pipeline.spec.job_spec import JobSpec
-
-if TYPE_CHECKING:
-    from dlac_pipeline.dataset.loader import DlacLoader
 
 
 class DlacDataset(IterableDataset[DictBatch]):
@@ -179,8 +176,6 @@ class DlacDataset(IterableDataset[DictBatch]):
         Raises:
             SpecInvalid: the device is not on this node.
         """
-        from dlac_pipeline.dataset.loader import DlacLoader
-
         return DlacLoader(self, inputs, device=device, pin_memory=pin_memory, options=options)
 
     def with_global_counts(self, batches: Iterator[DictBatch]) -> Iterator[DictBatch]:
@@ -277,14 +272,12 @@ class DlacDataset(IterableDataset[DictBatch]):
         return self.last_batch == "drop" and rows < full_rows
 
     def _shaped(self, batch: Batch) -> Batch:
-        """The batch without its empty slots, unless they are asked for."""
         if self.last_batch == "pad":
             return batch
         kinds = [kind for source in self._open().sources for kind in source.kinds.values()]
-        return remove_empty_slots(batch, {kind.name for kind in kinds if kind.ragged})
+        return drop_empty_slots(batch, {kind.name for kind in kinds if kind.ragged})
 
     def _turns(self, reader: RankReader) -> Iterator[Batch]:
-        """The batches that this process reads."""
         worker = get_worker_info()
         if worker is None and (self.ends_apart or self.world_size == 1 or not self._streamed):
             return iter(reader)
@@ -311,3 +304,64 @@ class DlacDataset(IterableDataset[DictBatch]):
             exchange=exchange,
             budget_bytes=self.spec.read.budget_mb * 2**20 // budget_shares,
         )
+
+
+class DlacLoader(DataLoader[DictBatch]):
+    """A `DataLoader` of whole batches that reports to its dataset what the consumer received.
+
+    A second iteration resumes at the consumer's position, with new workers. Accelerate's `prepare` leaves it unchanged: ranks
+    have their shares already, and nothing may be read ahead of the consumer. Batches are on `device`, or in host memory
+    without one.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self,
+        dataset: DlacDataset,
+        inputs: Callable[[DictBatch], Any] | None,
+        *,
+        device: Device | None,
+        pin_memory: bool | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._copies = DeviceCopies(device, pin_memory=pin_memory)
+        # If ranks end at different batches, the empty batches are made here, and so must be their conversion.
+        self._late = inputs if dataset.ends_apart else None
+        early = None if dataset.ends_apart else inputs
+        self._source, self._unwraps = dataset, early is not None
+        # DataLoader pins in a thread of its own where it has workers.
+        super().__init__(dataset, batch_size=None, collate_fn=_Inputs(early), pin_memory=self._copies.pins, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its own private iterator
+        self._iterator = None  # persistent workers of an iteration that was left have read ahead
+        with self._source.agreeing():
+            batches: Iterator[DictBatch] = super().__iter__()
+        if self.num_workers and self._source.ends_apart:
+            batches = self._source.with_global_counts(batches)
+        for batch in batches:
+            self._source.observe(batch)
+            if self._unwraps:
+                yield self._copies.copy(batch["inputs"])
+            elif self._late is not None:
+                yield self._copies.copy(self._late(batch))
+            else:
+                yield copy_batch(batch, self._copies)
+
+    def state_dict(self) -> states.State:
+        """Return the consumer's position: that of `DlacDataset.gathered_state`, equal on all ranks. Collective if streamed."""
+        return self._source.gathered_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to the position of a state, as `DlacDataset.load_state_dict` does. Raises as that."""
+        self._source.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Collate function of a loader: the batch itself, or the result of the user's function beside the batch's facts."""
+
+    make: Callable[[DictBatch], Any] | None
+
+    def __call__(self, batch: Any) -> DictBatch:
+        return batch if self.make is None else {"inputs": self.make(batch), ABOUT: batch[ABOUT]}

@@ -106,11 +106,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_types(**arguments: object) -> None:
-    """Check the types of arguments that are no setting of a job spec. The spec checks those of settings.
-
-    Raises:
-        SpecInvalid: an argument is wrong. The message names it and its types.
-    """
+    """Raise `SpecInvalid` for an argument of a wrong type that is no setting. The job spec checks those of settings."""
     for name, value in arguments.items():
         wanted = _TYPES[name]
         if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
@@ -123,7 +119,6 @@ def _spec_of(
     settings: Mapping[str, Any],
     lakehouse: Lakehouse | LakehouseConfig | None,
 ) -> job_spec.JobSpec:
-    """The job spec that is named, or one of single settings."""
     if spec is None:
         raw: dict[str, Any] = {"run": "dataset", "launch": {"script": "-"}, **_sections(settings)}
         job = job_spec.parse_spec(raw, origin="what open_dataset() was given")
@@ -138,7 +133,6 @@ def _spec_of(
 
 
 def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Each setting in the section that knows it."""
     homes: dict[str, type[BaseModel]] = {
         "source": job_spec.SourceSpec,
         "order": job_spec.OrderSpec,
@@ -159,11 +153,7 @@ def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(name: str, value: SupportsIndex) -> int:
-    """Return an integer of any library as Python's.
-
-    Raises:
-        SpecInvalid: it is no integer. Neither a bool nor 1.0 is one.
-    """
+    """Return an integer of any library as Python's. Raises `SpecInvalid` for anything else, such as a bool or 1.0."""
     try:
         if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
             raise TypeError("a bool")
@@ -183,11 +173,7 @@ def _check_place(rank: int, world_size: int, batch_size: int) -> None:
 
 
 def _own_place() -> tuple[int, int]:
-    """Return (rank, world size) of this process.
-
-    Raises:
-        SpecInvalid: RANK or WORLD_SIZE is no number.
-    """
+    """Return (rank, world size) of this process. Raises `SpecInvalid` if RANK or WORLD_SIZE is no number."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")

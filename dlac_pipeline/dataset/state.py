@@ -98,29 +98,26 @@ def read_state(state: Mapping[str, Any] | str | Path) -> State:
 
 
 def _check_content(state: State) -> None:
-    """Check that nothing is missing from a state, and that its digests are those of what it holds."""
     missing = [key for key in _KEYS[state["format_version"]] if key not in state]
     if missing:
-        raise ResumeMismatch(
-            f"expected a dataset's state with {missing!r}, found only {sorted(map(str, state))!r}: it was altered; give what "
-            "state_dict() returned"
-        )
+        raise _altered(f"with {missing!r}, found only {sorted(map(str, state))!r}")
     leg = state["leg"]
     if not isinstance(leg, Mapping) or not isinstance(leg.get("json"), str):
-        raise ResumeMismatch(f"expected a state with its leg as JSON text, found {_described(leg)}: it was altered")
+        raise _altered(f"with its leg as JSON text, found {_described(leg)}")
     if digest_of(leg["json"]) != leg.get("digest"):
-        raise ResumeMismatch("expected a state whose leg has the digest that it names, found another: it was altered")
+        raise _altered("whose leg has the digest that it names, found another")
     try:
         Leg.from_json(leg["json"])
     except (KeyError, TypeError, ValueError) as err:
-        raise ResumeMismatch(
-            f"expected a state with the record of a leg, found something else ({type(err).__name__}: {err}): it was altered"
-        ) from err
+        raise _altered(f"with the record of a leg, found something else ({type(err).__name__}: {err})") from err
     if state["format_version"] > 1 and state["digest"] != _digest(state):
-        raise ResumeMismatch(
-            f"expected a state with the digest {state['digest']!r} that it names, found {_digest(state)!r}: it was altered; "
-            "give what state_dict() returned, unchanged"
-        )
+        raise _altered(f"with the digest {state['digest']!r} that it names, found {_digest(state)!r}")
+
+
+def _altered(found: str) -> ResumeMismatch:
+    return ResumeMismatch(
+        f"expected a dataset's state {found}: it was altered, or is of another dataset; give what state_dict() returned"
+    )
 
 
 def _with_digest(state: State) -> State:
@@ -129,12 +126,11 @@ def _with_digest(state: State) -> State:
 
 
 def _digest(state: State) -> str:
-    """The digest of a state's content, whatever the order of its keys."""
     content = {name: value for name, value in state.items() if name != "digest"}
     try:
         return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")))
     except (TypeError, ValueError) as err:
-        raise ResumeMismatch(f"expected a state of plain JSON data, found {err}: it was altered") from err
+        raise _altered(f"of plain JSON data, found {err}") from err
 
 
 def _described(value: object) -> str:
@@ -153,31 +149,25 @@ def check_last_batch(state: State, requested: LastBatch) -> None:
     """Check that a state was read with the requested `last_batch`. One of version 1 does not name it."""
     saved = state.get("last_batch", requested)
     if saved != requested:
-        raise ResumeMismatch(
-            "the state was read with other settings than the dataset was opened with:\n"
-            f"{describe_differences({'last_batch': (saved, requested)}, bound='saved')}\ngive the saved value again, or "
-            f"begin without the state"
-        )
+        raise _other_settings({"last_batch": (saved, requested)})
+
+
+def _other_settings(differences: Mapping[str, tuple[Any, Any]]) -> ResumeMismatch:
+    return ResumeMismatch(
+        "the state was read with other settings than the dataset was opened with:\n"
+        f"{describe_differences(differences, bound='saved')}\ngive the saved values again, or begin without the state"
+    )
 
 
 def check_position(state: State, order: LegOrder) -> None:
-    """Check that a state's step and cursors are places of its leg.
-
-    Raises:
-        ResumeMismatch: they are not. The message names what is wrong.
-    """
+    """Raise `ResumeMismatch` unless a state's step and cursors are places of its leg."""
     step, first = state["step"], order.settings.start_step
     last = order.total_steps if order.counted else order.settings.steps
     if type(step) is not int or step < first or (last is not None and step > last):
         until = "" if last is None else f" to {last}"
-        raise ResumeMismatch(
-            f"expected a state with a step of {first}{until}, found {step!r}: it was altered, or is of another dataset"
-        )
+        raise _altered(f"with a step of {first}{until}, found {step!r}")
     if order.counted != (state["cursors"] is None):
-        raise ResumeMismatch(
-            f"expected a state {'without' if order.counted else 'with'} cursors, found {_described(state['cursors'])}: it was "
-            "altered"
-        )
+        raise _altered(f"{'without' if order.counted else 'with'} cursors, found {_described(state['cursors'])}")
     for group, cursors in (state["cursors"] or {}).items():
         _check_cursors(str(group), cursors, order)
 
@@ -187,14 +177,13 @@ def _check_cursors(group: str, cursors: Any, order: LegOrder) -> None:
     sound = sound and isinstance(cursors, list | tuple) and len(cursors) == len(order.sources)
     places: Iterable[tuple[SourceOrder, Any]] = zip(order.sources, cursors, strict=True) if sound else ()
     if not sound or not all(_is_place(int(group), source, cursor) for source, cursor in places):
-        raise ResumeMismatch(
-            f"expected the cursors of a key group below {order.settings.key_groups}, each a place in one of "
-            f"{len(order.sources)} sources, found {cursors!r} of key group {group!r}: it was altered, or is of another dataset"
+        raise _altered(
+            f"with cursors of key groups below {order.settings.key_groups}, each a place in one of {len(order.sources)} sources, "
+            f"found {cursors!r} of key group {group!r}"
         )
 
 
 def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
-    """Return True if a cursor of a key group is one of this source."""
     if not isinstance(cursor, list | tuple) or len(cursor) != 4:
         return False
     if not all(type(number) is int and number >= 0 for number in cursor):
@@ -218,11 +207,7 @@ def check_requested(spec: JobSpec, leg: Leg) -> None:
     uuids = {source.table: str(lakehouse.load(source.table).metadata.table_uuid) for source in spec.sources}
     differing = leg.differences(requested_leg(spec, leg, uuids))
     if differing:
-        raise ResumeMismatch(
-            f"the state was read with other settings than the dataset was opened "
-            f"with:\n{describe_differences(differing, bound='saved')}\n"
-            "give the saved values again, or begin without the state"
-        )
+        raise _other_settings(differing)
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         Plans(lakehouse).check_files(mine.start.live_plan_ids, table=source.table)
 

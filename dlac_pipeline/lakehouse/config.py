@@ -83,18 +83,13 @@ class LakehouseConfig(BaseModel):
 
         A catalog that `name` or `type` means is no embedded one, and stays as it is.
 
-        Raises:
-            SpecInvalid: `home` is no folder.
+        Raises `SpecInvalid` if `home` is no folder.
         """
         folder = checked_home(Path(home))
         if self.is_named or self.kind != "sql":
             return self
-        return self.model_copy(
-            update={
-                "uri": self.uri or sqlite_uri(str(folder / "catalog.db")),
-                "warehouse": self.warehouse or f"file://{folder}/warehouse",
-            }
-        )
+        uri = self.uri or sqlite_uri(str(folder / "catalog.db"))
+        return self.model_copy(update={"uri": uri, "warehouse": self.warehouse or f"file://{folder}/warehouse"})
 
     @property
     def kind(self) -> str:
@@ -165,11 +160,7 @@ def checked_address(address: str, *, known: tuple[str, ...] | None = SCHEMES) ->
 
 
 def checked_home(home: Path) -> Path:
-    """Return the home folder as an absolute path.
-
-    Raises:
-        SpecInvalid: it is an address of something else, or a file.
-    """
+    """Return the home folder as an absolute path. Raises `SpecInvalid` if it is an address of something else, or a file."""
     found = _SCHEME.match(str(home))
     if (found is not None and found[2]) or _CONTROL.search(str(home)) or not str(home).strip():
         raise SpecInvalid(
@@ -202,7 +193,6 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def _absolute(path: str) -> str:
-    """Return a path of this node as an absolute one, `~` expanded."""
     try:
         return str(Path(path).expanduser().absolute())
     except RuntimeError as err:

@@ -1,8 +1,4 @@
-"""File I/O for a local warehouse that survives a power cut: a closed file is on the disk.
-
-pyiceberg does not fsync what it writes locally, so a commit that SQLite made durable could name a metadata file that a power
-cut removes. Object stores acknowledge durably and need no change.
-"""
+"""File I/O for a local warehouse that survives a power cut: pyiceberg does not fsync what it writes, and a catalog names it."""
 
 import io
 import os
@@ -76,11 +72,7 @@ class _SyncedFile(io.FileIO):
 
 class _DurableFile(PyArrowFile):
     def create(self, overwrite: bool = False) -> OutputStream:
-        """A writable stream on this location, durable once closed.
-
-        Raises:
-            FileExistsError: the file exists and `overwrite` is false.
-        """
+        """Open a writable stream on this location, durable once closed."""
         if not isinstance(self._filesystem, LocalFileSystem):
             return super().create(overwrite)
         make_folder_durably(Path(self._path).parent)
@@ -92,10 +84,7 @@ class DurableFileIO(PyArrowFileIO):
 
     @staticmethod
     def parse_location(location: str, properties: Properties = EMPTY_DICT) -> tuple[str, str, str]:
-        """Return (scheme, host, path) of a location.
-
-        The path of a local location is taken literally: in pyiceberg's own reading `#` and `?` end it.
-        """
+        """Return (scheme, host, path), a local path literally: in pyiceberg's own reading `#` and `?` end it."""
         path = raw_path(location)
         if path is None:
             return PyArrowFileIO.parse_location(location, properties)

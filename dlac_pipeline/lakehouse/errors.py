@@ -32,15 +32,18 @@ class DlacError(Exception):
     transient: ClassVar[bool] = False
     """True if the same request may succeed later: an orchestrator tries again, within bounds."""
 
+    def __init_subclass__(cls, *, exit_code: int | None = None, transient: bool | None = None) -> None:
+        """Set the class attributes that are given. The others are those of the base class."""
+        cls.exit_code = cls.exit_code if exit_code is None else exit_code
+        cls.transient = cls.transient if transient is None else transient
+
     def __init__(self, *args: object) -> None:
         """`args` as of any exception. Secrets in them are masked, because errors go to logs, reports and Dagster."""
         super().__init__(*(mask_secrets(each) if isinstance(each, str) else each for each in args))
 
 
-class BadInput(DlacError):
+class BadInput(DlacError, exit_code=64):
     """The request cannot be met as it is written. Trying again unchanged is useless."""
-
-    exit_code = 64
 
 
 class SpecInvalid(BadInput):
@@ -127,92 +130,67 @@ class FormatTooNew(BadInput):
     """Something stored was written by a newer version of DLAC."""
 
 
-class LakehouseError(DlacError):
+class LakehouseError(DlacError, exit_code=69, transient=True):
     """The lakehouse did not do its part."""
-
-    exit_code = 69
-    transient = True
 
 
 class CatalogUnreachable(LakehouseError):
     """The catalog, or the warehouse of its tables, does not answer."""
 
 
-class CatalogHostUnknown(CatalogUnreachable):
+class CatalogHostUnknown(CatalogUnreachable, transient=False):
     """The name of the catalog's host does not resolve: a typo, or name servers that lost it while a run trained.
 
     A launch waits for it within its own bounds. An orchestrator does not try again.
     """
 
-    transient = False
 
-
-class MetadataLost(LakehouseError):
+class MetadataLost(LakehouseError, transient=False):
     """The metadata file of a table, which the catalog names, is missing or cannot be read."""
 
-    transient = False
 
-
-class PinLost(LakehouseError):
+class PinLost(LakehouseError, transient=False):
     """The tag that keeps a planned snapshot alive is gone or names another snapshot."""
 
-    transient = False
 
-
-class AppendHistoryLost(LakehouseError):
+class AppendHistoryLost(LakehouseError, transient=False):
     """Rows appended to a source since its plan cannot be identified any more."""
-
-    transient = False
 
 
 class DataFileUnreadable(LakehouseError):
     """A data file of the pinned snapshot is missing or cannot be decoded."""
 
 
-class DataFileChanged(LakehouseError):
+class DataFileChanged(LakehouseError, transient=False):
     """A registered Parquet file has another content than before."""
 
-    transient = False
 
-
-class LedgerError(DlacError):
+class LedgerError(DlacError, exit_code=71):
     """The consumption ledger refused something."""
 
-    exit_code = 71
 
-
-class Fenced(LedgerError):
+class Fenced(LedgerError, exit_code=80):
     """A newer attempt owns the run. This one must stop for good."""
 
-    exit_code = 80
 
-
-class RunBusy(LedgerError):
+class RunBusy(LedgerError, exit_code=81):
     """Another launch of this run is alive."""
 
-    exit_code = 81
 
-
-class RunFinished(LedgerError):
+class RunFinished(LedgerError, exit_code=82):
     """The run is finished and takes no more attempts."""
 
-    exit_code = 82
 
-
-class SteppedAside(LedgerError):
+class SteppedAside(LedgerError, exit_code=83):
     """Another recovery claimed the run first."""
-
-    exit_code = 83
 
 
 class HeadMoved(LedgerError):
     """The head is neither my parent nor me, under my own attempt: a bug or a hand in the ledger."""
 
 
-class LedgerOlderThanStore(LedgerError):
+class LedgerOlderThanStore(LedgerError, exit_code=87):
     """The catalog was restored from a backup that lacks checkpoints which were committed since: restore a newer one."""
-
-    exit_code = 87
 
 
 class RowsBetween(LedgerError):
@@ -223,22 +201,16 @@ class CommitConflict(LedgerError):
     """`main` of a table moved between the read and the commit. The commit did not land. The commit loop retries it."""
 
 
-class CommitOutcomeUnknown(LedgerError):
+class CommitOutcomeUnknown(LedgerError, transient=True):
     """The catalog stayed away past the deadline while a commit was under way."""
 
-    transient = True
 
-
-class CheckpointError(DlacError):
+class CheckpointError(DlacError, exit_code=74):
     """A checkpoint could not be taken or restored."""
 
-    exit_code = 74
 
-
-class StoreUnavailable(CheckpointError):
+class StoreUnavailable(CheckpointError, transient=True):
     """The checkpoint store is not writable, full or away."""
-
-    transient = True
 
 
 class CheckpointDamaged(CheckpointError):
@@ -249,10 +221,8 @@ class CheckpointUnsafe(CheckpointError):
     """A checkpoint's file has something in it that loading would run as code."""
 
 
-class NoRestorableCheckpoint(CheckpointError):
+class NoRestorableCheckpoint(CheckpointError, exit_code=84):
     """No checkpoint on the lineage can be restored."""
-
-    exit_code = 84
 
 
 class CursorMismatch(CheckpointError):
@@ -263,11 +233,8 @@ class WorldSizeUnsupported(CheckpointError):
     """The saved model state cannot be loaded by this number of ranks."""
 
 
-class TrainingFailed(DlacError):
+class TrainingFailed(DlacError, exit_code=72, transient=True):
     """The ranks died and were not relaunched."""
-
-    exit_code = 72
-    transient = True
 
 
 class NodesMissing(TrainingFailed):
@@ -278,43 +245,28 @@ class ClusterRefused(TrainingFailed):
     """The cluster's scheduler does not take the job, or is not there."""
 
 
-class ClusterSilent(TrainingFailed):
+class ClusterSilent(TrainingFailed, transient=False):
     """The cluster's scheduler does not answer any more: its job is followed no longer, and left as it is."""
 
-    transient = False
 
-
-class NoProgress(TrainingFailed):
+class NoProgress(TrainingFailed, exit_code=85, transient=False):
     """Several attempts in a row committed nothing."""
 
-    exit_code = 85
-    transient = False
 
-
-class LossNotFinite(TrainingFailed):
+class LossNotFinite(TrainingFailed, exit_code=88, transient=False):
     """The loss of a step that was applied is NaN or infinite, or the weights are: training on would waste time."""
 
-    exit_code = 88
-    transient = False
 
-
-class ScriptFailed(TrainingFailed):
+class ScriptFailed(TrainingFailed, exit_code=89, transient=False):
     """The training script raised the same exception at the same place in two attempts in a row."""
 
-    exit_code = 89
-    transient = False
 
-
-class LeftUnfinished(TrainingFailed):
+class LeftUnfinished(TrainingFailed, transient=False):
     """The script ended with exit status 0 before the run did."""
 
-    transient = False
 
-
-class Preempted(TrainingFailed):
+class Preempted(TrainingFailed, exit_code=86):
     """The deadline of a termination notice passed before its checkpoint was committed. The one before is the head."""
-
-    exit_code = 86
 
 
 def error_kind(err: BaseException) -> str:
@@ -329,9 +281,6 @@ def error_class(kind: str) -> type[DlacError] | None:
 
 
 def error_from_kind(kind: str, message: str, *, default: type[DlacError]) -> DlacError:
-    """Return the error that another process reported.
-
-    A kind that this version does not know becomes a `default` that names it.
-    """
+    """Return the error that another process reported. An unknown kind becomes a `default` that names it."""
     known = error_class(kind)
     return default(f"{kind}: {message}") if known is None else known(message)

@@ -4,7 +4,8 @@ The net is wide: a harmless value that looks like a secret is masked as well.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -74,10 +75,10 @@ def mask_secrets(text: str) -> str:
     text = _USERINFO.sub(rf"\g<before>:{MASK}@", text)
     text = _TOKEN_USER.sub(rf"\g<before>{MASK}@", text)
     text = _BARE_USERINFO.sub(rf"\g<before>:{MASK}@", text)
-    text = _QUERY.sub(_mask_parameter, text)
+    text = _QUERY.sub(partial(_mask_named, more=_IN_QUERY), text)
     text = _HEADER.sub(rf"\g<before>{MASK}", text)
     text = _mask_pairs(text)
-    return _OPTION.sub(_mask_option, text)
+    return _OPTION.sub(_mask_named, text)
 
 
 def mask_setting(name: str, value: Any) -> Any:
@@ -91,20 +92,13 @@ def mask_setting(name: str, value: Any) -> Any:
     return mask_secrets(value) if isinstance(value, str) else value
 
 
-def _mask_parameter(found: re.Match[str]) -> str:
-    name = unquote(unquote(found["name"])).casefold()
-    return found["before"] + (MASK if is_secret_name(found["name"]) or name in _IN_QUERY else found["value"])
-
-
-def _mask_option(found: re.Match[str]) -> str:
-    return found["before"] + (MASK if is_secret_name(found["name"]) else found["value"])
+def _mask_named(found: re.Match[str], *, more: Collection[str] = ()) -> str:
+    is_secret = is_secret_name(found["name"]) or unquote(unquote(found["name"])).casefold() in more
+    return found["before"] + (MASK if is_secret else found["value"])
 
 
 def _mask_pairs(text: str) -> str:
-    """Mask the value of name=value, 'name': 'value' and of headers.
-
-    The value of a harmless name is searched as well, as in ValueError: password=x.
-    """
+    """Mask values in name=value, 'name': 'value' and headers. Values of harmless names are searched as well."""
     shown, at = [], 0
     for pair in _PAIR.finditer(text):
         if pair.start() < at or not is_secret_name(pair["name"]):

@@ -1,7 +1,6 @@
-"""Catalogs by their name in PyIceberg's own configuration: `LakehouseConfig` with a name in, with all its settings out.
+"""Catalogs by their name in PyIceberg's own configuration, which is read again here, so that the present environment counts.
 
-PyIceberg reads .pyiceberg.yaml and PYICEBERG_CATALOG__* when it is imported, and another time here, so that a change of the
-environment counts. The result has passwords and keys: it stays in memory, and job specs keep the name alone.
+The result has passwords and keys: it stays in memory, and job specs keep the name alone.
 """
 
 import os
@@ -20,11 +19,7 @@ _KINDS = get_args(LakehouseConfig.model_fields["type"].annotation)
 
 
 def configured(config: LakehouseConfig) -> LakehouseConfig:
-    """Return a lakehouse's settings with those that PyIceberg's configuration has under its name. Its own settings win.
-
-    Raises:
-        CatalogMisconfigured: the name is configured nowhere, or not as a catalog that processes can share.
-    """
+    """Return settings with those that PyIceberg has under their name. Own ones win. Raises `CatalogMisconfigured`."""
     if not config.is_named:
         return config
     found = _find(str(config.name))

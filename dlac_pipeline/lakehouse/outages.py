@@ -1,5 +1,6 @@
 """Causes of a catalog's failure to answer: a wrong address, wrong credentials, or an outage."""
 
+import re
 import sqlite3
 from urllib.parse import urlsplit
 
@@ -14,30 +15,14 @@ from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked
 
 _UNKNOWN_HOST = ("Name or service not known", "nodename nor servname", "No address associated with hostname")
 _DAMAGED = ("not a database", "disk image is malformed")
-_REFUSED = (
-    "password authentication failed",
-    "no password supplied",
-    "Ident authentication failed",
-    "Peer authentication failed",
-    "invalid port number",
-    "invalid connection option",
-    "invalid URI query parameter",
-    "invalid sslmode",
-    "server does not support SSL",
-    "certificate verify failed",
-    "CERTIFICATE_VERIFY_FAILED",
-    "WRONG_VERSION_NUMBER",
-    "is not permitted to log in",
-    *_DAMAGED,
+_REFUSED = re.compile(
+    "(password|Ident|Peer) authentication failed|no password supplied|is not permitted to log in|server does not support SSL|"
+    "invalid (port number|connection option|URI query parameter|sslmode)|certificate verify failed|CERTIFICATE_VERIFY_FAILED|"
+    "WRONG_VERSION_NUMBER|" + "|".join(_DAMAGED)
 )
 """Messages of servers and drivers for requests that stay wrong, without a class of their own."""
-_REFUSED_AT_FIRST = (
-    "no pg_hba.conf entry",
-    "unable to open database file",
-    "RESTError 404",
-    "RestError: Not Found",
-    "RESTError 405",
-    "RestError: Method Not Allowed",
+_REFUSED_AT_FIRST = re.compile(
+    r"no pg_hba\.conf entry|unable to open database file|RESTError 40[45]|RestError: (Not Found|Method Not Allowed)"
 )
 """Answers to an address that never worked, and to a right one during a failover or without its mount."""
 _NO_DATABASE = ('database "', 'role "')
@@ -48,28 +33,18 @@ _WANTED = {
 }
 _CLIENTS = ("botocore.", "thrift.", "google.api_core.", "google.auth.")
 """Packages of the clients of Glue, Hive and BigQuery, which are installed only where they are used."""
-_CLIENT_REFUSED = (
-    *(
-        "AccessDenied",
-        "UnrecognizedClient",
-        "InvalidSignature",
-        "ExpiredToken",
-        "InvalidClientTokenId",
-        "InvalidEndpoint",
-    ),
-    *("NoCredentials", "NoRegion", "ProfileNotFound", "PermissionDenied", "Unauthenticated", "DefaultCredentials"),
+_CLIENT_REFUSED = re.compile(
+    "AccessDenied|UnrecognizedClient|InvalidSignature|ExpiredToken|InvalidClientTokenId|InvalidEndpoint|NoCredentials|NoRegion|"
+    "ProfileNotFound|PermissionDenied|Unauthenticated|DefaultCredentials"
 )
 """Names of the errors of such clients for wrong or missing credentials."""
 
 
 def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
-    """Check the catalog's address before it is opened or created.
+    """Raise `CatalogMisconfigured` if no catalog can have the address, before it is opened or created.
 
     `answered`: the catalog has answered at this address before. A folder in place of its file is an outage then, such as a mount
     point without its mount.
-
-    Raises:
-        CatalogMisconfigured: no catalog can have it.
     """
     wanted = _WANTED.get(config.kind)
     if wanted is None:
@@ -98,17 +73,14 @@ def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
 
 
 def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
-    """Return whether a catalog that was just opened fails for its address or credentials, rather than by an outage.
-
-    `answered`: the catalog has answered at this address before.
-    """
+    """Return whether a new catalog fails for its address or credentials. `answered`: it has answered there before."""
     if isinstance(err, ArgumentError | requests.exceptions.InvalidURL | requests.exceptions.InvalidSchema):
         return True
     if isinstance(err, requests.RequestException | RESTError | DBAPIError):
         message = str(err)
-        refused = _REFUSED if answered else (*_REFUSED, *_REFUSED_AT_FIRST)
+        refused = _REFUSED.search(message) or (not answered and _REFUSED_AT_FIRST.search(message))
         no_database = any(name in message for name in _NO_DATABASE) and "does not exist" in message
-        return no_database or any(each in message for each in refused)
+        return no_database or bool(refused)
     if isinstance(err, sqlite3.Error | OSError):  # of the file itself
         damaged = any(each in str(err) for each in _DAMAGED)
         return damaged if answered else not is_locked(err)
@@ -122,7 +94,7 @@ def is_client_error(err: Exception) -> bool:
 
 def is_refused_client(err: Exception) -> bool:
     """Return whether such a client has wrong credentials, or none."""
-    return is_client_error(err) and any(each in f"{type(err).__name__} {err}" for each in _CLIENT_REFUSED)
+    return is_client_error(err) and bool(_CLIENT_REFUSED.search(f"{type(err).__name__} {err}"))
 
 
 def is_unknown_host(err: Exception) -> bool:

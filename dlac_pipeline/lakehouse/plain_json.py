@@ -7,10 +7,7 @@ from typing import Any
 
 
 def strict_json(value: object, *, default: Callable[[Any], object] = str, indent: int | None = None) -> str:
-    """Return a value as JSON text. A number that is not finite becomes null.
-
-    `default` converts types that JSON lacks.
-    """
+    """Return JSON text. A number that is not finite becomes null. `default` converts types that JSON lacks."""
     return json.dumps(finite(value, default=default), allow_nan=False, indent=indent)
 
 
@@ -24,11 +21,6 @@ def finite(value: object, *, default: Callable[[Any], object] = str) -> object:
         return {key if isinstance(key, str) else str(key): finite(each, default=default) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [finite(each, default=default) for each in value]
-    return finite(_plain(default(value)), default=default)
-
-
-def _plain(value: object) -> object:
-    """Return the result of `default` if it is of a plain type, or else as text, so that the conversion ends."""
-    return (
-        value if value is None or isinstance(value, str | int | float | bool | list | tuple | Mapping) else str(value)
-    )
+    converted = default(value)
+    is_plain = converted is None or isinstance(converted, str | int | float | list | tuple | Mapping)
+    return finite(converted if is_plain else str(converted), default=default)

@@ -2,6 +2,7 @@
 
 import errno
 import random
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,8 @@ import tenacity
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict
 
 _FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
-_REFUSED = (
-    "ACCESS_DENIED",
-    "NO_SUCH_BUCKET",
-    "NoSuchBucket",
-    "INVALID_ACCESS_KEY_ID",
-    "SIGNATURE_DOES_NOT_MATCH",
-    "Bucket does not exist",
+_REFUSED = re.compile(
+    "ACCESS_DENIED|NO_SUCH_BUCKET|NoSuchBucket|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|Bucket does not exist"
 )
 """Messages of object stores for such failures, without a number."""
 _STORES = ("AWS Error", "google::cloud", "curlCode", "Azure")
@@ -33,10 +29,7 @@ def retrying(
     of: type[Exception] | tuple[type[Exception], ...] = (CommitConflict, CatalogUnreachable),
     stop: threading.Event | None = None,
 ) -> tenacity.Retrying:
-    """Repeat a call that lost a race or got no answer, at random growing intervals.
-
-    Raise the last error past the deadline, or once `stop` is set.
-    """
+    """Repeat a lost or unanswered call, at random growing intervals, until the deadline or once `stop` is set."""
     stop = stop or threading.Event()
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(of),
@@ -49,7 +42,7 @@ def retrying(
 
 def is_final(err: OSError) -> bool:
     """Return True if waiting does not help against this failure of a file system or an object store."""
-    return err.errno in _FINAL or any(each in str(err) for each in _REFUSED)
+    return err.errno in _FINAL or bool(_REFUSED.search(str(err)))
 
 
 def may_pass(err: OSError) -> bool:
@@ -58,7 +51,7 @@ def may_pass(err: OSError) -> bool:
 
 
 def rereading() -> tenacity.Retrying:
-    """Repeats a read of a table whose files upkeep removed between the look at its metadata and their reading."""
+    """Repeat a read of a table whose files commits or upkeep removed between the look at its metadata and their reading."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(FileNotFoundError), stop=tenacity.stop_after_attempt(5), reraise=True
     )

@@ -25,7 +25,7 @@ SETTINGS = {
     "s3.anonymous": "skip_signature",
     "s3.force-virtual-addressing": "virtual_hosted_style_request",
 }
-_CLIENT_SETTINGS = {"s3.proxy-uri": "proxy_url"}
+_PROXY = "s3.proxy-uri"
 _SECONDS = {"s3.connect-timeout": ("connect_timeout", "5"), "s3.request-timeout": ("timeout", "30")}
 """Settings in seconds, and their defaults. A part of an upload is one request."""
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
@@ -43,7 +43,7 @@ def serves(properties: Mapping[str, str]) -> bool:
 
     Roles, signers, and the profiles of the AWS command line are known to pyarrow only.
     """
-    known = {*SETTINGS, *_CLIENT_SETTINGS, *_SECONDS}
+    known = {*SETTINGS, _PROXY, *_SECONDS}
     if _used_by.keys() - {os.getpid()}:
         return False  # this process was forked from one that uses obstore, whose threads it lacks
     foreign = any(name.startswith("s3.") and name not in known for name in properties)
@@ -82,9 +82,7 @@ class S3Objects(Objects):
         settings: dict[str, Any] = {ours: properties[name] for name, ours in SETTINGS.items() if name in properties}
         if not {"region", "endpoint"} & settings.keys() and not any(name in os.environ for name in _ENVIRONMENT):
             settings["region"] = resolve_s3_region(bucket)
-        client: dict[str, Any] = {
-            ours: properties[name] for name, ours in _CLIENT_SETTINGS.items() if name in properties
-        }
+        client: dict[str, Any] = {"proxy_url": properties[_PROXY]} if _PROXY in properties else {}
         client |= {ours: f"{properties.get(name, default)}s" for name, (ours, default) in _SECONDS.items()}
         settings["client_options"] = {**client, "allow_http": True}  # where the endpoint is written so
         _used_by[os.getpid()] = True
@@ -96,11 +94,7 @@ class S3Objects(Objects):
             ) from err
 
     def put(self, source: Path, path: str, within: str) -> None:
-        """Upload a file to a new name. Two that upload a large one at the same time are not kept apart.
-
-        Raises:
-            FileExistsError: another object has the name.
-        """
+        """Upload a file to a new name, else raise `FileExistsError`. Two large uploads at a time are not kept apart."""
         with _as_os_errors():
             if source.stat().st_size <= _ONE_REQUEST_BYTES:
                 self._create(path, source.read_bytes())
@@ -182,5 +176,4 @@ def _as_os_errors() -> Iterator[None]:
 
 
 def _first_line(err: Exception) -> str:
-    """Return the message without the debug output of obstore's library."""
     return str(err).split("\n", 1)[0]

@@ -84,27 +84,15 @@ class StoreFiles:
         self._tried(lambda files, path: files.write(path, content, within, new=new), address, "write to")
 
     def read(self, address: str) -> bytes:
-        """All of a small file.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """All of a small file. Raises `FileNotFoundError` if there is none."""
         return self._tried(lambda files, path: files.read(path), address, "read")
 
     def fetch(self, address: str, target: Path) -> None:
-        """Copy a file into a local one.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Copy a file into a local one. Raises `FileNotFoundError` if there is none."""
         self._tried(lambda files, path: files.fetch(path, target), address, "read")
 
     def digest(self, address: str) -> tuple[int, str]:
-        """Bytes and BLAKE3 digest of a file's content.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Bytes and BLAKE3 digest of a file's content. Raises `FileNotFoundError` if there is none."""
         return self._tried(lambda files, path: files.digest(path), address, "read")
 
     def children(self, address: str) -> list[str]:
@@ -169,8 +157,7 @@ def make_below(above: Path, folder: Path) -> None:
     `above` is never created. If its mount is gone, nothing is written into the bare mount point, where a later mount would hide
     it.
 
-    Raises:
-        OSError: `above` does not exist any more, or a folder cannot be created.
+    Raises `OSError` if `above` does not exist any more, or a folder cannot be created.
     """
     if folder.is_dir():
         return
@@ -185,8 +172,6 @@ def make_below(above: Path, folder: Path) -> None:
 
 
 class _Local:
-    """A mounted disk."""
-
     def make(self, path: str) -> None:
         make_folder_durably(Path(path))
 

@@ -3,11 +3,11 @@
 A pass is cut once. The place of its slices is a pure function of (units, cut settings, pass, rows dealt before). Exclusions
 may add skipped rows later. They never move a slice, nor a row within its block.
 
-Position k of a block is its row (a*k + c) mod R. docs/order.md has the rules for another permutation. The inverse is one line of
-integer SQL. The scripts `row_positions`, `dead_positions`, `rows_seen`, `rows_at` and `cut_problems` of `audit/sql` repeat both
-directions. A change of a permutation is another order (`ORDER_VERSION`).
+Position k of a block is its row (a*k + c) mod R. The inverse is one line of integer SQL: scripts of `audit/sql` repeat both
+directions. A change of a permutation or of a key is another order (`ORDER_VERSION`). See docs/order.md.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -15,7 +15,6 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from dlac_pipeline.plan.keys import derive_key, draw_sort_keys, mix
 from dlac_pipeline.plan.units import Ints, UnitTable
 
 ORDER_VERSION = 2
@@ -25,6 +24,12 @@ _UNITS, _BLOCK = 1, 2
 _CANDIDATES = 16
 MAX_BLOCK_ROWS = 2**31
 """A block has fewer rows, so that a*k + c fits into a BIGINT."""
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+"""Of splitmix64, written out here because NumPy's generators may change between versions.
+
+Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,14 +140,8 @@ def deal(live_rows: int, dealt: Ints) -> Ints:
         shares: Ints = np.maximum(0, (m + offsets) // groups - dealt)
         return shares
 
-    low, high = 0, int(live_rows + groups * (dealt.max(initial=0) + 1))
-    while low < high:
-        middle = (low + high) // 2
-        if int(share(middle).sum()) >= live_rows:
-            high = middle
-        else:
-            low = middle + 1
-    return share(low)
+    most = int(live_rows + groups * (dealt.max(initial=0) + 1))
+    return share(bisect_left(range(most), live_rows, key=lambda m: int(share(m).sum())))
 
 
 class PassCut:
@@ -215,7 +214,6 @@ class PassCut:
         return Slices(unit, first, end - first, live)
 
     def _still_live(self, units: Ints, first: Ints, end: Ints, live: Ints) -> Ints:
-        """Live rows per slice after exclusions."""
         still = live.copy()
         for index, unit in enumerate(units.tolist()):
             if self.live_units.dead_rows(unit) != self.units.dead_rows(unit):
@@ -310,3 +308,27 @@ def _largest_partial_quotient(a: int, rows: int) -> int:
         largest = max(largest, numerator // denominator)
         numerator, denominator = denominator, numerator % denominator
     return largest
+
+
+def mix(value: int) -> int:
+    """One splitmix64 output for the 64-bit state `value`."""
+    z = (value + _GAMMA) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def derive_key(*labels: int) -> int:
+    """A 64-bit key that depends on every label and on their order."""
+    key = 0
+    for label in labels:
+        key = mix(key ^ (label & _MASK))
+    return key
+
+
+def draw_sort_keys(size: int, key: int) -> npt.NDArray[np.uint64]:
+    """Return `size` different sort keys drawn by `key`, uint64 [size]. Each is mixed from its index."""
+    z = np.arange(size, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

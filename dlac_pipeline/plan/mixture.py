@@ -5,6 +5,7 @@ sources. The bins are as wide as their weights. P is prime and a/P near the gold
 each source's share within a few samples, and a key group sees every u once in P samples.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -31,13 +32,9 @@ class Mixture:
             raise ValueError(f"expected 1 to {MAX_KEY_GROUPS} key groups, found {key_groups}")
         self._weights = np.array(weights, dtype=np.float64)
         self._key_groups = key_groups
+        self.everything: Present = (True,) * len(weights)
         self._bins = lru_cache(maxsize=None)(self._bins_of)
         self._counted = lru_cache(maxsize=64)(self._counts_of)
-
-    @property
-    def everything(self) -> Present:
-        """All sources present."""
-        return (True,) * len(self._weights)
 
     def sources(self, group: int, start: int, stop: int, present: Present) -> Ints:
         """The source of each of a group's samples start .. stop-1, int64 [stop - start]."""
@@ -59,13 +56,8 @@ class Mixture:
         low, high = start + count, start + count
         while self.counts(group, start, high, present)[source] < count:
             high = start + 2 * (high - start) + 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.counts(group, start, middle, present)[source] >= count:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        stops = range(low, high)
+        return low + bisect_left(stops, count, key=lambda stop: self.counts(group, start, stop, present)[source])
 
     def _until(self, group: int, stop: int, present: Present) -> Ints:
         counted = self._counted(present)

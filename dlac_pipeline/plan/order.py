@@ -1,8 +1,7 @@
 """Order of a leg: the row of the i-th sample of step n, and every cursor after it.
 
 Pure: nothing here reads a file, knows a rank, or keeps state. Steps count from 1 over the whole run. The reader state of step
-n is the cursors after it. It is known for counted sources only (a row is a sample). For streamed ones the order gives the
-next row.
+n is the cursors after it, known for counted sources only (a row is a sample). For streamed ones the order gives the next row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,10 +51,7 @@ class _Phase:
 
 
 class LegOrder:
-    """The order of a leg.
-
-    `streamed` marks its sources whose samples are not rows, `active` those that this leg reads.
-    """
+    """The order of a leg. `streamed` marks its sources whose samples are not rows, `active` those that this leg reads."""
 
     def __init__(
         self,
@@ -70,13 +66,10 @@ class LegOrder:
         self.mixture = mixture
         self.settings = settings
         self.streamed = tuple(streamed) or (False,) * len(self.sources)
+        self.counted = not any(self.streamed)
+        """True if a step alone determines all cursors."""
         self.active: Present = tuple(active) or mixture.everything
         self._phases = lru_cache(maxsize=None)(self._phases_of)
-
-    @property
-    def counted(self) -> bool:
-        """True if a step alone determines all cursors."""
-        return not any(self.streamed)
 
     @cached_property
     def total_steps(self) -> int | None:
@@ -115,10 +108,7 @@ class LegOrder:
         ]
 
     def advances(self, group: int, first_step: int, last_step: int, *, applied: bool) -> Iterator[AdvanceRow]:
-        """Return the advances of the steps first_step..last_step in `group`, one per (source, pass, block).
-
-        Counted sources only.
-        """
+        """Return advances of first_step..last_step in `group`, one per (source, pass, block). Counted sources only."""
         before, after = (self._consumed_of(group, self.samples(step)) for step in (first_step - 1, last_step))
         for index, source in enumerate(self.sources):
             start, stop = int(before[index]), int(after[index])
@@ -182,9 +172,7 @@ class LegOrder:
             phase = _Phase(stop, phase.before + self.mixture.counts(group, phase.start, stop, present), present)
 
     def _end(self, group: int) -> int:
-        """Return the samples of a key group until its last finite source is exhausted, or with a pending tail until the first
-        one is.
-        """
+        """The samples of a key group until its last finite source ends, or with a pending tail until the first one does."""
         phases = self._phases(group)
         if not self.settings.pending_tail:
             return phases[-1].start

@@ -60,20 +60,11 @@ class Plans:
         return self._rows[plan_id]
 
     def row(self, plan_id: str) -> PlanRow:
-        """Return the row of a plan.
-
-        Raises:
-            SpecInvalid: no such plan was written.
-        """
+        """Return the row of a plan. Raises `SpecInvalid` if no such plan was written."""
         return self.find_row(plan_id) or get_plan(self.lakehouse, plan_id)
 
     def check(self, plan_id: str, *, table: str | None = None) -> PlanRow:
-        """Return the row of a plan, after checking that its table (perhaps renamed to `table`) and its pin still exist.
-
-        Raises:
-            TableReplaced, PinLost: the table is another one, or the pin is gone.
-            SpecInvalid: no such plan was written.
-        """
+        """Return the row of a plan whose table (perhaps renamed) and pin still exist. Raises as `row` and `check_pinned`."""
         row = self.row(plan_id)
         name = table or row.source_table
         check_pinned(self.lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)

@@ -15,7 +15,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.external.mirror import load_unchanged
+from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -23,6 +23,7 @@ from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
+from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_names, kinds_of
@@ -50,7 +51,8 @@ def make_plan(
         BadInput: the table, snapshot, columns, transform or filter cannot be planned (see its subclasses).
         EmptyPlan: no row is live.
     """
-    table = load_unchanged(lakehouse, source.table, source.snapshot_id)
+    table = load_version(lakehouse, source.table, source.snapshot_id)
+    check_registered(table)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
@@ -130,7 +132,6 @@ def _is_added(schema: Schema, newest: Schema, source: SourceSpec) -> bool:
 
 
 def _fits(schema: Schema, row_filter: str) -> bool:
-    """Return whether the schema has all columns of a filter."""
     try:
         parse_filter(row_filter, schema)
     except NoSuchColumn:
@@ -151,9 +152,7 @@ def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id:
 
 
 def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:
-    """Return the plan with the same units that also leaves out these rows (unit -> sorted offsets), or `plan` if it does
-    already.
-    """
+    """Return a plan of the same units without these rows (unit -> sorted offsets), or `plan` if it has none of them."""
     groups = []
     for unit, (path, row_group) in enumerate(plan.units.places()):
         known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))
@@ -174,7 +173,6 @@ def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> 
 
 
 def _find_or_write(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
-    """The plan of these row groups, found or written."""
     content = {name: facts[name] for name in facts if name not in ("source_table", "tag")}
     content["units"] = _digest(groups)
     plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)

@@ -17,9 +17,7 @@ from dlac_pipeline.plan.units import Ints, UnitTable
 
 
 class Cursor(NamedTuple):
-    """Position of one key group in one source: after its last wholly consumed row, or `offset` items into the row at
-    `position`.
-    """
+    """Position of a key group in a source: after its last whole row, or `offset` items into the row at `position`."""
 
     pass_index: int = 0
     block: int = 0
@@ -134,6 +132,7 @@ class SourceOrder:
         self.start = start
         self.units = units
         self.settings = settings
+        self.endless = any(passes == 0 for _, passes in start.upcoming)
         self._dealt = np.array(start.dealt, dtype=np.int64)
         self._entries: list[_Entry] = []
         self._cut = lru_cache(maxsize=4)(self._make_cut)
@@ -142,11 +141,6 @@ class SourceOrder:
             whole = np.array([cut.live_rows(group) for group in range(self.settings.key_groups)], dtype=np.int64)
             passed = [_passed(cut, group, cursor, int(whole[group])) for group, cursor in enumerate(self.start.cursors)]
             self._add(opened, queue=-1, dealt=whole, passed=np.array(passed, dtype=np.int64))
-
-    @property
-    def endless(self) -> bool:
-        """True if the source has no end."""
-        return any(passes == 0 for _, passes in self.start.upcoming)
 
     def available(self) -> Ints | None:
         """Return the rows of each key group from the leg's beginning to the source's end, int64 [G], or None if endless."""
@@ -186,11 +180,7 @@ class SourceOrder:
         return last.cursor
 
     def consumed_at(self, group: int, cursor: Cursor) -> int:
-        """The rows of the leg that `group` has wholly consumed where its cursor stands.
-
-        Raises:
-            IndexError: the leg has no such pass.
-        """
+        """The rows of the leg that `group` has wholly consumed at a cursor. Raises `IndexError` for another leg's pass."""
         if cursor == self.start.cursors[group]:
             return 0
         entry = self._of_pass(cursor.pass_index)

@@ -20,7 +20,6 @@ class UnitTable:
     first_row: Ints
     """Position in the file of the unit's first row."""
     rows: Ints
-    """Physical rows."""
     dead: Mapping[int, Ints] = field(default_factory=dict)
     """Unit -> sorted offsets of its dead rows. Absent: all rows live."""
     bytes: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))

@@ -15,14 +15,11 @@ Piece = tuple[Column, Ints, Ints]
 
 
 def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: int = 0) -> dict[str, Array]:
-    """Return the tensors of one column of a batch of `slots` samples, as fresh arrays.
-
-    Slots without a row are zeros or empty.
+    """Return the tensors of one column of a batch of `slots` samples, as fresh arrays. Slots without a row are zeros or empty.
 
     `length` is that of the lists of a batch without rows.
 
-    Raises:
-        UnsupportedColumn: the pieces contain lists of different lengths.
+    Raises `UnsupportedColumn` if the pieces contain lists of different lengths.
     """
     pieces = [piece for piece in pieces if len(piece[1])]
     found = _ragged(kind, pieces, slots) if kind.ragged else {kind.name: _dense(kind, pieces, slots, length)}
@@ -41,11 +38,7 @@ RunPiece = tuple[Column, Ints, Ints | None, slice]
 def assemble_run(
     kind: ColumnKind, pieces: Sequence[RunPiece], batches: int, slots: int, buffers: Buffers, *, length: int = 0
 ) -> dict[str, Array]:
-    """The tensors of a column that is not ragged, for several full batches: leased arrays [batches, slots, ...].
-
-    Raises:
-        UnsupportedColumn: the pieces hold lists of different lengths.
-    """
+    """Return a column that is not ragged, for full batches, in leased arrays [batches, slots, ...]. Raises as `assemble`."""
     shape = _shape(kind, [column for column, _, _, _ in pieces], length)
     leased = buffers.lease(batches * slots * math.prod(shape) * kind.items.itemsize)
     values = leased.view(kind.items).reshape(batches, slots, *shape)
@@ -95,8 +88,7 @@ def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -
 
 
 def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[int, ...]:
-    """The shape of a row."""
-    shapes = {column.values.shape[1:] for column in columns if not _all_null(column)}
+    shapes = {column.values.shape[1:] for column in columns if column.valid is None or column.valid.any()}
     others = sorted(shape[0] for shape in shapes if kind.length is not None and shape != (kind.length,))
     if others:
         raise UnsupportedColumn(
@@ -108,17 +100,11 @@ def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[in
             f"expected lists of one length in column {kind.name!r}, found lengths {sorted(shape[0] for shape in shapes)!r} in "
             f'one batch: pack them with [sequences], or declare them ragged = ["{kind.name}"]'
         )
-    return next(iter(shapes), _shape_without_rows(kind, length))
-
-
-def _shape_without_rows(kind: ColumnKind, length: int) -> tuple[int, ...]:
+    if shapes:
+        return shapes.pop()
     if kind.listed:
         return (length if kind.length is None else kind.length,)
     return () if kind.width is None else (kind.width,)
-
-
-def _all_null(column: Column) -> bool:
-    return column.valid is not None and not column.valid.any()
 
 
 def _span(indices: Ints) -> slice | None:

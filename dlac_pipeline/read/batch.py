@@ -10,7 +10,6 @@ from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.line import BlockAdvance
 
 Moved = tuple[int, int, BlockAdvance]
-"""(source, key group, what a batch moved)."""
 
 
 def _nothing() -> None:
@@ -75,11 +74,7 @@ class Batch:
 
 
 def copy_batches(batches: Iterable[Batch], *, device: Device | None, pin_memory: bool | None) -> Iterator[Batch]:
-    """Yield the batches with their tensors on a device, or in page-locked memory, as `DeviceCopies` defines.
-
-    Raises:
-        SpecInvalid: the device is not on this node.
-    """
+    """Yield the batches as `DeviceCopies` copies them. Raises `SpecInvalid` if the device is not on this node."""
     copies = DeviceCopies(device, pin_memory=pin_memory)
     for batch in batches:
         yield batch.copy_with(copies)

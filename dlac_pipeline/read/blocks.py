@@ -79,11 +79,7 @@ class BlockDecoder:
         return self._shared.nbytes
 
     def decode(self, units: UnitTable, slices: Slices) -> pa.Table:
-        """Decode all physical rows of slices, in their order, with the types of the table.
-
-        Raises:
-            UnitUnreadable: a file is missing or corrupt. The message names it and the row group.
-        """
+        """Decode all physical rows of slices, in their order. Raises `UnitUnreadable` for a missing or corrupt file."""
         places = zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True)
         parts = (self._slice(units, unit, first, rows) for unit, first, rows in places)
         return next(parts) if len(slices.unit) == 1 else end_to_end(parts, int(slices.rows.sum()), self._buffers)
@@ -97,11 +93,7 @@ class BlockDecoder:
         return table.slice(first, rows) if 2 * rows > whole else take_rows(table, np.arange(first, first + rows))
 
     def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
-        """One row group, which was planned with `rows` rows.
-
-        Raises:
-            UnitUnreadable: it is missing or corrupt, or has another number of rows.
-        """
+        """One row group, planned with `rows` rows. Raises `UnitUnreadable` if it is missing, corrupt or of another length."""
         with self._naming(path, row_group):
             opened = self._open(path)
             names = opened.columns.in_file
@@ -120,8 +112,7 @@ class BlockDecoder:
 
         The footer shows it where no list is null, and none dead. Otherwise the column is read.
 
-        Raises:
-            UnitUnreadable: the row group is missing or corrupt.
+        Raises `UnitUnreadable` if the row group is missing or corrupt.
         """
         (path, row_group), rows = units.place(unit), int(units.rows[unit])
         alone = self._alone(name)
@@ -141,7 +132,6 @@ class BlockDecoder:
         return int(lengths[0].as_py()) if len(lengths) else None
 
     def _decoder_of(self, name: str) -> "BlockDecoder":
-        """A decoder of one column."""
         mapping, values = self._name_mapping, self._partition_values
         return BlockDecoder(self._io, self._schema, [name], name_mapping=mapping, partition_values=values)
 
@@ -169,13 +159,8 @@ class BlockDecoder:
         with self._io.new_input(path).open() as stream:
             file = open_parquet(stream, self._schema.fields)
             absent = lacks_columns(file.schema_arrow, self._schema, self._columns, self._name_mapping)
-            columns = FileColumns.of(
-                file.schema_arrow,
-                self._schema,
-                self._columns,
-                name_mapping=self._name_mapping,
-                partition_values=self._partition_values(path) if absent else {},
-            )
+            values = self._partition_values(path) if absent else {}
+            columns = FileColumns.of(file.schema_arrow, self._schema, self._columns, self._name_mapping, values)
             return _Opened(file.metadata, columns)
 
 

@@ -1,8 +1,4 @@
-"""The way of batches to an accelerator: page-locked host memory first, then a copy on a stream beside the computation.
-
-In: tensors in host memory, in dicts, lists and tuples. Out: the same with tensors on the device, in the same order and with the
-same contents. Where there is no accelerator nothing is copied.
-"""
+"""The way of batches to an accelerator: page-locked host memory first, then a copy on a stream beside the computation."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -13,7 +9,6 @@ import torch
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 Device = torch.device | str | int
-"""As PyTorch names a device."""
 
 
 @cache
@@ -38,20 +33,16 @@ class DeviceCopies:
     def __init__(self, device: Device | None, *, pin_memory: bool | None = None) -> None:
         """Without a device tensors stay in host memory. `pin_memory`: page-locked. None: if they go to an accelerator.
 
-        Raises:
-            SpecInvalid: PyTorch does not know the device, or this node does not have it.
+        Raises `SpecInvalid` if PyTorch does not know the device, or this node does not have it.
         """
         self._device = None if device is None else _device_named(device)
         moves = self._device is not None and self._device.type != "cpu"
         self.pins = (moves if pin_memory is None else pin_memory) and can_pin_memory()
         """True if tensors are put into page-locked memory."""
         self._moves = moves
-        self._stream: torch.Stream | None = None
-
-    @property
-    def acts(self) -> bool:
+        self.acts = self.pins or moves
         """True if a batch needs any copy."""
-        return self.pins or self._moves
+        self._stream: torch.Stream | None = None
 
     def copy(self, batch: Any) -> Any:
         """Return `batch` with its tensors in page-locked memory or on the device, or `batch` itself if no copy is needed."""
@@ -89,11 +80,7 @@ def _record_use(tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
 
 
 def _device_named(device: Device) -> torch.device:
-    """Return the device, with the index that is current now.
-
-    Raises:
-        SpecInvalid: it is neither the CPU nor one of this node's accelerators.
-    """
+    """Return the device, with the current index. Raises `SpecInvalid` if this node does not have it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     known = [torch.device("cpu")]
     if accelerator is not None:

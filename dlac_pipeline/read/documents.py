@@ -80,16 +80,9 @@ def documents_of(
 ) -> Documents:
     """Return the documents of a block's live rows, at these block positions (int64 [rows], increasing).
 
-    Args:
-        live: The rows, in reading order.
-        positions: The block position of each.
-        column: After the transform: a string column, to be tokenized, or lists of integers, which are tokens.
-        transform: The user's function, between the rows and `column`.
-        tokenizer: For a string column. Lists are tokens already.
-        end_id: Token put after each document. An empty document stays empty.
-        begin_id: Token put before each document.
-        reject: Policy for rows at which the transform or the tokenizer raises.
-        check: True to verify on these rows that the transform does not depend on how rows are batched.
+    `column` is that of texts, to be tokenized, or of lists of integers, which are tokens, after the transform. `begin_id` and
+    `end_id` are put around each document: an empty one stays empty. `reject` decides on rows at which the transform or the
+    tokenizer raises. `check` verifies on these rows that the transform does not depend on how rows are batched.
 
     Raises:
         RowRejected: a row was rejected and `reject` is "fail".
@@ -122,11 +115,7 @@ def samples_of(
     check: bool = False,
     origin: str = "the block",
 ) -> Samples:
-    """Return the samples of a block's live rows: each output row of the transform is one. Arguments as for `documents_of`.
-
-    Raises:
-        RowRejected, TransformFailed, NoSuchColumn, UnsupportedColumn: as `documents_of`.
-    """
+    """Return a block's samples: each output row of the transform is one. Arguments and errors as of `documents_of`."""
     done = _transformed(live, positions, transform, reject, check)
     rows = source_rows(positions, done.row, done.rejected)
     if not len(done.row):
@@ -169,12 +158,7 @@ def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
 
 
 def _tokenized(
-    texts: pa.ChunkedArray,
-    done: Transformed,
-    positions: Ints,
-    name: str,
-    tokenizer: Tokenizer | None,
-    reject: Reject,
+    texts: pa.ChunkedArray, done: Transformed, positions: Ints, name: str, tokenizer: Tokenizer | None, reject: Reject
 ) -> tuple[Tokens, Ints, Transformed]:
     """Return tokens and offsets of the texts. Rows with a text at which the tokenizer raises are left out and named."""
     if tokenizer is None:
@@ -214,7 +198,6 @@ def _bad_rows(texts: pa.LargeStringArray, row: Ints, tokenizer: Tokenizer) -> di
 
 
 def _framed(values: Tokens, ends: Ints, begin_id: int | None, end_id: int | None) -> tuple[Tokens, Ints]:
-    """Return the documents with `begin_id` before and `end_id` after each."""
     extra = (begin_id is not None) + (end_id is not None)
     framed_ends = ends + extra * np.arange(1, len(ends) + 1, dtype=np.int64)
     framed = np.empty(len(values) + extra * len(ends), dtype=values.dtype)

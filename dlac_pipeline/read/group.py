@@ -72,6 +72,8 @@ class GroupReader:
         self.low, self.high = part.low, part.high
         """The slots that the rank works on."""
         self.width = part.high - part.low
+        self.has_last_slot = part.high == part.slots
+        """True if this rank reports for the key group, if ranks share it."""
         self._wanted = (part.low, part.high)
         self._at = samples_before
         self._open_stream = open_stream
@@ -80,11 +82,6 @@ class GroupReader:
             source: open_stream(source, part.group, cursor) for source, cursor in enumerate(cursors) if active[source]
         }
         self._active = tuple(active)
-
-    @property
-    def has_last_slot(self) -> bool:
-        """True if this rank reports for the key group, if ranks share it."""
-        return self.high == self._slots
 
     @property
     def cursors(self) -> list[Cursor]:
@@ -100,10 +97,7 @@ class GroupReader:
         return tuple(here and not self._streams[source].exhausted for source, here in enumerate(self._active))
 
     def take(self, *, give: bool = True) -> GroupBatch:
-        """Return the next batch's part. The cursors move over all slots of the key group.
-
-        Without `give` only the cursors move, and no pieces are made.
-        """
+        """Return the next batch's part. The cursors move over all slots. Without `give` no pieces are made."""
         self._wanted = (self.low, self.high) if give else (0, 0)
         before, present = self.cursors, self.present
         batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))

@@ -9,16 +9,12 @@ import pyarrow as pa
 from dlac_pipeline.lakehouse.iceberg.columns import large_form
 from dlac_pipeline.read.memory import Buffers, Bytes
 
-_STRING_BYTES = 2**31
-"""So many bytes of strings do not fit the offsets of a string array."""
-_LIST_ITEMS = 2**31
-"""More do not fit the offsets of a list array."""
+_LIMIT = 2**31
+"""So many bytes of strings, or items of lists, do not fit the offsets of an array."""
 
 
 def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Table:
-    """Return tables of one schema and so many rows together as one.
-
-    Each is released before the next is made where types allow.
+    """Return tables of one schema and so many rows together as one. Each is released before the next is made where types allow.
 
     Columns of fixed width, and lists of one length of them, are copied into one leased array. Rows are then gathered from one
     place, and the memory into which a part was decoded is used again for the next one, while it is in the processor's cache.
@@ -34,14 +30,12 @@ def take_rows(table: pa.Table, rows: Any) -> pa.Table:
     """Return these rows of a table. Strings that may not fit the offsets of a string array get 64-bit offsets."""
     for place, column in enumerate(table.columns):
         large = large_form(column.type)
-        if large != column.type and column.num_chunks > 1 and column.nbytes >= _STRING_BYTES:
+        if large != column.type and column.num_chunks > 1 and column.nbytes >= _LIMIT:
             table = table.set_column(place, table.field(place).with_type(large), column.cast(large))
     return table.take(rows)
 
 
 class _Joined:
-    """One column, part by part."""
-
     def __init__(self, rows: int, buffers: Buffers) -> None:
         self._rows = rows
         self._buffers = buffers
@@ -88,7 +82,7 @@ def _flat(array: Any) -> Bytes | None:
     rows = len(array)
     if isinstance(array.type, pa.ListType):
         lengths = np.diff(array.offsets.to_numpy())
-        if array.null_count or not lengths[0] or (lengths != lengths[0]).any() or lengths[0] * rows >= _LIST_ITEMS:
+        if array.null_count or not lengths[0] or (lengths != lengths[0]).any() or lengths[0] * rows >= _LIMIT:
             return None
         array = array.flatten()
     kind = array.type

@@ -52,11 +52,7 @@ class BlockAdvance:
 
 
 def merge(advances: Iterable[BlockAdvance]) -> list[BlockAdvance]:
-    """Advances in the order in which they were taken, those of one block joined.
-
-    Raises:
-        CursorMismatch: an advance does not begin where the one before it, of the same block, ended.
-    """
+    """Join the advances of one block, in the order of taking. Raises `CursorMismatch` if one is missing or double."""
     merged: list[BlockAdvance] = []
     for advance in advances:
         if merged and (merged[-1].pass_index, merged[-1].block) == (advance.pass_index, advance.block):
@@ -94,17 +90,11 @@ class _Open(Generic[Content]):
     @property
     def last(self) -> int:
         """The last position of this block that is recorded, or -1."""
-        rows = self.rows
-        ends = [
-            *rows.positions[-1:].tolist(),
-            *rows.filtered[-1:].tolist(),
-            *(each[0] for each in rows.quarantined[-1:]),
-        ]
-        return max(ends, default=-1)
+        quarantined = [position for position, _ in self.rows.quarantined[-1:]]
+        return int(max([*self.rows.positions[-1:], *self.rows.filtered[-1:], *quarantined], default=-1))
 
     @property
     def done(self) -> bool:
-        """True if all of it is recorded."""
         return self.last < self.cursor.position  # a row read in part is not before the cursor
 
     def advance(self, items: int) -> BlockAdvance:

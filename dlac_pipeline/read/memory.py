@@ -1,7 +1,6 @@
 """Memory that is used again: large arrays whose pages stay with the process until their owner is done with reading.
 
-Fresh pages are expensive: the kernel clears each, and in a virtual machine the hypervisor may have to find it first. That can
-take as long as decoding into it. A leased array returns automatically once nothing refers to it any more.
+Fresh pages are expensive: the kernel clears each, which can take as long as decoding into it.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Packing: documents of one key group's blocks in, sequences of T tokens out, or, without packing, samples."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -24,7 +24,6 @@ class Taken:
     count: int
     """Sequences or samples, fewer than requested at the end of the line."""
     items: int
-    """Tokens without padding, or samples."""
     cursor: Cursor
     advances: list[BlockAdvance]
     columns: dict[str, Array]
@@ -57,19 +56,11 @@ class ItemLine(ABC, Generic[Content]):
         ready = self._line.fill(need)
         return ready < need and (ready > 0 or self._line.done)
 
-    def take(self, count: int) -> Taken:
-        """Return up to `count` sequences or samples.
+    def take(self, count: int, *, lay_out: bool = True) -> Taken:
+        """Return up to `count` sequences or samples, or only pass over them without columns (`lay_out`).
 
-        Raises:
-            CursorMismatch: the first block does not continue where the line was to be resumed.
+        Raises `CursorMismatch` if the first block does not continue where the line was to be resumed.
         """
-        return self._pass(count, self._columns)
-
-    def skip(self, count: int) -> Taken:
-        """Pass over what `take` would give, without laying it out."""
-        return self._pass(count, lambda pieces, items: {})
-
-    def _pass(self, count: int, columns_of: Callable[[list[Piece[Content]], int], dict[str, Array]]) -> Taken:
         wanted = count * self._length
         items = min(wanted, self._line.fill(wanted))
         if not self._drain:
@@ -80,7 +71,7 @@ class ItemLine(ABC, Generic[Content]):
             items=items,
             cursor=self.cursor,
             advances=advances,
-            columns=columns_of(pieces, items),
+            columns=self._columns(pieces, items) if lay_out else {},
         )
 
     @abstractmethod

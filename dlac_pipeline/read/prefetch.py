@@ -23,7 +23,6 @@ class Wanted(Generic[Prepared]):
     """Bytes that a thread also takes to prepare it, which the allocator keeps."""
     prepare: Callable[[], Prepared]
     size_of: Callable[[Prepared], int]
-    """The size in bytes of what was prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,6 @@ class Prefetcher:
             self.peak_bytes = max(self.peak_bytes, used)
 
     def _used(self) -> int:
-        """Bytes that count towards the budget."""
         blocks = sum(self._held.values()) + sum(request.size_bytes for request in self._ahead.values())
         used = blocks + self._threads * self._scratch_bytes + self._beside_bytes()
         self.peak_bytes = max(self.peak_bytes, used)

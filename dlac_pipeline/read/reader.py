@@ -21,6 +21,7 @@ import torch.distributed as dist
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.assemble import assemble, assemble_run
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.documents import Documents, Samples
@@ -158,7 +159,8 @@ class RankReader:
         between, last, counted = first, self._order.total_steps, self._order.counted
         while last is None or self._step < last:
             if between:
-                if not self._belongs_to_leg(self._skip_batch()):
+                _, source = self._take(give=False)
+                if not self._belongs_to_leg(int((source >= 0).sum())):
                     return
                 between -= 1
                 continue
@@ -254,20 +256,15 @@ class RankReader:
         """Return True if a batch with so many samples of this rank belongs to the leg, as far as this rank knows."""
         return self._order.counted or samples == self._slots or (samples > 0 and not self._order.settings.pending_tail)
 
-    def _skip_batch(self) -> int:
-        """Skip the next batch. Return its samples on this rank."""
+    def _take(self, *, give: bool = True) -> tuple[list[GroupBatch], Ints]:
+        """Take the next batch from the key groups. Return their parts, and the source of each slot of this rank."""
         self._step += 1
-        taken = [part.take(give=False) for part in self._parts]
+        taken = [part.take(give=give) for part in self._parts]
         mine = [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]
-        return sum(int((source >= 0).sum()) for source in mine)
+        return taken, np.concatenate(mine)
 
     def _read(self, rows: int, tokens: int) -> tuple[Batch, int, int]:
-        """The next batch, with its samples and items on this rank."""
-        self._step += 1
-        taken = [part.take() for part in self._parts]
-        source = np.concatenate(
-            [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]
-        )
+        taken, source = self._take()
         batch = Batch(
             step=self._step,
             tensors={name: torch.from_numpy(array) for name, array in self._gather(taken).items()},
@@ -289,7 +286,6 @@ class RankReader:
         return batch, int((source >= 0).sum()), sum(each.items for each in taken)
 
     def _gather(self, taken: Sequence[GroupBatch]) -> dict[str, Array]:
-        """The tensors of a batch."""
         starts = np.cumsum([0, *(part.width for part in self._parts)])
         pieces = [
             (columns, rows, slots + start)
@@ -308,8 +304,8 @@ class RankReader:
         """Remember what the columns are, for batches in which this rank has no sample."""
         for name, column in columns.items():
             listed = column.offsets is None and column.values.ndim == 2
-            self._lengths[name] = column.values.shape[1] if listed else 0
-            length = self._lengths[name] if listed else None
+            length = column.values.shape[1] if listed else None
+            self._lengths[name] = length or 0
             self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length))
 
 
@@ -322,8 +318,8 @@ def open_streams(opened: "OpenLeg", prefetch: Prefetcher) -> OpenStream:
 def _opener(opened: "OpenLeg", prefetch: Prefetcher, index: int) -> Callable[[int, Cursor], Stream]:
     source, order, leg = opened.sources[index], opened.order.sources[index], opened.leg
     if not leg.streamed[index]:
-        columns = source.to_columns()
-        blocks = SourceBlocks(index, order, source.decoder, prefetch, columns, size_of_columns, portions=True)
+        prepare = source.prepare_columns
+        blocks = SourceBlocks(index, order, source.decoder, prefetch, prepare, size_of_columns, portions=True)
         return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
     if leg.sequences.length:
         documents, sequences = source.to_documents(leg.sequences, opened.tokenizer), leg.sequences

@@ -39,35 +39,25 @@ class Given:
     advances: list[BlockAdvance] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class SourceBlocks(Generic[Prepared]):
     """The blocks of one source, decoded and prepared ahead for one rank.
 
     With `portions` a block that is not shuffled is decoded a few slices at a time, as no more of it is needed in memory.
     """
 
-    def __init__(
-        self,
-        source: int,
-        order: SourceOrder,
-        decoder: BlockDecoder,
-        prefetch: Prefetcher,
-        prepare: Callable[[RowRange, pa.Table], Prepared],
-        size_of: Callable[[Prepared], int],
-        *,
-        portions: bool = False,
-    ) -> None:
-        self.order = order
-        self._portions = portions
-        self._row_bytes: float | None = None
-        self._source = source
-        self._decoder = decoder
-        self._prefetch = prefetch
-        self._prepare = prepare
-        self._size_of = size_of
+    source: int
+    order: SourceOrder
+    decoder: BlockDecoder
+    prefetch: Prefetcher
+    prepare: Callable[[RowRange, pa.Table], Prepared]
+    size_of: Callable[[Prepared], int]
+    portions: bool = False
+    _row_bytes: float | None = None
 
     def walk(self, group: int, cursor: Cursor) -> "BlockWalk[Prepared]":
         """The blocks of a key group from a cursor on."""
-        return BlockWalk(self, self._prefetch, group, cursor)
+        return BlockWalk(self, self.prefetch, group, cursor)
 
     def wanted(self, group: int, row_range: RowRange) -> Wanted[Prepared]:
         """Return the preparation of a range's block."""
@@ -76,27 +66,27 @@ class SourceBlocks(Generic[Prepared]):
 
         def prepare() -> Prepared:
             try:
-                return self._prepare(row_range, self._decoder.decode(units, slices))
+                return self.prepare(row_range, self.decoder.decode(units, slices))
             except RowRejected as err:
                 unit, row = row_range.block.place_of(err.position)
                 path = units.file_paths[int(units.file[unit])]
                 raise TransformFailed(f"row {units.first_row[unit] + row} of {path!r}: {err}") from err
 
         def size_of(prepared: Prepared) -> int:
-            size = self._size_of(prepared)
+            size = self.size_of(prepared)
             self._row_bytes = size / max(1, rows)
             return size
 
         size = int(_encoded_bytes(units, slices).sum()) if self._row_bytes is None else int(rows * self._row_bytes)
         first = 0 if row_range.portion is None else row_range.portion[0]
-        key = (self._source, row_range.pass_index, group, row_range.block.index, first)
+        key = (self.source, row_range.pass_index, group, row_range.block.index, first)
         whole = int(units.bytes[slices.unit].max(initial=0))  # of a slice, too, all of the row group is decoded
         return Wanted(key, size, _SCRATCH * whole, prepare, size_of)
 
     def row_ranges(self, group: int, cursor: Cursor) -> Iterator[RowRange]:
         """Yield the row_ranges of a key group from a cursor on, each as large as is decoded at once."""
         for row_range in self.order.row_ranges(group, self.order.consumed_at(group, cursor)):
-            if self._portions and not row_range.cut.settings.shuffle:
+            if self.portions and not row_range.cut.settings.shuffle:
                 yield from row_range.portions(_slices_at_once(row_range))
             else:
                 yield row_range
@@ -196,15 +186,15 @@ class Walk(Protocol):
         ...
 
 
+@dataclass(slots=True)
 class RowStream:
     """Live rows as samples."""
 
-    def __init__(self, walk: Walk, cursor: Cursor) -> None:
-        self._walk = walk
-        self._row_range: RowRange | None = None
-        self._columns: Columns = {}
-        self._at = 0
-        self.cursor = cursor
+    _walk: Walk
+    cursor: Cursor
+    _row_range: RowRange | None = None
+    _columns: Columns = field(default_factory=dict)
+    _at: int = 0
 
     @property
     def exhausted(self) -> bool:
@@ -253,7 +243,6 @@ class RowStream:
         self._walk.close()
 
     def _entered(self) -> RowRange:
-        """Return the range of the next row."""
         if self._row_range is None or self._at == self._row_range.stop:
             self._columns = {}
             self._row_range, self._columns = next(self._walk)
@@ -301,7 +290,7 @@ class ItemStream:
         items = 0
         pieces: list[Piece] = []
         if low:
-            parts.append(self._line.skip(low))
+            parts.append(self._line.take(low, lay_out=False))
         if low < high:
             taken = self._line.take(high - low)
             parts.append(taken)
@@ -309,7 +298,7 @@ class ItemStream:
             columns = {name: Column(array) for name, array in taken.columns.items()}
             pieces = [(columns, np.arange(taken.count, dtype=np.int64))] if taken.count else []
         if high < count:
-            parts.append(self._line.skip(count - high))
+            parts.append(self._line.take(count - high, lay_out=False))
         return Given(
             count=sum(part.count for part in parts),
             items=items,

@@ -11,7 +11,7 @@ The schema and the source's declarations determine the tensors of a column, neve
     declared nullable          also: name.valid [rows], bool; a null reads as zeros, or as empty
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 _ITEMS: dict[type, type[np.generic]] = {
     ice.BooleanType: np.bool_,
     ice.IntegerType: np.int32,
@@ -72,7 +73,7 @@ class Column:
 
     values: Array
     offsets: Ints | None = None
-    valid: npt.NDArray[np.bool_] | None = None
+    valid: Flags | None = None
 
     @property
     def rows(self) -> int:
@@ -115,14 +116,8 @@ def kinds_of(
     fields = {field.name: field.field_type for field in schema.fields}
     check_names(schema, (*names, *ragged, *nullable))
     kinds = {name: _kind_of(name, fields[name], name in ragged, name in nullable) for name in names}
-    _check_tensor_names(kinds.values())
-    return kinds
-
-
-def _check_tensor_names(kinds: Iterable[ColumnKind]) -> None:
-    """Check that no two columns yield a tensor of the same name."""
     made_by: dict[str, str] = {}
-    for kind in kinds:
+    for kind in kinds.values():
         for tensor in kind.tensors:
             other = made_by.setdefault(tensor, kind.name)
             if other != kind.name:
@@ -131,14 +126,11 @@ def _check_tensor_names(kinds: Iterable[ColumnKind]) -> None:
                     f"expected tensors of different names from columns {first!r} and {second!r}, found {tensor!r} from both: "
                     f"leave one of them out of `columns`, or rename column {second!r} in the table"
                 )
+    return kinds
 
 
 def check_names(schema: Schema, names: Sequence[str]) -> None:
-    """Check that every named column exists, whatever its type.
-
-    Raises:
-        NoSuchColumn: a column is not at the top level of the schema.
-    """
+    """Raise `NoSuchColumn` unless every named column is at the top level of the schema, whatever its type."""
     fields = [field.name for field in schema.fields]
     for name in names:
         if name not in fields:
@@ -165,9 +157,7 @@ def _kind_of(name: str, column_type: ice.IcebergType, ragged: bool, nullable: bo
     return ColumnKind(name=name, items=np.dtype(items), listed=listed, ragged=ragged, nullable=nullable)
 
 
-def to_column(
-    column: pa.ChunkedArray, kind: ColumnKind, *, origin: str, live: npt.NDArray[np.bool_] | None = None
-) -> Column:
+def to_column(column: pa.ChunkedArray, kind: ColumnKind, *, origin: str, live: Flags | None = None) -> Column:
     """Return a column in the table's Arrow type as arrays: views of the Arrow buffers where possible.
 
     `live` [rows] are the rows that are read, where others are dead and have undefined content.
@@ -209,8 +199,7 @@ def _of_array(array: Any, kind: ColumnKind, origin: str) -> Column:
     return Column(_zeroed(values, valid), None, valid)
 
 
-def _zeroed(values: Array, valid: npt.NDArray[np.bool_] | None) -> Array:
-    """The values with zeros in place of nulls."""
+def _zeroed(values: Array, valid: Flags | None) -> Array:
     if valid is None or valid.all():
         return values
     values = values.copy()
@@ -236,7 +225,7 @@ def _fixed_bytes(array: Any) -> Array:
     return found[array.offset * width : (array.offset + len(array)) * width].reshape(len(array), width)
 
 
-def _byte_strings(array: Any, valid: npt.NDArray[np.bool_] | None) -> Column:
+def _byte_strings(array: Any, valid: Flags | None) -> Column:
     empty = "" if pa.types.is_string(array.type) or pa.types.is_large_string(array.type) else b""
     array = array.fill_null(empty) if array.null_count else array
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -248,7 +237,7 @@ def _byte_strings(array: Any, valid: npt.NDArray[np.bool_] | None) -> Column:
     return Column(np.frombuffer(values_buffer or b"", dtype=np.uint8), offsets, valid)
 
 
-def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, origin: str) -> Column:
+def _lists(array: Any, kind: ColumnKind, valid: Flags | None, origin: str) -> Column:
     lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64, copy=False)
     values = array.flatten()  # of the rows that are not null
     if values.null_count:
@@ -274,11 +263,7 @@ def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, or
 
 
 def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:
-    """Return a column as an array [rows] or [rows, length]: a view of the Arrow buffers where possible.
-
-    Raises:
-        UnsupportedColumn: nulls, or lists of different lengths. The message names the column and the file (`origin`).
-    """
+    """Return a column as an array [rows] or [rows, length], a view where possible. Raises as `to_column`."""
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     items = column.type.value_type if listed else column.type
     dtype = np.dtype(np.uint8 if pa.types.is_fixed_size_binary(items) else items.to_pandas_dtype())

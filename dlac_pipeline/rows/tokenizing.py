@@ -25,10 +25,7 @@ _TEXT_BYTES_AT_ONCE = 2**20
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library, which releases the GIL while it encodes. Its result depends on the text alone.
-
-    `digest` identifies the results.
-    """
+    """A tokenizer that releases the GIL, and whose tokens depend on the text alone. `digest` identifies the results."""
 
     def __init__(self, backend: Backend, *, name: str, digest: str) -> None:
         # One thread per call: the reader's background threads are the parallelism, they leave the other cores to the
@@ -52,11 +49,7 @@ class Tokenizer:
         return np.concatenate(values), np.cumsum(np.concatenate(lengths))
 
     def token_id(self, token: str) -> int:
-        """The id of a token by its name.
-
-        Raises:
-            TokenizerUnreadable: there is no such token.
-        """
+        """The id of a token by its name. Raises `TokenizerUnreadable` if there is no such token."""
         found = self._backend.token_to_id(token)
         if found is None:
             raise TokenizerUnreadable(
@@ -67,11 +60,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer of a JSON file, or, by folder or name, one of transformers (where that is installed).
-
-    Raises:
-        TokenizerUnreadable: there is none, it cannot be read, or it is not a fast one.
-    """
+    """The tokenizer of a JSON file, or a fast one of transformers by folder or name. Raises `TokenizerUnreadable`."""
     path = Path(name)
     if path.is_file():
         return _from_file(path)
@@ -129,19 +118,14 @@ def _parts(texts: pa.StringArray | pa.LargeStringArray) -> Iterator[Any]:
 
 def is_text(column_type: pa.DataType) -> bool:
     """Return True if a column of this type is tokenized."""
-    if pa.types.is_dictionary(column_type):
-        column_type = column_type.value_type
-    return bool(
-        pa.types.is_string(column_type) or pa.types.is_large_string(column_type) or pa.types.is_string_view(column_type)
-    )
+    kind = column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def tokens_of_lists(lists: pa.ChunkedArray, name: str) -> tuple[Tokens, Ints]:
-    """Return tokens of a column of lists of integers, and offsets: a view of the Arrow buffers of one chunk of int32 or
-    int64.
+    """Return tokens of a column of lists of integers, and offsets: a view of the buffers of one chunk of int32 or int64.
 
-    Raises:
-        UnsupportedColumn: another type, or nulls inside the lists.
+    Raises `UnsupportedColumn` if another type, or nulls inside the lists.
     """
     parts = [_list_tokens(chunk, name) for chunk in lists.chunks]
     if len(parts) == 1:

@@ -2,11 +2,9 @@
 
     def f(batch: pa.RecordBatch) -> pa.RecordBatch
 
-The function maps, drops or multiplies rows. Its result for a row may depend on nothing but that row: not on the other rows of
-the batch, not on how rows were batched, not on earlier calls, the clock or chance. Several background threads may call it at
-the same time. Its batch has one more column, `dlac_row` (int64: 0, 1, 2, ...). If the output has `dlac_row`, it names the
-input row of each output row, in non-decreasing order: missing numbers are dropped rows, repeated ones are rows that became
-several. Without it, output row i comes from input row i.
+The function maps, drops or multiplies rows. Its result for a row may depend on nothing but that row. Several background threads
+may call it at the same time. If its output has the column `dlac_row` of its input (int64: 0, 1, 2, ...), it names the input row
+of each output row, in non-decreasing order. Without it, output row i comes from input row i. See docs/reading.md.
 """
 
 import importlib
@@ -67,11 +65,7 @@ class Transformed:
 
 
 def load_transform(name: str) -> Transform:
-    """The function named "path/to/file.py:function" or "package.module:function".
-
-    Raises:
-        TransformFailed: there is no such file, module or function, or importing it raised.
-    """
+    """The function named "path/to/file.py:function" or "package.module:function". Raises `TransformFailed` without one."""
     origin, colon, attribute = name.rpartition(":")
     if not colon or not origin or not attribute:
         raise TransformFailed(
@@ -171,22 +165,20 @@ class _Call:
     def _bisected(self, batch: pa.RecordBatch, start: int, err: Exception) -> Transformed:
         reason = f"{type(err).__name__}: {err}"
         if len(batch) == 1:
-            return self._rejected(int(self.positions[start]), reason, err)
+            position = int(self.positions[start])
+            if self.reject == "quarantine":
+                return Transformed(pa.table({}), np.zeros(0, dtype=np.int64), ((position, reason),))
+            raise RowRejected(
+                position,
+                f"expected transform {self.transform.name!r} to take every row, found that it raises {reason} for the row at "
+                f'position {position}: correct it, drop such rows in it, or choose on_reject = "quarantine"',
+            ) from err
         part = self.joined(_halves(batch, start, self.run))
         if not part.rejected:
             raise self._failed(
                 "to depend on each row alone", f"{reason} for {len(batch)} rows together and for no part of them"
             ) from err
         return part
-
-    def _rejected(self, position: int, reason: str, err: Exception) -> Transformed:
-        if self.reject == "quarantine":
-            return Transformed(pa.table({}), np.zeros(0, dtype=np.int64), ((position, reason),))
-        raise RowRejected(
-            position,
-            f"expected transform {self.transform.name!r} to take every row, found that it raises {reason} for the row at "
-            f'position {position}: correct it, drop such rows in it, or choose on_reject = "quarantine"',
-        ) from err
 
     def _checked(self, output: Any, rows: int) -> tuple[pa.Table, Ints]:
         if isinstance(output, pa.RecordBatch):
@@ -207,7 +199,6 @@ class _Call:
         return output.drop_columns([ROW]), row
 
     def joined(self, parts: list[Transformed]) -> Transformed:
-        """Parts one after the other."""
         rejected = tuple(each for part in parts for each in part.rejected)
         tables = [part.table for part in parts if part.table.num_columns]
         if not tables:
@@ -219,7 +210,6 @@ class _Call:
         return Transformed(table, np.concatenate([part.row for part in parts]), rejected)
 
     def compare(self, whole: Transformed, halves: list[Transformed]) -> None:
-        """Raise if halves give something else than the whole."""
         again = self.joined(halves)
         same_rows = np.array_equal(whole.row, again.row) and whole.rejected == again.rejected
         if same_rows and _same(whole.table, again.table):

@@ -1,8 +1,7 @@
 """Reader State Tracker: the consumption of each finished optimizer step, since the last checkpoint.
 
-It advances when an optimizer step is done, never when a batch is returned: prefetched rows are not consumed. Where the step
-alone determines consumption it keeps a reference and a flag per step, and the ledger's rows are computed from the order when
-a checkpoint is taken. Of streamed sources it keeps the readers' reports, joined per block.
+It advances when an optimizer step is done, never when a batch is returned: prefetched rows are not consumed. Of streamed
+sources it keeps the readers' reports, joined per block. Otherwise the order and the steps determine the ledger's rows.
 """
 
 import copy
@@ -47,11 +46,7 @@ class ReaderStateTracker:
         self.step = self.committed_step
 
     def step_done(self, batch: Batch, *, applied: bool) -> None:
-        """Record that the optimizer step of `batch` is done.
-
-        Raises:
-            CursorMismatch: a step was left out or recorded twice.
-        """
+        """Record the finished optimizer step of `batch`. Raises `CursorMismatch` if a step was left out or double."""
         if batch.step != self.step + 1:
             raise CursorMismatch(
                 f"expected step_done for step {self.step + 1}, found step {batch.step}: call it once per batch, in order"
@@ -97,20 +92,12 @@ class ReaderStateTracker:
 
 
 def _advance(source: int, group: int, moved: _Moved) -> AdvanceRow:
-    part = moved.advance
+    same = {name: getattr(moved.advance, name) for name in BlockAdvance.__dataclass_fields__}
     return AdvanceRow(
+        **{**same, "filtered": tuple(moved.advance.filtered.tolist())},
         source=source,
-        pass_index=part.pass_index,
         key_group=group,
-        block=part.block,
-        position_start=part.position_start,
-        position_end=part.position_end,
         first_step=moved.first_step,
         last_step=moved.last_step,
-        rows_consumed=part.rows_consumed,
         applied=moved.applied,
-        token_start=part.token_start,
-        token_end=part.token_end,
-        filtered=tuple(part.filtered.tolist()),
-        quarantined=part.quarantined,
     )

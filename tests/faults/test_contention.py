@@ -29,8 +29,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow, RetireRow
-from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, run_upkeep
 from tests.conftest import wait_until
 from tests.forked import Forked
 from tests.postgres_server import needs_postgres, postgres

@@ -28,7 +28,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     NameRow,
     QuarantinedCheckpointRow,
 )
-from dlac_pipeline.lakehouse.maintenance.compaction import compact
+from dlac_pipeline.lakehouse.maintenance.upkeep import compact
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

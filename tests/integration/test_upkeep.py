@@ -21,9 +21,8 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
-from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES, compact
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
-from dlac_pipeline.lakehouse.maintenance.upkeep import remove_orphans, run_upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, compact, remove_orphans, run_upkeep
 from dlac_pipeline.lakehouse.retrying import retrying
 from jobs.definitions import defs
 
@@ -309,7 +308,7 @@ def test_busy_table_is_left_for_later(ledger: Ledger, monkeypatch: pytest.Monkey
         raise CommitConflict("somebody else was faster")
 
     monkeypatch.setattr(SqlCatalog, "commit_table", refused)
-    monkeypatch.setattr("dlac_pipeline.lakehouse.maintenance.compaction.retrying", partial(retrying, 0.5))
+    monkeypatch.setattr("dlac_pipeline.lakehouse.maintenance.upkeep.retrying", partial(retrying, 0.5))
     (busy,) = [each for each in run_upkeep(ledger.lakehouse) if each.busy]
     assert (busy.table, busy.merged_files) == ("consumption", 0)
     monkeypatch.undo()

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.cut import MAX_BLOCK_ROWS, choose_permutation
-from dlac_pipeline.plan.keys import derive_key, draw_sort_keys, mix
+from dlac_pipeline.plan.cut import MAX_BLOCK_ROWS, choose_permutation, derive_key, draw_sort_keys, mix
 
 KEYS = st.integers(0, 2**64 - 1)
 

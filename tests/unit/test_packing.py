@@ -194,7 +194,7 @@ def test_shared_key_group_is_one_line(line: Line, length: int, mine: int, theirs
     whole = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     part = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     while not whole.exhausted:
-        taken, skipped, own = whole.take(theirs + mine), part.skip(theirs), part.take(mine)
+        taken, skipped, own = whole.take(theirs + mine), part.take(theirs, lay_out=False), part.take(mine)
         assert taken.cursor == part.cursor
         assert taken.count == skipped.count + own.count
         assert np.array_equal(taken.columns["tokens"][skipped.count :], own.columns["tokens"])
@@ -249,7 +249,7 @@ def test_cursor_is_independent_of_take_size(line: Line, length: int) -> None:
     ones = read(line, length, [1], drain=True)
     for count in range(1, len(ones) + 1):
         packer = Packer(line.documents(Cursor()), length=length)
-        assert packer.skip(count).cursor == ones[count - 1].cursor
+        assert packer.take(count, lay_out=False).cursor == ones[count - 1].cursor
 
 
 @EXAMPLES
@@ -272,6 +272,6 @@ def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
     assert all(s.columns["pair"].shape == (s.count, 2) for s in taken if s.count)
     check_advances(line, taken)
     other = Sampler(line.samples(Cursor()))
-    assert other.skip(seen).count == line.total
+    assert other.take(seen, lay_out=False).count == line.total
     assert other.exhausted
     assert other.cursor == sampler.cursor

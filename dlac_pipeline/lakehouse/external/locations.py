@@ -1,7 +1,6 @@
-"""Names of tables of other formats: format and location in, identifier and name of the mirror out.
+"""Names of tables of other formats, such as "delta:/data/events", wherever DLAC names tables: in plans, legs and audits.
 
-An identifier such as "delta:/data/events" is the name of such a table wherever DLAC names tables: in plans, legs and audits. The
-location has a slash, by which it differs from a table of a catalog that is named "delta".
+The location has a slash, by which it differs from a table of a catalog that is named "delta".
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Mirrors of tables of other formats: an Iceberg table of the lakehouse's own catalog over the data files in their place.
 
-One version becomes one snapshot, whose id is the version's number. Nothing is copied but the positions of dead rows. So plans,
-legs, readers and audits see an Iceberg table, and know no other format. `main` has versions in growing order. A version that
-is older than its head is a snapshot apart. See docs/design/0017-other-formats.md.
+One version becomes one snapshot, whose id is the version's number. Nothing is copied but the positions of dead rows. `main`
+has versions in growing order. A version that is older than its head is a snapshot apart. See
+docs/design/0017-other-formats.md.
 """
 
 from collections import defaultdict
@@ -41,7 +41,6 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
 from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire_in
-from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 from dlac_pipeline.lakehouse.s3_objects import SETTINGS
 
@@ -86,13 +85,6 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
                 return table
     source = _open_source(*place, lakehouse.config.catalog_properties())
     return retrying(of=errors.CommitConflict)(partial(_mirror, lakehouse, identifier, source, number))
-
-
-def load_unchanged(lakehouse: Lakehouse, identifier: str, number: int | None = None) -> Table:
-    """Return `load_version`, after a check that no registered Parquet file of the table has changed. Raises as both."""
-    table = load_version(lakehouse, identifier, number)
-    check_registered(table)
-    return table
 
 
 def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
@@ -247,7 +239,6 @@ def _kind(field: NestedField) -> tuple[str, str]:
 
 
 def _spec(metadata: TableMetadata, schema: Schema, columns: Sequence[str]) -> PartitionSpec:
-    """Return the spec of the mirror with the identities of these columns."""
     ids = {name: schema.find_field(name).field_id for name in columns}
     fields = tuple(
         PartitionField(source_id=field_id, field_id=1000 + field_id, transform=IdentityTransform(), name=name)
@@ -258,7 +249,6 @@ def _spec(metadata: TableMetadata, schema: Schema, columns: Sequence[str]) -> Pa
 
 
 def _layout_updates(metadata: TableMetadata, version: ExternalVersion) -> Iterator[update.TableUpdate]:
-    """Make the version's schema and partitions those of the mirror."""
     schema = _schema(metadata, version.schema)
     spec = _spec(metadata, schema, version.partition_columns)
     if schema not in metadata.schemas:
@@ -282,9 +272,8 @@ class _VersionSnapshot(_OverwriteFiles):
         files = {file.path: file for file in version.files}
         # a file with rows that live again counts as removed and added
         kept = {path for path in before.keys() & files.keys() if files[path].continues(before[path].bytes, dead[path])}
-        self._died = [
-            each for each in version.files if len(each.dead) > (len(dead[each.path]) if each.path in kept else 0)
-        ]
+        died_before = {path: len(dead[path]) for path in kept}
+        self._died = [each for each in version.files if len(each.dead) > died_before.get(each.path, 0)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             added = [file for file in version.files if file.path not in kept]
             for file, rows in zip(added, pool.map(partial(ExternalFile.count_rows, io=table.io), added), strict=True):
@@ -351,7 +340,6 @@ class _Manifest(manifest.ManifestWriterV2):
     kind = manifest.ManifestContent.DATA
 
     def content(self) -> manifest.ManifestContent:
-        """Return the kind of the files."""
         return self.kind
 
     @property

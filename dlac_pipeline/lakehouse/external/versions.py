@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable
+from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.deletes import Ints
 
 
@@ -29,14 +29,9 @@ class ExternalFile:
         """Return the number of rows, from the footer if the table does not record it. Raises `DataFileUnreadable`."""
         if self.rows is not None:
             return self.rows
-        try:
-            with io.new_input(self.path).open() as stream:
-                return int(pq.ParquetFile(stream).metadata.num_rows)
-        except (OSError, pa.ArrowException) as err:
-            raise DataFileUnreadable(
-                f"expected a Parquet file at {self.path!r}, found {type(err).__name__}: {err}; restore it, or name a later "
-                "source.version"
-            ) from err
+        place, advice = f"a Parquet file at {self.path!r}", "restore it, or name a later source.version"
+        with expect(place, advice), io.new_input(self.path).open() as stream:
+            return int(pq.ParquetFile(stream).metadata.num_rows)
 
     def continues(self, size: int | None, dead: Ints) -> bool:
         """Return True if it is the file that had this size and these dead rows, and no row lives again."""

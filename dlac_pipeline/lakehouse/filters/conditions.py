@@ -163,11 +163,28 @@ class _OnOne(Condition):
 
     @property
     def paths(self) -> tuple[FieldPath, ...]:
-        """The one column."""
         return (self.path,)
 
-    def _facts(self, known: Known) -> Facts:
-        return known.get(self.path.field_id, UNKNOWN)
+    def may_be_true(self, known: Known) -> bool:
+        return self._may_be_true(known.get(self.path.field_id, UNKNOWN))
+
+    def must_be_true(self, known: Known) -> bool:
+        return self._must_be_true(known.get(self.path.field_id, UNKNOWN))
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        return self._true_rows(self.path.values(table))
+
+    @abstractmethod
+    def _may_be_true(self, facts: Facts) -> bool:
+        """Return True if the facts leave room for a value for which the condition is true."""
+
+    @abstractmethod
+    def _must_be_true(self, facts: Facts) -> bool:
+        """Return True if the facts prove the condition of every row."""
+
+    @abstractmethod
+    def _true_rows(self, values: Any) -> _Flags:
+        """Return the rows for whose values it is true."""
 
     @cached_property
     def _has_nan(self) -> bool:
@@ -189,19 +206,13 @@ class IsNull(_OnOne):
 
     negated: bool = False
 
-    def may_be_true(self, known: Known) -> bool:
-        """Return True if a null, or a value, may occur."""
-        facts = self._facts(known)
+    def _may_be_true(self, facts: Facts) -> bool:
         return facts.may_have_value if self.negated else facts.may_be_null
 
-    def must_be_true(self, known: Known) -> bool:
-        """Return True if nothing else occurs."""
-        facts = self._facts(known)
+    def _must_be_true(self, facts: Facts) -> bool:
         return not (facts.may_be_null if self.negated else facts.may_have_value)
 
-    def true_rows(self, table: pa.Table) -> _Flags:
-        """Return the rows with a null, or those with a value."""
-        values = self.path.values(table)
+    def _true_rows(self, values: Any) -> _Flags:
         return _flags(pc.is_valid(values) if self.negated else pc.is_null(values))
 
 
@@ -211,21 +222,15 @@ class IsNan(_OnOne):
 
     negated: bool = False
 
-    def may_be_true(self, known: Known) -> bool:
-        """Return True if a NaN, or a value, may occur."""
-        facts = self._facts(known)
+    def _may_be_true(self, facts: Facts) -> bool:
         return facts.may_have_value and (self.negated or self._may_be_nan(facts))
 
-    def must_be_true(self, known: Known) -> bool:
-        """Return True if only values occur, none of them NaN."""
-        facts = self._facts(known)
+    def _must_be_true(self, facts: Facts) -> bool:
         return self.negated and not facts.may_be_null and not self._may_be_nan(facts)
 
-    def true_rows(self, table: pa.Table) -> _Flags:
-        """Return the rows with NaN, or those with another value."""
-        values = self.path.values(table)
+    def _true_rows(self, values: Any) -> _Flags:
         if not self._has_nan:
-            return _flags(pc.is_valid(values)) if self.negated else np.zeros(len(table), dtype=np.bool_)
+            return _flags(pc.is_valid(values)) if self.negated else np.zeros(len(values), dtype=np.bool_)
         nan = pc.is_nan(values)
         return _flags(pc.invert(nan) if self.negated else nan)
 
@@ -238,24 +243,18 @@ class IsBetween(_OnOne):
     high: Any = None
     open: bool = False
 
-    def may_be_true(self, known: Known) -> bool:
-        """Return True if the bounds overlap with the limits."""
-        facts = self._facts(known)
+    def _may_be_true(self, facts: Facts) -> bool:
         above = self.high is None or facts.lower is None or self._is_below(facts.lower, self.high)
         below = self.low is None or facts.upper is None or self._is_below(self.low, facts.upper)
         return facts.may_have_value and above and below
 
-    def must_be_true(self, known: Known) -> bool:
-        """Return True if the bounds are within the limits, and nothing is null or NaN."""
-        facts = self._facts(known)
+    def _must_be_true(self, facts: Facts) -> bool:
         above = self.low is None or (facts.lower is not None and self._is_below(self.low, facts.lower))
         below = self.high is None or (facts.upper is not None and self._is_below(facts.upper, self.high))
         return not facts.may_be_null and not self._may_be_nan(facts) and above and below
 
-    def true_rows(self, table: pa.Table) -> _Flags:
-        """Return the rows whose value is within the limits."""
-        values = self.path.values(table)
-        found = np.ones(len(table), dtype=np.bool_)
+    def _true_rows(self, values: Any) -> _Flags:
+        found = np.ones(len(values), dtype=np.bool_)
         if self.low is not None:
             found &= _flags((pc.greater if self.open else pc.greater_equal)(values, self._scalar(self.low, values)))
         if self.high is not None:
@@ -273,25 +272,19 @@ class IsAmong(_OnOne):
     members: frozenset[Any] = frozenset()
     negated: bool = False
 
-    def may_be_true(self, known: Known) -> bool:
-        """Return True if a member, or something else, may occur."""
-        facts = self._facts(known)
+    def _may_be_true(self, facts: Facts) -> bool:
         if self.negated:
             return facts.may_have_value and not self._is_only_member(facts)
         return any(facts.may_hold(value) for value in self.members)
 
-    def must_be_true(self, known: Known) -> bool:
-        """Return True if only one member occurs, or none."""
-        facts = self._facts(known)
+    def _must_be_true(self, facts: Facts) -> bool:
         if facts.may_be_null:
             return False
         if self.negated:
             return not any(facts.may_hold(value) for value in self.members)
         return self._is_only_member(facts)
 
-    def true_rows(self, table: pa.Table) -> _Flags:
-        """Return the rows with a member, or those with another value."""
-        values = self.path.values(table)
+    def _true_rows(self, values: Any) -> _Flags:
         if self._has_nan:  # a hash would tell -0.0 from 0.0
             equal = (_flags(pc.equal(values, self._scalar(member, values))) for member in self.members)
             found = reduce(or_, equal)
@@ -308,30 +301,21 @@ class IsAmong(_OnOne):
 
 @dataclass(frozen=True)
 class IsLike(_OnOne):
-    """A text matches a LIKE pattern that starts with `prefix`.
-
-    `rest` is the pattern after the prefix, or None if any text may follow.
-    """
+    """A text matches a LIKE pattern: it starts with `prefix`, and the pattern `rest` follows, or any text if that is None."""
 
     prefix: str = ""
     rest: str | None = None
     negated: bool = False
 
-    def may_be_true(self, known: Known) -> bool:
-        """Return True if the bounds leave room for a text that matches, or one that does not."""
-        facts = self._facts(known)
+    def _may_be_true(self, facts: Facts) -> bool:
         settled = self._all_start(facts) and self.rest is None if self.negated else self._none_starts(facts)
         return facts.may_have_value and not settled
 
-    def must_be_true(self, known: Known) -> bool:
-        """Return True if the bounds prove a match, or its absence."""
-        facts = self._facts(known)
+    def _must_be_true(self, facts: Facts) -> bool:
         proven = self._none_starts(facts) if self.negated else self._all_start(facts) and self.rest is None
         return not facts.may_be_null and proven
 
-    def true_rows(self, table: pa.Table) -> _Flags:
-        """Return the rows whose text matches, or does not."""
-        values = self.path.values(table)
+    def _true_rows(self, values: Any) -> _Flags:
         if self.rest is None:
             found = pc.starts_with(values, self.prefix)
         else:
@@ -393,6 +377,5 @@ def _escaped(text: str) -> str:
 
 
 def _flags(found: Any) -> _Flags:
-    """Booleans with null as false."""
     flags: _Flags = pc.fill_null(found, False).to_numpy().astype(np.bool_)
     return flags

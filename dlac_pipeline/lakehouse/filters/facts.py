@@ -6,18 +6,9 @@ from math import isnan
 from typing import Any
 
 import numpy as np
+from pyiceberg import transforms
 from pyiceberg.manifest import PartitionFieldSummary
-from pyiceberg.transforms import (
-    BucketTransform,
-    DayTransform,
-    HourTransform,
-    IdentityTransform,
-    MonthTransform,
-    TimeTransform,
-    Transform,
-    TruncateTransform,
-    YearTransform,
-)
+from pyiceberg.transforms import BucketTransform, IdentityTransform, TimeTransform, Transform, TruncateTransform
 from pyiceberg.types import DecimalType, IcebergType, IntegerType
 
 from dlac_pipeline.lakehouse.filters import literals
@@ -56,9 +47,9 @@ def both(one: Facts, other: Facts) -> Facts:
         may_be_null=one.may_be_null and other.may_be_null,
         may_have_value=one.may_have_value and other.may_have_value,
         may_be_nan=one.may_be_nan and other.may_be_nan,
-        lower=_best(max, one.lower, other.lower),
-        upper=_best(min, one.upper, other.upper),
-        hashed=_both_hashed(one.hashed, other.hashed),
+        lower=_merge(max, one.lower, other.lower),
+        upper=_merge(min, one.upper, other.upper),
+        hashed=_merge(lambda mine, theirs: lambda value: mine(value) and theirs(value), one.hashed, other.hashed),
     )
 
 
@@ -106,16 +97,8 @@ def of_summary(transform: Transform[Any, Any], kind: IcebergType, summary: Parti
     return replace(found, lower=lower, upper=upper)
 
 
-def _best(pick: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+def _merge(pick: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
     return one if other is None else other if one is None else pick(one, other)
-
-
-def _both_hashed(
-    one: Callable[[Any], bool] | None, other: Callable[[Any], bool] | None
-) -> Callable[[Any], bool] | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return lambda value: one(value) and other(value)
 
 
 def _is_known(transform: Transform[Any, Any]) -> bool:
@@ -178,10 +161,10 @@ def _in_time(transform: Transform[Any, Any], kind: IcebergType, least: int, grea
 
 def _start_ns(transform: Transform[Any, Any], value: int) -> int:
     """Nanoseconds from 1970 to the start of an hour, day, month or year that is counted from 1970."""
-    if isinstance(transform, HourTransform):
+    if isinstance(transform, transforms.HourTransform):
         return value * literals.DAY_NS // 24
-    if isinstance(transform, MonthTransform | YearTransform):
-        months = value * 12 if isinstance(transform, YearTransform) else value
+    if isinstance(transform, transforms.MonthTransform | transforms.YearTransform):
+        months = value * 12 if isinstance(transform, transforms.YearTransform) else value
         return int(np.datetime64(months, "M").astype("datetime64[D]").astype(np.int64)) * literals.DAY_NS
-    assert isinstance(transform, DayTransform)
+    assert isinstance(transform, transforms.DayTransform)
     return value * literals.DAY_NS

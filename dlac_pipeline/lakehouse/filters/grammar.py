@@ -90,7 +90,6 @@ class _Binder:
         self._schema = schema
 
     def refusal(self, part: str | exp.Expr, hint: str = _HINT) -> SpecInvalid:
-        """Return the error that a part of the text has no meaning."""
         part = part if isinstance(part, str) else part.sql(dialect=_Filters)
         return SpecInvalid(
             f"expected a filter such as {_EXAMPLE}, found {self._text!r}, which makes no sense at {part!r}: {hint}"
@@ -124,7 +123,6 @@ class _Binder:
         return found
 
     def bind(self, node: exp.Expr, *, negated: bool) -> conditions.Condition:
-        """Return the condition that a node describes, or its opposite."""
         match node:
             case exp.Paren() | exp.Not():
                 return self.bind(node.this, negated=negated != isinstance(node, exp.Not))
@@ -232,14 +230,11 @@ def filter_names(inside: Schema | StructType, prefix: str = "") -> list[str]:
 
 
 def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
-    """Return the text to write where a name leads into a list or a map, or an empty string."""
     for count in range(len(names) - 1, 0, -1):
         outer = _descend(schema.fields, names[:count])
         if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
-            name, kind = (
-                conditions.FieldPath(outer).name,
-                "list" if isinstance(outer[-1].field_type, ListType) else "map",
-            )
+            name = conditions.FieldPath(outer).name
+            kind = "list" if isinstance(outer[-1].field_type, ListType) else "map"
             return f"a filter cannot look into the {kind} {name!r}; write {name} IS NULL or IS NOT NULL, or name another column"
     return ""
 

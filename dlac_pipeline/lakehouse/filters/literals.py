@@ -28,11 +28,8 @@ _CLOCK = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?")
 _ZONE = re.compile(r"([+-])(\d\d):?(\d\d)?")
 _UNITS_NS: dict[type, int] = {
     ice.DateType: DAY_NS,
-    ice.TimeType: 1_000,
-    ice.TimestampType: 1_000,
-    ice.TimestamptzType: 1_000,
-    ice.TimestampNanoType: 1,
-    ice.TimestamptzNanoType: 1,
+    **dict.fromkeys((ice.TimeType, ice.TimestampType, ice.TimestamptzType), 1_000),
+    **dict.fromkeys((ice.TimestampNanoType, ice.TimestamptzNanoType), 1),
 }
 _ZONED = (ice.TimestamptzType, ice.TimestamptzNanoType)
 _WIDTHS: dict[type, int] = {ice.IntegerType: 32, ice.DateType: 32}
@@ -41,8 +38,7 @@ _FARTHEST = 400  # decimal places: beyond every type
 _HINTS: dict[type, str] = {
     ice.BooleanType: "true or false",
     ice.StringType: "text in single quotes",
-    ice.BinaryType: "text in single quotes, or bytes such as X'0aff'",
-    ice.FixedType: "text in single quotes, or bytes such as X'0aff'",
+    **dict.fromkeys((ice.BinaryType, ice.FixedType), "text in single quotes, or bytes such as X'0aff'"),
     ice.UUIDType: "a UUID in single quotes",
     ice.DateType: "a date such as DATE '2024-01-31'",
     ice.TimeType: "a time such as TIME '12:30:00'",
@@ -150,7 +146,6 @@ def _on_grid(exact: Fraction | None, scale: int | Fraction, limits: tuple[int, i
 
 
 def _number(literal: Value) -> Fraction | None:
-    """The exact value of a number, also of one in quotes."""
     if isinstance(literal, str) and _NUMBER.fullmatch(literal.strip()):
         try:
             literal = Decimal(literal.strip())

@@ -25,12 +25,7 @@ __all__ = ["History", "OnOverwrite", "Portion", "changes"]
 
 
 def changes(
-    table: Table,
-    since: int,
-    until: int,
-    *,
-    on_overwrite: OnOverwrite = "stop",
-    identity_columns: Sequence[str] = (),
+    table: Table, since: int, until: int, *, on_overwrite: OnOverwrite = "stop", identity_columns: Sequence[str] = ()
 ) -> "History":
     """Return the changes from snapshot `since` to snapshot `until`.
 
@@ -53,9 +48,8 @@ def changes(
     """
     if table.snapshot_by_id(since) is None:
         raise AppendHistoryLost(
-            f"expected snapshot {since} of {table_name(table)!r}, up to which was planned, found it expired: pin "
-            f"snapshots with a "
-            "tag; start a new run"
+            f"expected snapshot {since} of {table_name(table)!r}, up to which was planned, found it expired: pin snapshots "
+            "with a tag; start a new run"
         )
     snapshot_of(table, until)
     rows = TableRows(table)
@@ -93,7 +87,7 @@ class History:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The changes of each snapshot, as far as it was followed."""
-        return self._found.steps
+        return tuple(self._found.steps)
 
     @property
     def identified_by(self) -> Literal["row_ids", "identity_columns", "appends"]:
@@ -106,20 +100,14 @@ class History:
     def portions(self) -> tuple[Portion, ...]:
         """Return where every new live row is read, once, in order.
 
-        Raises:
-            AppendHistoryLost: it cannot be determined.
+        Raises `AppendHistoryLost` if it cannot be determined.
         """
         if isinstance(self._found.portions, AppendHistoryLost):
             raise self._found.portions
         return self._found.portions
 
     def check(self) -> None:
-        """Check that all of it can be determined.
-
-        Raises:
-            AppendHistoryLost: new rows cannot be identified, or a rewrite did not keep the keys.
-            SpecInvalid: the identity columns do not tell rows apart.
-        """
+        """Raise what `portions` and `gone` raise, before they are used."""
         _ = self.portions
         if self._moved:
             _ = self._matched
@@ -142,19 +130,14 @@ class History:
         return np.flatnonzero(away)
 
     def old_rows(self, snapshot_id: int, path: str) -> Ints:
-        """Return sorted positions of the rows of a portion's file that were live in `since` already, and so are not new.
-
-        Raises:
-            SpecInvalid: the identity columns do not tell rows apart.
-            AppendHistoryLost: a rewrite did not keep the keys.
-        """
+        """Return sorted positions of a portion's rows that were live in `since`, and so are not new. Raises as `gone`."""
         place = (snapshot_id, path)
         return np.flatnonzero(self._matched[1][place]) if place in self._new_places else NO_ROWS
 
     def _by_place(self, path: str) -> Mask:
         """The rows of a planned file that still are where they were."""
         found = np.zeros(self._rows.files(self.since)[path].rows, dtype=np.bool_)
-        for place in self._found.places.get(path, frozenset()):
+        for place in self._found.places.get(path, ()):
             if place[1] == path:
                 found |= self._alive(place)
         return found
@@ -175,7 +158,6 @@ class History:
 
     @cached_property
     def _new_places(self) -> frozenset[Place]:
-        """The other files in which they may be."""
         return frozenset(place for path in self._moved for place in self._found.places[path] if place[1] != path)
 
     @cached_property

@@ -55,12 +55,7 @@ class Keys:
 
 
 def identity_keys(schema: Schema, columns: Sequence[str]) -> Keys:
-    """Keys from the identity columns that a user declared.
-
-    Raises:
-        NoSuchColumn: the table lacks one.
-        SpecInvalid: one is not of a primitive type.
-    """
+    """Keys of the declared identity columns. Raises `NoSuchColumn`, or `SpecInvalid` if one is not of a primitive type."""
     for name in columns:
         found = next((one for one in schema.fields if one.name == name), None)
         if found is None:
@@ -95,10 +90,7 @@ def match(
 
 
 def _join(connection: "DuckDBPyConnection", old: "_Side", new: "_Side") -> int:
-    """Mark the rows of both sides that match.
-
-    Return the number of pairs, which exceeds the rows of a side with a repeated key.
-    """
+    """Mark the matching rows. Return the number of pairs, which exceeds the rows of a side with a repeated key."""
     for name, side in (("old", old), ("new", new)):
         connection.register(name, side.reader())
     query = (
@@ -129,18 +121,17 @@ class _Side:
 
     @property
     def wanted(self) -> bool:
-        """True if any row is chosen."""
         return any(one.chosen.any() for one in self.rows)
 
     @property
     def found_rows(self) -> int:
-        """Number of rows that were found on the other side."""
         return int(np.count_nonzero(self.found))
 
     @property
     def _types(self) -> list[pa.DataType]:
         schema, names = self.keys.read
-        return [_plain_type(schema, name) for name in names]
+        kinds = [arrow_type(schema.find_field(name).field_type) for name in names]
+        return [pa.int64() if _is_whole(kind) else kind for kind in kinds]
 
     @property
     def key(self) -> str:
@@ -151,7 +142,6 @@ class _Side:
         return f"md5_number(concat({', '.join(digests)}))"
 
     def masks(self) -> list[Mask]:
-        """The found rows, by file."""
         return np.split(self.found, np.cumsum([one.file.rows for one in self.rows])[:-1]) if self.rows else []
 
     def reader(self) -> pa.RecordBatchReader:
@@ -178,13 +168,8 @@ class _Side:
     def _of_file(self, one: Rows, base: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         wanted, names = self.keys.read
         with self.table.io.new_input(one.file.path).open() as stream, open_parquet(stream, wanted.fields) as parquet:
-            columns = FileColumns.of(
-                parquet.schema_arrow,
-                wanted,
-                names,
-                name_mapping=name_mapping_of(self.table),
-                partition_values=one.file.partition_values,
-            )
+            mapping, partition_values = name_mapping_of(self.table), one.file.partition_values
+            columns = FileColumns.of(parquet.schema_arrow, wanted, names, mapping, partition_values)
             first = 0
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns.in_file):
                 at = np.arange(first, first + batch.num_rows)
@@ -203,18 +188,12 @@ class _Side:
         return column.cast(pa.int64()) if _is_whole(kind) else column
 
 
-def _plain_type(schema: Schema, name: str) -> pa.DataType:
-    kind = arrow_type(schema.find_field(name).field_type)
-    return pa.int64() if _is_whole(kind) else kind
-
-
 def _is_whole(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_temporal(kind))
 
 
 @contextmanager
 def _duckdb(memory_bytes: int) -> Iterator["DuckDBPyConnection"]:
-    """A connection of its own that spills to a folder of its own."""
     import duckdb
 
     with tempfile.TemporaryDirectory(prefix="dlac-match-") as folder:
@@ -238,7 +217,12 @@ def _failure_of(*sides: _Side) -> Iterator[None]:
 
 
 def _twice(connection: "DuckDBPyConnection", sides: Sequence[_Side], keys: Keys) -> DlacError:
-    """The error that names two rows of one side with one key."""
+    kind: type[DlacError] = AppendHistoryLost
+    expected = "expected row ids to be unique"
+    advice = "the table's metadata is broken: declare identity_columns, or start a new run"
+    if keys.columns:
+        kind, expected = SpecInvalid, f"expected identity columns {list(keys.columns)!r} to tell all rows apart"
+        advice = "declare columns that are unique, or remove the double row"
     for side in sides:
         connection.register("side", side.reader())
         query = f'SELECT min("row"), max("row") FROM side GROUP BY {side.key} HAVING count(*) > 1 ORDER BY 1 LIMIT 1'
@@ -247,27 +231,11 @@ def _twice(connection: "DuckDBPyConnection", sides: Sequence[_Side], keys: Keys)
         connection.unregister("side")
         if found is not None:
             (path, first, where), (other, second, _) = (_place(side, at) for at in found)
-            expected, done = _expected(keys)
-            values = _values(side, found[0])
-            message = (
-                f"found {values!r} twice in {where}: row {first} of {path!r} and row {second} of {other!r}; {done}"
-            )
-            return (
-                SpecInvalid(f"{expected}, {message}") if keys.columns else AppendHistoryLost(f"{expected}, {message}")
+            return kind(
+                f"{expected}, found {_values(side, found[0])!r} twice in {where}: row {first} of {path!r} and row {second} of "
+                f"{other!r}; {advice}"
             )
     return AppendHistoryLost("expected the data files to stay as they are while rows are matched, found otherwise")
-
-
-def _expected(keys: Keys) -> tuple[str, str]:
-    if keys.columns:
-        return (
-            f"expected identity columns {list(keys.columns)!r} to tell all rows apart",
-            "declare columns that are unique, or remove the double row",
-        )
-    return (
-        "expected row ids to be unique",
-        "the table's metadata is broken: declare identity_columns, or start a new run",
-    )
 
 
 def _place(side: _Side, at: int) -> tuple[str, int, str]:
@@ -279,7 +247,6 @@ def _place(side: _Side, at: int) -> tuple[str, int, str]:
 
 
 def _values(side: _Side, at: int) -> dict[str, Any]:
-    """The key columns of one row."""
     names = side.keys.read[1]
     for batch in side.reader():
         found = batch.filter(pc.equal(batch.column("row"), at))

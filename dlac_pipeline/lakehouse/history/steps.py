@@ -9,14 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
 from pyiceberg.manifest import ManifestContent, ManifestEntry, ManifestEntryStatus
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from dlac_pipeline.lakehouse.history.row_matching import Mask, Rows
-from dlac_pipeline.lakehouse.iceberg.columns import open_parquet
+from dlac_pipeline.lakehouse.iceberg.columns import expect, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes, Ints
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of, table_name
@@ -83,11 +82,8 @@ class TableRows:
         deletes = self._deletes.get(snapshot_id)
         if deletes is None:
             deletes = self._deletes[snapshot_id] = Deletes(self.table, schema)
-        try:
-            with self.table.io.new_input(path).open() as stream, open_parquet(stream, schema.fields) as parquet:
-                return deletes.dead_rows(file, parquet)
-        except (OSError, pa.ArrowException) as err:
-            raise DataFileUnreadable(f"expected data file {path!r}, found {err}: restore it") from err
+        with expect(f"data file {path!r}"), self.table.io.new_input(path).open() as stream:
+            return deletes.dead_rows(file, open_parquet(stream, schema.fields))
 
 
 def steps_between(table: Table, since: int, until: int) -> list[Step]:
@@ -113,16 +109,12 @@ def steps_between(table: Table, since: int, until: int) -> list[Step]:
 def _entries(table: Table, snapshot: Snapshot, *, own: bool) -> list[tuple[ManifestContent, ManifestEntry]]:
     """The entries of a snapshot's manifests: those that it wrote itself (deleted ones too), or all live ones."""
     found: list[tuple[ManifestContent, ManifestEntry]] = []
-    try:
+    with expect(f"the manifests of snapshot {snapshot.snapshot_id} of {table_name(table)!r}", "restore them"):
         for manifest in snapshot.manifests(table.io):
             if own and manifest.added_snapshot_id != snapshot.snapshot_id:
                 continue
             entries = manifest.fetch_manifest_entry(table.io, discard_deleted=not own)
             found.extend((manifest.content, entry) for entry in entries)
-    except OSError as err:
-        raise DataFileUnreadable(
-            f"expected the manifests of snapshot {snapshot.snapshot_id} of {table_name(table)!r}, found {err}: restore them"
-        ) from err
     return found
 
 
@@ -164,9 +156,8 @@ def _gap(table: Table, since: Snapshot, first: Snapshot, step: Step) -> Step:
     found = found or ("that nothing older is in it" if planned and not before else "")
     if found:
         raise AppendHistoryLost(
-            f"expected snapshot {first.snapshot_id} of {table_name(table)!r} to descend from {since.snapshot_id}, up "
-            f"to which was "
-            f"planned, found {found}: the table was rolled back or replaced; start a new run"
+            f"expected snapshot {first.snapshot_id} of {table_name(table)!r} to descend from {since.snapshot_id}, up to which "
+            f"was planned, found {found}: the table was rolled back or replaced; start a new run"
         )
     return Step(
         snapshot_id=first.snapshot_id,

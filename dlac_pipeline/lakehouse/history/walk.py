@@ -7,7 +7,7 @@ and planned rows are followed until one is deleted from its new place.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -23,10 +23,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """Data files that hold rows which came since, to be read as they are in one snapshot.
-
-    Rows that `History.old_rows` names are not new, and are passed over.
-    """
+    """Files with rows that came since, to be read as they are in one snapshot, but for those in `History.old_rows`."""
 
     snapshot_id: int
     files: frozenset[str]
@@ -41,21 +38,21 @@ class _Held:
     opaque: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Found:
     """Result of a walk. `portions` is the error if the history is lost."""
 
-    steps: tuple[Step, ...]
-    portions: tuple[Portion, ...] | AppendHistoryLost
-    places: Mapping[str, frozenset[Place]]
+    steps: list[Step] = field(default_factory=list)
+    portions: tuple[Portion, ...] | AppendHistoryLost = ()
+    places: dict[str, set[Place]] = field(default_factory=lambda: defaultdict(set))
     """Planned file -> where rows of it still count as live."""
-    unsure: frozenset[str]
+    unsure: set[str] = field(default_factory=set)
     """Planned files whose rows cannot be followed."""
-    spared: tuple[tuple[int, int], ...] = ()
+    spared: list[tuple[int, int]] = field(default_factory=list)
     """Snapshots before and after deletes that do not count."""
-    pure: frozenset[Place] = frozenset()
+    pure: set[Place] = field(default_factory=set)
     """Places of rewritten files that hold planned rows only."""
-    mixed: frozenset[Place] = frozenset()
+    mixed: set[Place] = field(default_factory=set)
     """Places of rewritten files that hold planned rows and others: `merged_rows` at most, all together."""
     merged_rows: int = 0
 
@@ -68,18 +65,12 @@ class Walk:
         self._on_overwrite = on_overwrite
         self._planned = rows.files(since)
         self._held = {path: _Held(frozenset((path,))) for path in self._planned}
-        self._places: dict[str, set[Place]] = defaultdict(set)  # where rows of a planned file still count as live
         self._portions: dict[int, set[str]] = defaultdict(set)
-        self._unsure: set[str] = set()
-        self._spared: list[tuple[int, int]] = []
-        self._pure: set[Place] = set()  # places of rewritten files that hold planned rows only
-        self._mixed: set[Place] = set()
-        self._merged_rows = 0
-        self._steps: list[Step] = []
+        self._found = Found()
 
     def take(self, step: Step) -> None:
         """Follow one step."""
-        self._steps.append(step)
+        self._found.steps.append(step)
         lost = [path for path in step.removed if path not in self._held]
         if lost:
             raise self._contradiction(step, f"the removal of {lost[0]!r}, which was not there")
@@ -100,7 +91,9 @@ class Walk:
         until = self._rows.files(self._until)
         if self._held.keys() != until.keys():
             different = sorted(self._held.keys() ^ until.keys())[0]
-            raise self._contradiction(self._steps[-1], f"{different!r} where it should not be, or not where it should")
+            raise self._contradiction(
+                self._found.steps[-1], f"{different!r} where it should not be, or not where it should"
+            )
         for path, held in self._held.items():
             place = (self._until, path)
             if held.fresh:
@@ -108,22 +101,13 @@ class Walk:
             if self._keys is not None or path in self._planned:
                 self._stays(place, held)
             elif len(self._rows.dead(place)):
-                self._unsure |= held.origins
-        order = [self._since, *(step.snapshot_id for step in self._steps)]
-        portions = [
+                self._found.unsure |= held.origins
+        order = [self._since, *(step.snapshot_id for step in self._found.steps)]
+        self._found.portions = tuple(
             Portion(snapshot_id=snapshot_id, files=frozenset(self._portions[snapshot_id]))
             for snapshot_id in sorted(self._portions, key=order.index)
-        ]
-        return Found(
-            steps=tuple(self._steps),
-            portions=tuple(portions),
-            places={path: frozenset(places) for path, places in self._places.items()},
-            unsure=frozenset(self._unsure),
-            spared=tuple(self._spared),
-            pure=frozenset(self._pure),
-            mixed=frozenset(self._mixed),
-            merged_rows=self._merged_rows,
         )
+        return self._found
 
     def conclude_without_history(self, err: AppendHistoryLost) -> Found:
         """Return the result if the history is lost: only files that still exist are known."""
@@ -131,18 +115,13 @@ class Walk:
         existing = {path for path in self._planned if path in until}
         if self._on_overwrite == "ignore":  # deletes may be those of an overwrite
             existing = {path for path in existing if len(self._rows.dead((self._until, path))) == 0}
-        return Found(
-            steps=tuple(self._steps),
-            portions=err,
-            places={path: frozenset({(self._until, path)}) for path in existing},
-            unsure=frozenset(self._planned.keys() - existing),
-        )
+        places = {path: {(self._until, path)} for path in existing}
+        return Found(steps=self._found.steps, portions=err, places=places, unsure=self._planned.keys() - existing)
 
     def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
         return AppendHistoryLost(
             f"expected the manifests of {table_name(self._rows.table)!r} to have its history from {self._since} to "
-            f"{self._until}, "
-            f"found in snapshot {step.snapshot_id} {found}: start a new run"
+            f"{self._until}, found in snapshot {step.snapshot_id} {found}: start a new run"
         )
 
     def _add(self, step: Step, held: _Held) -> None:
@@ -151,13 +130,13 @@ class Walk:
     def _stays(self, place: Place, held: _Held) -> None:
         """Rows of planned files count as live in this place."""
         for origin in held.origins:
-            self._places[origin].add(place)
+            self._found.places[origin].add(place)
         if held.origins and not held.opaque and place[1] not in self._planned:
-            (self._mixed if held.fresh else self._pure).add(place)
+            (self._found.mixed if held.fresh else self._found.pure).add(place)
 
     def _dropped(self, removed: Mapping[str, _Held]) -> None:
         if self._keys is None:
-            self._unsure |= _origins({path: held for path, held in removed.items() if path not in self._planned})
+            self._found.unsure |= _origins({path: held for path, held in removed.items() if path not in self._planned})
 
     def _take_gap(self, step: Step, removed: Mapping[str, _Held]) -> None:
         if self._keys is None and (removed or (step.deletes_added and self._on_overwrite != "read")):
@@ -168,7 +147,7 @@ class Walk:
                 "from old ones; declare identity_columns, or start a new run"
             )
         origins = frozenset(self._planned) if step.deletes_added else _origins(removed)
-        self._merged_rows += sum(step.added.values())
+        self._found.merged_rows += sum(step.added.values())
         self._add(step, _Held(origins if self._keys else _NOTHING, fresh=True))
 
     def _rewritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
@@ -186,7 +165,7 @@ class Walk:
             self._keep_before(step, removed)
             self._add(step, _Held(opaque=True))
         else:
-            self._merged_rows += sum(
+            self._found.merged_rows += sum(
                 step.removed[path] for path, held in removed.items() if origins and not held.origins
             )
             self._add(step, _Held(origins, any(held.fresh for held in removed.values())))
@@ -196,9 +175,9 @@ class Walk:
         for path, held in removed.items():
             nothing_lost = sum(step.removed.values()) == sum(step.added.values())
             if moved and path in self._planned and (step.parent is not None or nothing_lost):
-                self._places[path].add((self._since if step.parent is None else step.parent, path))
+                self._found.places[path].add((self._since if step.parent is None else step.parent, path))
             elif not moved or step.parent is None or len(self._rows.dead((step.parent, path))):
-                self._unsure |= held.origins
+                self._found.unsure |= held.origins
 
     def _read_before(self, step: Step, removed: Mapping[str, _Held]) -> None:
         """Fresh files are read as they were right before the step that takes them away."""
@@ -215,7 +194,7 @@ class Walk:
             if self._keys is not None or path in self._planned:
                 self._stays(place, removed[path])
             elif len(self._rows.dead(place)):
-                self._unsure |= removed[path].origins
+                self._found.unsure |= removed[path].origins
 
     def _parent(self, step: Step, why: str) -> int:
         if step.parent is None:
@@ -226,21 +205,18 @@ class Walk:
         return step.parent
 
     def _overwritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._keys is None and self._on_overwrite != "ignore":
-            return self._overwritten_unmatched(step, removed)
+        if self._keys is None and self._on_overwrite == "stop":
+            raise self._overwrite(step, "and no keys to distinguish new rows from kept ones")
+        if self._keys is None and self._on_overwrite == "read":
+            self._dropped(removed)
+            return self._add(step, _Held(fresh=True))
         sources = {**removed, **(self._held if step.deletes_added else {})}
         only_removes = self._on_overwrite != "read" and self._only_removes(step, removed)
         if self._on_overwrite == "ignore" and (not only_removes or any(held.opaque for held in sources.values())):
             return self._ignored(step, removed)
-        self._merged_rows += sum(step.added.values())
+        self._found.merged_rows += sum(step.added.values())
         fresh = not only_removes or any(held.fresh for held in sources.values())
         return self._add(step, _Held(_origins(sources), fresh))
-
-    def _overwritten_unmatched(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._on_overwrite == "stop":
-            raise self._overwrite(step, "and no keys to distinguish new rows from kept ones")
-        self._dropped(removed)
-        self._add(step, _Held(fresh=True))
 
     def _overwrite(self, step: Step, found: str) -> AppendHistoryLost:
         ways = ["or keep snapshots until every run has seen them"] if step.parent is None else []
@@ -276,7 +252,7 @@ class Walk:
         """Undo an ignored overwrite: its removed files still count, and its added files do not."""
         self._keep_before(step, removed)
         if step.deletes_added:
-            self._spared.append((self._parent(step, "rows are deleted that still count"), step.snapshot_id))
+            self._found.spared.append((self._parent(step, "rows are deleted that still count"), step.snapshot_id))
             self._read_before(step, self._held)
             for path in [path for path, held in self._held.items() if held.fresh]:
                 self._held[path] = _Held(opaque=True)

@@ -6,7 +6,8 @@ is its identity partition value, else its initial default, else null. The result
 `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from pyiceberg.schema import Schema, index_by_id
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
 
-from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, UnsupportedColumn
 
 FIELD_ID = b"PARQUET:field_id"
 READ_BY_NAME = "dlac.read-by-name"
@@ -30,6 +31,7 @@ READ_BY_NAME = "dlac.read-by-name"
 _BY_NAME = NameMapping([])
 """The mapping of such a table: the names of whatever schema it is read with."""
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
+_MICROSECONDS = {ice.TimestampType, ice.TimestamptzType}
 _PLAIN: dict[type, pa.DataType] = {
     ice.StringType: pa.string(),
     ice.BinaryType: pa.binary(),
@@ -40,6 +42,15 @@ _CHUNK_BYTES = 2**31 - 1
 _Found = tuple[pa.Field, MappedField | None]
 
 
+@contextmanager
+def expect(files: str, advice: str = "restore the file, or plan another snapshot") -> Iterator[None]:
+    """Turn the errors of pyarrow and of file systems into a `DataFileUnreadable`: expected `files`, found the error."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as err:
+        raise DataFileUnreadable(f"expected {files}, found {type(err).__name__}: {err}; {advice}") from err
+
+
 def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any) -> pq.ParquetFile:
     """Open a Parquet file of which these columns of a table are read. `options` are those of `ParquetFile`.
 
@@ -47,10 +58,7 @@ def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any)
     the table's own unit.
     """
     kinds = {type(field.field_type) for field in index_by_id(ice.StructType(*fields)).values()}
-    nanoseconds = kinds & {ice.TimestampNanoType, ice.TimestamptzNanoType} and not kinds & {
-        ice.TimestampType,
-        ice.TimestamptzType,
-    }
+    nanoseconds = kinds & {ice.TimestampNanoType, ice.TimestamptzNanoType} and not kinds & _MICROSECONDS
     return pq.ParquetFile(stream, coerce_int96_timestamp_unit="ns" if nanoseconds else "us", **options)
 
 
@@ -75,11 +83,9 @@ def large_form(kind: Any) -> Any:
     return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
 
 
-def lacks_columns(
-    file_schema: pa.Schema, schema: Schema, names: Sequence[str], name_mapping: NameMapping | None
-) -> bool:
+def lacks_columns(file_schema: pa.Schema, schema: Schema, names: Sequence[str], mapping: NameMapping | None) -> bool:
     """Return True if a file lacks one of the columns `names` of `schema`."""
-    in_file = _by_id(file_schema, schema, name_mapping)
+    in_file = _by_id(file_schema, schema, mapping)
     return any(field.name in names and field.field_id not in in_file for field in schema.fields)
 
 
@@ -110,7 +116,6 @@ class _Column:
 
     @cached_property
     def wanted(self) -> Any:
-        """The Arrow type of the table's column."""
         return arrow_type(self.field.field_type)
 
 
@@ -124,10 +129,7 @@ class Bounds:
 
 
 class FileColumns:
-    """Reading of the named columns of a table from one file.
-
-    `in_file` are the file's top-level columns to read, `absent` the named columns that are constant here.
-    """
+    """Reading of columns from one file. `in_file` are the file's columns to read, `absent` those that are constant here."""
 
     def __init__(self, columns: Sequence[_Column], first_leaves: Mapping[str, int]) -> None:
         self._columns = tuple(columns)
@@ -142,7 +144,6 @@ class FileColumns:
         file_schema: pa.Schema,
         schema: Schema,
         names: Sequence[str],
-        *,
         name_mapping: NameMapping | None = None,
         partition_values: Mapping[int, Any] = {},
     ) -> "FileColumns":
@@ -162,11 +163,7 @@ class FileColumns:
         return cls([_column(top_level[name], in_file, partition_values) for name in names], _first_leaves(file_schema))
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
-        """Return the columns in the table's names and types, from what was read of `in_file`. `rows` fill the constant ones.
-
-        Raises:
-            UnsupportedColumn: a value does not fit the table's type.
-        """
+        """Return the read columns in the table's names and types, of `rows` each. Raises `UnsupportedColumn` for other values."""
         return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
 
     def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
@@ -183,11 +180,7 @@ class FileColumns:
 
 
 def name_mapping_of(table: Table) -> NameMapping | None:
-    """Return the table's mapping of names to field ids, for files without ids, or None.
-
-    Raises:
-        UnsupportedColumn: the property is not such a mapping.
-    """
+    """Return the table's name mapping, for files without field ids, or None. Raises `UnsupportedColumn` for a broken one."""
     if READ_BY_NAME in table.properties:
         return _BY_NAME
     try:
@@ -214,7 +207,6 @@ def _first_leaves(file_schema: pa.Schema) -> dict[str, int]:
 
 
 def _leaves(arrow: pa.DataType) -> int:
-    """The columns in which Parquet stores a type."""
     if not pa.types.is_nested(arrow):
         return 1
     return sum(_leaves(arrow.field(place).type) for place in range(arrow.num_fields))
@@ -297,7 +289,7 @@ _PROMOTIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any], bool]], ...
 
 def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
     """Return least and greatest value as Arrow scalars of the table's type, or (None, None) if they are unreliable."""
-    wanted = arrow_type(column.field.field_type)
+    wanted = column.wanted
     if not statistics.has_min_max or pa.types.is_fixed_size_binary(wanted):
         return None, None
     try:

@@ -16,7 +16,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
-from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse import errors, outages
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
@@ -27,13 +27,7 @@ from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.named_catalogs import configured, source_catalog
-from dlac_pipeline.lakehouse.outages import (
-    check_address,
-    is_client_error,
-    is_misconfigured,
-    is_refused_client,
-    is_unknown_host,
-)
+from dlac_pipeline.lakehouse.outages import check_address, is_misconfigured, is_refused_client
 from dlac_pipeline.lakehouse.retrying import may_pass, rereading, retrying
 
 _T = TypeVar("_T")
@@ -80,8 +74,7 @@ class Lakehouse:
         A name such as "lake:docs.pages" is that of table docs.pages in the catalog that PyIceberg's configuration names lake.
         "delta:/data/pages" is a table of another format, whose mirror is in this catalog.
 
-        Raises:
-            CatalogMisconfigured: no catalog of that name is configured.
+        Raises `CatalogMisconfigured` if no catalog of that name is configured.
         """
         if split_identifier(identifier) is not None:
             return self, mirror_name(identifier, self.config.namespace)
@@ -120,10 +113,7 @@ class Lakehouse:
 
     def _load(self, identifier: str) -> Table:
         try:
-            for _ in range(5):
-                with suppress(FileNotFoundError):  # many commits of others have removed these metadata since
-                    return self.catalog.load_table(identifier)
-            return self.catalog.load_table(identifier)
+            return rereading()(self.catalog.load_table, identifier)  # many commits may have removed its metadata since
         except MetadataMissing as err:
             newest = newest_metadata(err.location, {**self.config.catalog_properties(), **self.relocation.properties()})
             if newest is None or identifier not in {f"{self.config.namespace}.{name}" for name in TABLES}:
@@ -139,7 +129,6 @@ class Lakehouse:
             raise self._metadata_problem(identifier, err) from err
 
     def _metadata_problem(self, identifier: str, err: Exception) -> errors.LakehouseError:
-        """Return the error that names a table whose metadata file is missing or cannot be read."""
         reason = next(iter(str(err).splitlines()), "")
         return errors.MetadataLost(
             f"expected the metadata file of table {identifier!r}, which the catalog at {self.config.address!r} names, found "
@@ -162,11 +151,7 @@ class Lakehouse:
         return True
 
     def own(self, name: str) -> Table:
-        """DLAC's own table `name`, one of `schemas.TABLES`, as it is now.
-
-        Raises:
-            FormatTooNew: it was written by a newer DLAC.
-        """
+        """Return DLAC's own table `name`, one of `schemas.TABLES`. Raises `FormatTooNew` if a newer DLAC wrote it."""
         table = self._load_not_older(name)
         found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
         if found > FORMAT_VERSION:
@@ -176,11 +161,7 @@ class Lakehouse:
         return table
 
     def _load_not_older(self, name: str) -> Table:
-        """Load DLAC's own table `name`. Its history only ever grows, so a shorter one belongs to an older catalog.
-
-        Raises:
-            LedgerOlderThanStore: rows that were read earlier are gone.
-        """
+        """Load an own table. A history only ever grows: raises `LedgerOlderThanStore` for one of an older catalog."""
         known = self._seen.get(name, ("", 0))  # before the load, because other threads read newer tables during it
         for pause_s in _LOOKS_AT_OLDER_S:
             try:
@@ -232,17 +213,11 @@ class Lakehouse:
         limit: int | None = None,
     ) -> Any:
         """Return the current rows of DLAC's own table `name` as an Arrow table. Raises as `look` does."""
-        return self.look(
-            name,
-            lambda table: table.scan(row_filter=row_filter, selected_fields=tuple(columns), limit=limit).to_arrow(),
-        )
+        fields = tuple(columns)
+        return self.look(name, lambda table: table.scan(row_filter, selected_fields=fields, limit=limit).to_arrow())
 
     def create_own_tables(self) -> None:
-        """Create those of DLAC's tables that do not exist, and add new columns to older ones. Safe to race.
-
-        Raises:
-            CommitConflict: other processes change the columns of one all the time.
-        """
+        """Create DLAC's missing tables, and add new columns to older ones. Safe to race. Raises `CommitConflict` if it loses."""
         with reachable(self.config.uri):
             self.create_namespace(self.config.namespace)
             self._record_place()
@@ -291,10 +266,8 @@ class Lakehouse:
 
     def create_namespace(self, namespace: str) -> None:
         """Create `namespace` unless it exists. Safe to race."""
-        with (
-            reachable(self.config.uri),
-            suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError),
-        ):  # pyiceberg's own race
+        race = suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError)  # pyiceberg's own
+        with reachable(self.config.uri), race:
             self.catalog.create_namespace_if_not_exists(namespace)
 
 
@@ -355,7 +328,6 @@ def _no_lakehouse(config: LakehouseConfig) -> errors.NoSuchLakehouse:
 
 
 def _make_folder(config: LakehouseConfig) -> None:
-    """Make the folder of an SQLite catalog."""
     file = sqlite_file(config.uri)
     if file is None:
         return
@@ -391,11 +363,9 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> relocations.Reco
 def _open(config: LakehouseConfig, relocation: relocations.Relocation, *, create: bool) -> Catalog:
     """Open the catalog. If two processes create an SQL catalog's tables at once, both succeed."""
     properties = {**config.catalog_properties(), **relocation.properties()}
-    if (
-        relocations.raw_path(config.warehouse) is not None
-    ):  # a table made now is recorded as those that were made before the move
-        path = relocation.to_recorded(relocations.raw_path(config.warehouse) or "")
-        properties["warehouse"] = f"file://{path}"
+    warehouse = relocations.raw_path(config.warehouse)
+    if warehouse is not None:  # a table made now is recorded as those that were made before the move
+        properties["warehouse"] = f"file://{relocation.to_recorded(warehouse)}"
     if not create and config.kind == "sql":
         properties.setdefault("init_catalog_tables", "false")
     kind, name = properties.pop(CUSTOM_CATALOG, config.kind), config.catalog_name
@@ -467,11 +437,10 @@ def reachable(uri: str) -> Iterator[None]:
             "check the address, the credentials and what they allow"
         ) from err
     except (SQLAlchemyError, requests.RequestException, exceptions.RESTError) as err:
-        if is_unknown_host(err):
+        if outages.is_unknown_host(err):
             raise errors.CatalogHostUnknown(
-                f"expected the host of the catalog at {shown!r} to have an address, found "
-                f"{_describe_error(err, uri)}; correct the name "
-                "in lakehouse.uri"
+                f"expected the host of the catalog at {shown!r} to have an address, found {_describe_error(err, uri)}; "
+                "correct the name in lakehouse.uri"
             ) from err
         file = sqlite_file(uri)
         holder = "" if file is None or not is_locked(err) else locked_by(file)
@@ -488,7 +457,7 @@ def reachable(uri: str) -> Iterator[None]:
             "free, mount or reach it"
         ) from err
     except Exception as err:
-        if not is_client_error(err):
+        if not outages.is_client_error(err):
             raise
         kind = errors.LakehouseError if is_refused_client(err) else errors.CatalogUnreachable
         raise kind(

@@ -2,8 +2,7 @@
 
 pyiceberg's planner refuses equality deletes and does not read the fields of format v3, so manifests are read here, with
 pyiceberg's Avro reader. A filter prunes manifests by partition summaries, and files by partition and by column metrics. The
-rest that partitions leave undecided is the file's residual. Deletes are matched as the Iceberg specification defines, by
-sequence number, partition, and path.
+rest that partitions leave undecided is the file's residual. Deletes are matched as the Iceberg specification defines.
 """
 
 from collections import defaultdict
@@ -12,21 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from pyiceberg import manifest as manifests
 from pyiceberg.avro.file import AvroFile
 from pyiceberg.io import FileIO
-from pyiceberg.manifest import (
-    MANIFEST_ENTRY_SCHEMAS,
-    MANIFEST_LIST_FILE_SCHEMAS,
-    DataFile,
-    DataFileContent,
-    FileFormat,
-    ManifestContent,
-    ManifestEntry,
-    ManifestEntryStatus,
-    ManifestFile,
-    PartitionFieldSummary,
-    _inherit_from_manifest,
-)
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestEntry, ManifestFile
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -36,6 +24,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDelete
 from dlac_pipeline.lakehouse.filters.conditions import ALWAYS, Condition, Constant, Known
 from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts, both, of_counts, of_partition, of_summary
 from dlac_pipeline.lakehouse.filters.literals import from_bytes
+from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.safe_commit import decode_doubles_exactly
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 
@@ -83,20 +72,12 @@ class LiveFile:
 
 
 def snapshot_schema(table: Table, snapshot_id: int) -> Schema:
-    """The schema that was current when the snapshot was made.
-
-    Raises:
-        NoSuchSnapshot: the table has no such snapshot.
-    """
+    """The schema that was current when the snapshot was made. Raises `NoSuchSnapshot` if the table has no such snapshot."""
     return table.schemas()[schema_id_of(table, snapshot_of(table, snapshot_id))]
 
 
 def live_files(
-    table: Table,
-    snapshot_id: int,
-    condition: Condition = ALWAYS,
-    *,
-    schema: Schema | None = None,
+    table: Table, snapshot_id: int, condition: Condition = ALWAYS, *, schema: Schema | None = None
 ) -> list[LiveFile]:
     """The data files of a snapshot that may hold rows for which `condition` is true, sorted by path.
 
@@ -120,33 +101,29 @@ def live_files(
 
 def _entries(io: FileIO, manifest_list: str, pruning: "_Pruning") -> Iterator[tuple[ManifestContent, ManifestEntry]]:
     """Return the live entries of all manifests that the filter leaves. Deletes are never pruned."""
-    try:
+    with expect(f"the manifests of {manifest_list!r}", "restore them, or plan another snapshot"):
         with AvroFile[ManifestFile](
             io.new_input(manifest_list),
-            MANIFEST_LIST_FILE_SCHEMAS[3],
-            read_types={-1: ManifestFile, 508: PartitionFieldSummary},
+            manifests.MANIFEST_LIST_FILE_SCHEMAS[3],
+            read_types={-1: ManifestFile, 508: manifests.PartitionFieldSummary},
             read_enums={517: ManifestContent},
         ) as reader:
-            manifests = [one for one in reader if one.content == ManifestContent.DELETES or pruning.may_hold(one)]
+            listed = [one for one in reader if one.content == ManifestContent.DELETES or pruning.may_hold(one)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="manifest") as pool:
-            for manifest, entries in zip(manifests, pool.map(lambda one: _read(io, one), manifests), strict=True):
+            for manifest, entries in zip(listed, pool.map(lambda one: _read(io, one), listed), strict=True):
                 yield from ((manifest.content, entry) for entry in entries)
-    except OSError as err:
-        raise DataFileUnreadable(
-            f"expected the manifests of {manifest_list!r}, found {type(err).__name__}: {err}; restore them, or plan "
-            "another snapshot"
-        ) from err
 
 
 def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
     """Return the live entries of a manifest. The n-th data file without a first row id follows those before it."""
     with AvroFile[ManifestEntry](
         io.new_input(manifest.manifest_path),
-        MANIFEST_ENTRY_SCHEMAS[3],
+        manifests.MANIFEST_ENTRY_SCHEMAS[3],
         read_types={-1: ManifestEntry, 2: DataFile},
-        read_enums={0: ManifestEntryStatus, 101: FileFormat, 134: DataFileContent},
+        read_enums={0: manifests.ManifestEntryStatus, 101: FileFormat, 134: DataFileContent},
     ) as reader:
-        entries = [_inherit_from_manifest(one, manifest) for one in reader if one.status != ManifestEntryStatus.DELETED]
+        live = [one for one in reader if one.status != manifests.ManifestEntryStatus.DELETED]
+    entries = [manifests._inherit_from_manifest(one, manifest) for one in live]
     next_row_id = manifest[15]
     for entry in entries if manifest.content == ManifestContent.DATA else ():
         file = entry.data_file
@@ -169,18 +146,15 @@ class _Pruning:
         self._residuals: dict[Partition, tuple[Known, Condition]] = {}
 
     def may_hold(self, manifest: ManifestFile) -> bool:
-        """Return True if a data manifest may list a file with matching rows."""
         known = self._known(manifest.partition_spec_id, of_summary, manifest.partitions or ())
         return self._condition.may_be_true(known)
 
     def may_match(self, file: DataFile) -> bool:
-        """Return True if a data file may have matching rows."""
         known, residual = self._in_partition(file)
         if isinstance(residual, Constant):
             return residual.value
-        return residual.may_be_true(
-            {key: both(known.get(key, UNKNOWN), self._of_metrics(file, key)) for key in self._kinds}
-        )
+        facts = {key: both(known.get(key, UNKNOWN), self._of_metrics(file, key)) for key in self._kinds}
+        return residual.may_be_true(facts)
 
     def residual(self, file: DataFile) -> Condition:
         """Return the part of the filter that a file's partition leaves undecided: one object for all files of a partition."""
@@ -195,7 +169,6 @@ class _Pruning:
         return self._residuals[key]
 
     def _known(self, spec_id: int, facts_of: Callable[..., Facts], values: Iterable[Any]) -> Known:
-        """Return what the values of the fields of a partition spec tell about columns of the filter."""
         known: dict[int, Facts] = {}
         for part, value in zip(self.specs[spec_id].fields, values, strict=False):
             if part.source_id in self._kinds:
@@ -221,8 +194,6 @@ class _Pruning:
 
 @dataclass
 class _Deletes:
-    """Delete files by what they apply to."""
-
     specs: Mapping[int, PartitionSpec]
     format_version: int
     vectors: dict[str, DeleteFile] = field(default_factory=dict)
@@ -231,14 +202,18 @@ class _Deletes:
     equality: dict[Partition | None, list[DeleteFile]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, entry: ManifestEntry) -> None:
-        """Sort one delete file in."""
         file, found = entry.data_file, _delete_file(entry, self.specs)
         if file.content == DataFileContent.EQUALITY_DELETES:
             unpartitioned = self.specs[file.spec_id].is_unpartitioned()
             self.equality[None if unpartitioned else _partition_of(file)].append(found)
         elif found.offset is not None:
             self._check_vector(file)
-            self._add_vector(str(file[_REFERENCED]), found)
+            other = self.vectors.setdefault(str(file[_REFERENCED]), found)
+            if other is not found:
+                raise UnsupportedDeletes(
+                    f"expected one deletion vector for {str(file[_REFERENCED])!r}, found one in {other.path!r} and one in "
+                    f"{found.path!r}: the table's metadata is broken; plan another snapshot"
+                )
         elif (path := _only_path(file)) is not None:
             self.by_path[path].append(found)
         else:
@@ -259,25 +234,15 @@ class _Deletes:
                 "compact the table, then plan again"
             )
 
-    def _add_vector(self, path: str, found: DeleteFile) -> None:
-        other = self.vectors.setdefault(path, found)
-        if other is not found:
-            raise UnsupportedDeletes(
-                f"expected one deletion vector for {path!r}, found one in {other.path!r} and one in {found.path!r}: the table's "
-                "metadata is broken; plan another snapshot"
-            )
-
     def vector_of(self, file: DataFile, sequence_number: int) -> DeleteFile | None:
-        """The deletion vector of a data file."""
         found = self.vectors.get(file.file_path)
         return found if found is not None and found.sequence_number >= sequence_number else None
 
     def positional_of(self, file: DataFile, sequence_number: int) -> tuple[DeleteFile, ...]:
         """The positional delete files that may name rows of a data file: not older than it."""
-        found = list(self.by_path.get(file.file_path, ()))
-        found += [
-            one for one, meta in self.by_partition.get(_partition_of(file), ()) if _may_name(meta, file.file_path)
-        ]
+        beside = self.by_partition.get(_partition_of(file), ())
+        found = [one for one, meta in beside if _may_name(meta, file.file_path)]
+        found += self.by_path.get(file.file_path, ())
         return tuple(one for one in found if one.sequence_number >= sequence_number)
 
     def equality_of(self, file: DataFile, sequence_number: int) -> tuple[DeleteFile, ...]:

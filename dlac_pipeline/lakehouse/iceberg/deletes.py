@@ -30,6 +30,7 @@ from dlac_pipeline.lakehouse.iceberg.columns import (
     Bounds,
     FileColumns,
     concat_chunks,
+    expect,
     field_ids,
     name_mapping_of,
     open_parquet,
@@ -88,7 +89,7 @@ class Deletes:
         return self._positions(delete.path, read)
 
     def _of_vector(self, vector: DeleteFile) -> Ints:
-        with _decoding(vector), self._io.new_input(vector.path).open() as stream:
+        with expect(_decoded(vector)), self._io.new_input(vector.path).open() as stream:
             stream.seek(vector.offset or 0)
             rows = decode_vector(stream.read(vector.size_bytes or 0), vector)
             blobs = self._blobs(vector.path, lambda: _puffin_blobs(stream, vector.path))
@@ -109,7 +110,8 @@ class Deletes:
         first_row, found = 0, [NO_ROWS]
         for index in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(index)
-            if _may_hold(columns.bounds(group), ranges):
+            bounds = columns.bounds(group).items()
+            if all(_may_equal(bound, ranges[name]) for name, bound in bounds if name in ranges):
                 read = parquet.read_row_group(index, columns=columns.in_file)
                 found.append(first_row + matching_rows(columns.align(read, group.num_rows), deleted))
             first_row += group.num_rows
@@ -130,13 +132,7 @@ class Deletes:
         return self._values((delete.path, delete.equality_ids), read)
 
     def _columns(self, parquet: pq.ParquetFile, schema: Schema, partition_values: Mapping[int, Any]) -> FileColumns:
-        return FileColumns.of(
-            parquet.schema_arrow,
-            schema,
-            schema.column_names,
-            name_mapping=self._mapping,
-            partition_values=partition_values,
-        )
+        return FileColumns.of(parquet.schema_arrow, schema, schema.column_names, self._mapping, partition_values)
 
     def _schema_of(self, ids: tuple[int, ...], path: str) -> Schema:
         lost = [field_id for field_id in ids if field_id not in self._fields]
@@ -149,19 +145,12 @@ class Deletes:
 
     @contextmanager
     def _open_delete(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
-        with _decoding(delete), self._io.new_input(delete.path).open() as stream:
+        with expect(_decoded(delete)), self._io.new_input(delete.path).open() as stream:
             yield open_parquet(stream, self._fields.values())
 
 
-@contextmanager
-def _decoding(delete: DeleteFile) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException) as err:
-        raise DataFileUnreadable(
-            f"expected delete file {delete.path!r} to decode, found {type(err).__name__}: {err}; restore the file, or plan "
-            "another snapshot"
-        ) from err
+def _decoded(delete: DeleteFile) -> str:
+    return f"delete file {delete.path!r} to decode"
 
 
 class Once(Generic[_T]):
@@ -229,7 +218,6 @@ def _position_columns(schema: pa.Schema, delete: DeleteFile) -> tuple[str, str]:
 
 
 def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, Ints]:
-    """Sorted positions by data file."""
     encoded = pa.concat_arrays([*paths.cast(pa.string()).chunks, pa.array([], pa.string())]).dictionary_encode()
     codes, rows = encoded.indices.to_numpy(), positions.to_numpy()
     order = np.lexsort((rows, codes))
@@ -238,11 +226,7 @@ def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, In
 
 
 def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
-    """The positions in the blob of a deletion vector: length, magic, 64-bit roaring bitmap, checksum.
-
-    Raises:
-        DataFileUnreadable: the blob is damaged, or holds another number of rows than the table's metadata say.
-    """
+    """The positions in a deletion vector: length, magic, 64-bit roaring bitmap, checksum. Raises `DataFileUnreadable`."""
     length, body, checksum = blob[:4], blob[4:-4], blob[-4:]
     sound = len(blob) > 12 and int.from_bytes(length, "big") == len(body) and body[:4] == _MAGIC
     if not sound or zlib.crc32(body) != int.from_bytes(checksum, "big"):
@@ -260,11 +244,7 @@ def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
 
 
 def _puffin_blobs(stream: InputStream, path: str) -> set[_Blob] | None:
-    """Return the blobs that the footer of a Puffin file names, or None if the footer is compressed.
-
-    Raises:
-        UnsupportedDeletes: it is no Puffin file.
-    """
+    """Return the blobs that the footer of a Puffin file names, or None if the footer is compressed."""
     stream.seek(0)
     head, size = stream.read(len(_PUFFIN)), stream.seek(0, SEEK_END)
     stream.seek(max(0, size - 12))
@@ -326,11 +306,6 @@ def _ranges(deleted: pa.Table) -> dict[str, tuple[Any, Any, bool]]:
         extremes = pc.min_max(column)
         found[name] = (extremes["min"], extremes["max"], column.null_count > 0)
     return found
-
-
-def _may_hold(bounds: Mapping[str, Bounds], ranges: Mapping[str, tuple[Any, Any, bool]]) -> bool:
-    """Return True if a row group may contain a deleted row: every column must be able to."""
-    return all(_may_equal(bound, ranges[name]) for name, bound in bounds.items() if name in ranges)
 
 
 def _may_equal(bound: Bounds, deleted: tuple[Any, Any, bool]) -> bool:

@@ -1,8 +1,7 @@
 """The files of one of DLAC's own tables as the warehouse has them, and the metadata files that the catalog does not name.
 
 A commit writes its metadata file, numbered one higher than the file it replaces, before the catalog names it. So a file of the
-next number may be left by a commit that did not land. A file of a higher number proves that the catalog once named a newer
-state than it names now.
+next number may be left by a commit that did not land. One of a higher number proves that the catalog once named a newer state.
 """
 
 import json

@@ -16,26 +16,16 @@ from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
 from dlac_pipeline.lakehouse.ledger import run_rows
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    CheckpointRow,
-    ClaimRow,
-    Columns,
-    FinishRow,
-    LedgerRow,
-    LegRow,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    RewindRow,
-)
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, Columns, LedgerRow, LegRow
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _PREFIX = pin_tag(0).removesuffix("0")
-_KINDS = (LegRow, ClaimRow, CheckpointRow, QuarantinedCheckpointRow, RetireRow, RewindRow, FinishRow)
 _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
@@ -78,13 +68,10 @@ class Pin:
 
 @dataclass(frozen=True)
 class _RunRows:
-    """The ledger's facts about the plans that one run uses."""
-
     rows: Sequence[LedgerRow]
 
     @property
     def finished(self) -> bool:
-        """True if the run takes no more attempts."""
         return run_rows.finished_of_rows(self.rows)
 
     @cached_property
@@ -94,15 +81,11 @@ class _RunRows:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """The legs of checkpoints that may be restored, of the last leg, and of the last claim.
-
-        A finished run needs only those to which an operator may go back, because a rewind abandoned them.
-        """
+        """The legs that may still be read. Of a finished run those to which an operator may go back after a rewind."""
         restorable = set(run_rows.restorable_rows(self.rows))
         if self.finished:
-            restorable &= left_by_rewinds(self.rows) - set(
-                run_rows.lineage_of(self.rows, run_rows.fence_of_rows(self.rows).head)
-            )
+            head = run_rows.fence_of_rows(self.rows).head
+            restorable &= left_by_rewinds(self.rows) - set(run_rows.lineage_of(self.rows, head))
         checkpoints = run_rows.checkpoint_rows(self.rows)
         indices = {checkpoints[each].leg for each in restorable}
         legs = [row for row in self.rows if isinstance(row, LegRow)]
@@ -113,11 +96,7 @@ class _RunRows:
 
 
 def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
-    """The pins of one table, or of every table that was ever planned, oldest snapshot first within a table.
-
-    Raises:
-        NoSuchTable: the named table does not exist.
-    """
+    """The pins of one table, or of every planned one, the oldest snapshot first. Raises `NoSuchTable`."""
     plans = _plans(lakehouse)
     runs = _runs(lakehouse)
     if identifier is not None:
@@ -133,11 +112,7 @@ def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
 
 
 def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pin]:
-    """Return the pins that a run uses, or else those of a table, or all of them without a name.
-
-    Raises:
-        NoSuchTable: the name is neither that of a run nor of a table.
-    """
+    """Return the pins that a run uses, or else those of a table, or all of them. Raises `NoSuchTable` for another name."""
     if run_or_table is not None and run_or_table not in _runs(lakehouse):
         return list_pins(lakehouse, run_or_table)
     pins = list_pins(lakehouse)
@@ -252,7 +227,7 @@ def _plans(lakehouse: Lakehouse) -> list[Columns]:
 
 def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
     names = ("run", "seq", "kind", "attempt", "nonce", "checkpoint_id", "parent", "head_after", "leg", "detail")
-    return {run: _RunRows(found) for run, found in Ledger(lakehouse).rows_of_runs(_KINDS, columns=names).items()}
+    return {run: _RunRows(found) for run, found in Ledger(lakehouse).rows_of_runs(HEAD_KINDS, columns=names).items()}
 
 
 def _named(rows: Iterable[LegRow | ClaimRow]) -> Iterator[str]:
@@ -265,24 +240,18 @@ def _named(rows: Iterable[LegRow | ClaimRow]) -> Iterator[str]:
             yield from (_key(each.table_uuid, each.snapshot_id) for each in row.planned)
 
 
-def _in_json(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
+def _in_json(value: Any, *, holds_plans: bool = False) -> Iterator[str]:
+    """The names in a leg's record: all text under a key that holds plan ids, whatever its shape, and tables with snapshots."""
+    if isinstance(value, str) and holds_plans:
+        yield value
+    elif isinstance(value, list):
         for one in value:
-            yield from _in_json(one)
+            yield from _in_json(one, holds_plans=holds_plans)
     elif isinstance(value, dict):
-        if "snapshot_id" in value:
+        if "snapshot_id" in value and not holds_plans:
             yield _key(str(value.get("table_uuid")), value["snapshot_id"])
         for name, inner in value.items():
-            yield from _strings(inner) if name in _PLAN_KEYS else _in_json(inner)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All text under a key that holds plan ids, whatever its shape."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _strings(one)
+            yield from _in_json(inner, holds_plans=holds_plans or name in _PLAN_KEYS)
 
 
 def _key(table_uuid: str, snapshot_id: object) -> str:
@@ -313,32 +282,28 @@ def _pins_of(table: Table, name: str, plans: Sequence[Columns], runs: Mapping[st
             continue
         mine = _plans_of(table, ref.snapshot_id, plans)
         files = files_of.get(tag, {})
-        found.append(
-            Pin(
-                table=name,
-                snapshot_id=ref.snapshot_id,
-                tag=tag,
-                committed_at=datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC),
-                pinned_at=min((plan["created_at"] for plan in mine), default=None),
-                plan_ids=tuple(sorted(plan["plan_id"] for plan in mine)),
-                uses=_uses(table, ref.snapshot_id, plans, runs),
-                held_files=len(files),
-                held_bytes=sum(files.values()),
-            )
+        one = Pin(
+            table=name,
+            snapshot_id=ref.snapshot_id,
+            tag=tag,
+            committed_at=datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC),
+            pinned_at=min((plan["created_at"] for plan in mine), default=None),
+            plan_ids=tuple(sorted(plan["plan_id"] for plan in mine)),
+            uses=_uses(table, ref.snapshot_id, plans, runs),
+            held_files=len(files),
+            held_bytes=sum(files.values()),
         )
+        found.append(one)
     return sorted(found, key=lambda one: (one.committed_at, one.snapshot_id))
 
 
 def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
-    """Return branch or tag -> the data files (path -> bytes) that nothing else reaches.
-
-    Empty unless a pin has some of its own.
-    """
+    """Return ref -> the data files (path -> bytes) that nothing else reaches. Empty unless a pin has some of its own."""
     if not any(name.startswith(_PREFIX) for name in table.refs()):
         return {}
     manifests: dict[str, ManifestFile] = {}
     reached_by: dict[str, list[str]] = defaultdict(list)
-    try:
+    with expect(f"the manifests of table {table_name(table)!r}", "restore them"):
         for name, ref in table.refs().items():
             snapshot = table.snapshot_by_id(ref.snapshot_id)
             for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
@@ -356,10 +321,6 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                 file = entry.data_file
                 only[file.file_path] = owner if only.get(file.file_path, owner) == owner else None
                 sizes[file.file_path] = file.file_size_in_bytes
-    except OSError as err:
-        raise errors.DataFileUnreadable(
-            f"expected the manifests of table {table_name(table)!r}, found {err}: restore them"
-        ) from err
     files_of: dict[str, dict[str, int]] = defaultdict(dict)
     for path, owner in only.items():
         if owner is not None:

@@ -51,10 +51,8 @@ class Relocation:
     @staticmethod
     def of_properties(properties: Mapping[str, str]) -> "Relocation":
         """Return the relocation that `properties` records."""
-        recorded = properties.get(PROPERTY)
-        return (
-            Relocation(moves=tuple((before, now) for before, now in json.loads(recorded))) if recorded else _NOT_MOVED
-        )
+        moves = json.loads(properties.get(PROPERTY) or "[]")
+        return Relocation(moves=tuple((before, now) for before, now in moves))
 
     @staticmethod
     def _uri(uri: str, moves: tuple[tuple[str, str], ...]) -> str:
@@ -85,11 +83,7 @@ class Recorded:
 
 
 def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
-    """Read the records of the catalog in `file`, and wait while another process has it locked. Nothing is created.
-
-    Raises:
-        sqlite3.Error: it cannot be read, or is no SQLite file.
-    """
+    """Read the records of the catalog in `file`. Wait while it is locked. Raises `sqlite3.Error` for one that is damaged."""
     if not file.is_file() or file.stat().st_size == 0:
         return Recorded()
     # Writable, though nothing is written: after a power cut SQLite must first roll an unfinished commit back.
@@ -99,27 +93,21 @@ def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
         if not {"iceberg_tables", "iceberg_namespace_properties"} <= names:
             return Recorded()
         key = (config.catalog_name, config.namespace)
-        table = connection.execute(
+        (metadata,) = connection.execute(
             "SELECT metadata_location FROM iceberg_tables "
             "WHERE catalog_name = ? AND table_namespace = ? AND table_name = 'consumption'",
             key,
-        ).fetchone()
-        made_at = connection.execute(
+        ).fetchone() or (None,)
+        (made_at,) = connection.execute(
             "SELECT property_value FROM iceberg_namespace_properties "
             "WHERE catalog_name = ? AND namespace = ? AND property_key = ?",
             (*key, MADE_AT),
-        ).fetchone()
-    return Recorded(
-        ledger_metadata=None if table is None else table[0], catalog_file=None if made_at is None else made_at[0]
-    )
+        ).fetchone() or (None,)
+    return Recorded(ledger_metadata=metadata, catalog_file=made_at)
 
 
 def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
-    """Return where the folders of an embedded lakehouse are now, from what its catalog records.
-
-    Raises:
-        LakehouseError: the catalog was copied without its tables, so that they would be those of the original.
-    """
+    """Return where the folders of an embedded lakehouse are now. Raises `LakehouseError` if its catalog was copied alone."""
     file, metadata = sqlite_file(config.uri), recorded.ledger_metadata
     path = None if metadata is None else raw_path(metadata)
     warehouse = raw_path(config.warehouse) if config.warehouse else None

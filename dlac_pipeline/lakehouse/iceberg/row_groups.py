@@ -4,26 +4,25 @@ Each footer is read once, in background threads. A filter is decided as early as
 metrics, for a row group by its statistics. Only if those leave it undecided, the filter's columns are read.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import IcebergType
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.filters.conditions import Condition, Constant, combine
 from dlac_pipeline.lakehouse.filters.facts import Facts, of_counts
 from dlac_pipeline.lakehouse.filters.grammar import filter_names, parse_filter
 from dlac_pipeline.lakehouse.filters.literals import from_arrow
-from dlac_pipeline.lakehouse.iceberg.columns import Bounds, FileColumns, field_ids, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.iceberg import columns as parquet_columns
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, expect, field_ids, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
 
@@ -76,14 +75,11 @@ def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Co
         raise
 
 
-def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> "list[_Predicate]":
-    """Return the conditions of the exclusions. Those that `schema` understands become one predicate."""
+def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> list[tuple[Schema, Condition]]:
+    """Return the exclusions, each with its schema. Those that `schema` understands become one condition."""
     parsed = [parse_exclusion(text, schema, table) for text in exclude]
     own = combine(False, [condition for names, condition in parsed if names is schema])
-    return [
-        _Predicate(schema, own),
-        *(_Predicate(names, condition) for names, condition in parsed if names is not schema),
-    ]
+    return [(schema, own), *((names, condition) for names, condition in parsed if names is not schema)]
 
 
 def row_groups_of(
@@ -109,9 +105,8 @@ def row_groups_of(
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
-    files = [
-        file for file in live_files(table, snapshot_id, wanted, schema=schema) if only is None or file.path in only
-    ]
+    files = live_files(table, snapshot_id, wanted, schema=schema)
+    files = [file for file in files if only is None or file.path in only]
     planner = _Planner(table, schema, _excluded(exclude, schema, table))
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
@@ -122,64 +117,27 @@ def row_groups_of(
     return groups
 
 
-@dataclass(frozen=True)
-class _Predicate:
-    """A condition and the schema that it is bound to, decided by statistics or row by row."""
-
-    schema: Schema
-    condition: Condition
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The columns that it looks at."""
-        return self.condition.columns
-
-    def of_all(self, rows: int, bounds: Mapping[str, Bounds]) -> bool | None:
-        """Return True or False if it holds for all rows or none of a row group with these statistics, or None if unknown."""
-        known = {
-            path.field_id: _facts(path.kind, rows, bounds[path.name])
-            for path in self.condition.paths
-            if len(path.fields) == 1 and path.name in bounds
-        }
-        decided = self.condition.simplify(known)
-        return decided.value if isinstance(decided, Constant) else None
-
-
-def _facts(kind: IcebergType, rows: int, bounds: Bounds) -> Facts:
-    lower, upper = (None if one is None else from_arrow(kind, one) for one in (bounds.lower, bounds.upper))
-    return of_counts(kind, rows=rows, nulls=bounds.nulls, lower=lower, upper=upper)
-
-
 class _Planner:
     """Row groups of data files, one file at a time, in any thread."""
 
-    def __init__(self, table: Table, schema: Schema, excluded: Sequence[_Predicate]) -> None:
+    def __init__(self, table: Table, schema: Schema, excluded: Sequence[tuple[Schema, Condition]]) -> None:
         self._io = table.io
         self._schema = schema
         self._mapping = name_mapping_of(table)
         self._deletes = Deletes(table, schema)
         self._excluded = excluded
-        self._predicates: dict[int, _Predicate] = {}
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
-        """The row groups of a file, from one opening of it."""
         try:
-            with self._io.new_input(file.path).open() as stream:
+            with expect(f"a Parquet file at {file.path!r}"), self._io.new_input(file.path).open() as stream:
                 return self._of_parquet(file, open_parquet(stream, self._schema.fields))
-        except (OSError, pa.ArrowException) as err:
-            raise DataFileUnreadable(
-                f"expected a Parquet file at {file.path!r}, found {type(err).__name__}: {err}; restore the file, or plan "
-                "another snapshot"
-            ) from err
         except (NoSuchColumn, UnsupportedColumn) as err:
             raise type(err)(f"{err} (data file {file.path!r})") from err
 
     def _of_parquet(self, file: LiveFile, parquet: pq.ParquetFile) -> list[RowGroup]:
         deleted = self._deletes.dead_rows(file, parquet)
-        # One predicate for all files that share a residual, since preparing it costs more than asking it.
-        predicate = self._predicates.setdefault(id(file.residual), _Predicate(self._schema, file.residual))
-        wanted = self._in_file(file, parquet, predicate)
-        excluded = [self._in_file(file, parquet, each) for each in self._excluded]
+        wanted = self._in_file(file, parquet, self._schema, file.residual)
+        excluded = [self._in_file(file, parquet, names, condition) for names, condition in self._excluded]
         first_row_id = None if ROW_ID_FIELD_ID in field_ids(parquet.schema_arrow) else file.first_row_id
         groups, first_row = [], 0
         for index in range(parquet.num_row_groups):
@@ -199,39 +157,44 @@ class _Planner:
             first_row += footer.num_rows
         return groups
 
-    def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> "_InFile":
-        columns = FileColumns.of(
-            parquet.schema_arrow,
-            predicate.schema,
-            predicate.names,
-            name_mapping=self._mapping,
-            partition_values=file.partition_values,
-        )
-        return _InFile(predicate, parquet, columns)
+    def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, schema: Schema, condition: Condition) -> "_InFile":
+        names, values = condition.columns, file.partition_values
+        columns = FileColumns.of(parquet.schema_arrow, schema, names, self._mapping, values)
+        return _InFile(condition, parquet, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _InFile:
-    """A predicate over one file."""
+    """A condition on the rows of one file."""
 
-    predicate: _Predicate
+    condition: Condition
     parquet: pq.ParquetFile
     columns: FileColumns
 
     def is_true(self, row_group: int) -> bool | npt.NDArray[np.bool_]:
-        """Return the rows of a row group for which the predicate is true. They are read only if the statistics do not decide."""
+        """Return the rows of a row group for which the condition is true. They are read only if the statistics do not decide."""
         footer = self.parquet.metadata.row_group(row_group)
-        known = self.predicate.of_all(footer.num_rows, self.columns.bounds(footer))
-        if known is not None:
-            return known
+        bounds = self.columns.bounds(footer)
+        known = {
+            path.field_id: _facts(path.kind, footer.num_rows, bounds[path.name])
+            for path in self.condition.paths
+            if len(path.fields) == 1 and path.name in bounds
+        }
+        decided = self.condition.simplify(known)
+        if isinstance(decided, Constant):
+            return decided.value
         read = self.parquet.read_row_group(row_group, columns=self.columns.in_file)
-        return self.predicate.condition.true_rows(self.columns.align(read, footer.num_rows))
+        return self.condition.true_rows(self.columns.align(read, footer.num_rows))
+
+
+def _facts(kind: IcebergType, rows: int, bounds: parquet_columns.Bounds) -> Facts:
+    lower, upper = (None if one is None else from_arrow(kind, one) for one in (bounds.lower, bounds.upper))
+    return of_counts(kind, rows=rows, nulls=bounds.nulls, lower=lower, upper=upper)
 
 
 def _dead_rows(
     index: int, deleted: npt.NDArray[np.int64], rows: int, wanted: _InFile, excluded: Sequence[_InFile]
 ) -> npt.NDArray[np.int64]:
-    """Sorted offsets of the dead rows of a row group."""
     dead = np.zeros(rows, dtype=np.bool_)
     dead[deleted] = True
     if not dead.all():

@@ -13,20 +13,21 @@
 - A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import struct
+from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pyiceberg.avro.decoder import BinaryDecoder
 from pyiceberg.avro.reader import DoubleReader
 from pyiceberg.catalog import Catalog, MetastoreCatalog
-from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.catalog.sql import IcebergTables, SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
-from pyiceberg.table import CommitTableResponse
+from pyiceberg.table import CommitTableResponse, StagedTable, Table
+from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import (
     AddSnapshotUpdate,
     RemoveSnapshotsUpdate,
@@ -34,25 +35,15 @@ from pyiceberg.table.update import (
     TableRequirement,
     TableUpdate,
 )
-from sqlalchemy import create_engine, event, text
-from sqlalchemy.pool import NullPool
+from pyiceberg.typedef import Identifier
+from requests import Session
+from sqlalchemy import Connection, Dialect, create_engine, event, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from dlac_pipeline.lakehouse.config import sqlite_file
 from dlac_pipeline.lakehouse.errors import CommitConflict
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import ReportingConnection
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pyiceberg.avro.decoder import BinaryDecoder
-    from pyiceberg.catalog.sql import IcebergTables
-    from pyiceberg.table import StagedTable, Table
-    from pyiceberg.table.metadata import TableMetadata
-    from pyiceberg.typedef import Identifier
-    from requests import Session
-    from sqlalchemy import Connection, Dialect
-    from sqlalchemy.engine.interfaces import DBAPIConnection
-    from sqlalchemy.pool import ConnectionPoolEntry
 
 
 class MetadataMissing(FileNotFoundError):
@@ -73,8 +64,7 @@ def decode_doubles_exactly() -> None:
 
 
 def _read_double(_: DoubleReader, decoder: BinaryDecoder) -> float:
-    value: float = struct.unpack("<d", decoder.read(8))[0]
-    return value
+    return float(struct.unpack("<d", decoder.read(8))[0])
 
 
 decode_doubles_exactly()
@@ -131,7 +121,6 @@ class GuardedSqlCatalog(MetastoreGuard, SqlCatalog):
             self.engine.dispose()  # the connection that made the catalog's tables
 
     def _convert_orm_to_iceberg(self, orm_table: IcebergTables) -> Table:
-        """Read a table's metadata, and name a missing file."""
         try:
             return super()._convert_orm_to_iceberg(orm_table)
         except FileNotFoundError as err:
@@ -147,6 +136,7 @@ class _TimelyRequests(CommitGuard):
         return session
 
 
+@cache
 def guarded_catalog(name: str) -> type[Catalog]:
     """Return the guarded class of a kind of catalog, such as "rest", or of a catalog's class, such as "package.Catalog".
 
@@ -158,16 +148,11 @@ def guarded_catalog(name: str) -> type[Catalog]:
     found = getattr(import_module(module), attribute, None) if module else None
     if not isinstance(found, type) or not issubclass(found, Catalog):
         raise ValueError(f"expected the class of a catalog such as package.module.Catalog, found {name!r}")
-    return _guarded(found)
-
-
-@cache
-def _guarded(base: type[Catalog]) -> type[Catalog]:
     guards = {SqlCatalog: GuardedSqlCatalog, MetastoreCatalog: MetastoreGuard}
-    guard = next((guard for kind, guard in guards.items() if issubclass(base, kind)), CommitGuard)
-    if any(each.__module__ == "pyiceberg.catalog.rest" for each in base.__mro__):  # imported only where it is used
+    guard = next((guard for kind, guard in guards.items() if issubclass(found, kind)), CommitGuard)
+    if any(each.__module__ == "pyiceberg.catalog.rest" for each in found.__mro__):  # imported only where it is used
         guard = _TimelyRequests
-    return type(f"Guarded{base.__name__}", (guard, base), {"__doc__": f"{base.__name__} with guarded commits."})
+    return type(f"Guarded{found.__name__}", (guard, found), {"__doc__": f"{found.__name__} with guarded commits."})
 
 
 _CLASSES = {
@@ -191,10 +176,7 @@ _LIMIT_LOCKS = text(
 
 
 def _limit_locks(connection: Connection) -> None:
-    """Set the limits in this transaction only, because a pooler may pass the connection on.
-
-    Settings of address, role or database win.
-    """
+    """Set the limits in this transaction only, because a pooler may pass the connection on. Explicit settings win."""
     connection.execute(_LIMIT_LOCKS, _POSTGRES_TIMEOUTS)
 
 

@@ -48,17 +48,12 @@ def snapshot_of(table: Table, snapshot_id: int | None, *, ref: str = "") -> Snap
 
 
 def schema_id_of(table: Table, snapshot: Snapshot) -> int:
-    """The schema as which a snapshot is read: the one it was written with, whatever the table's is now.
-
-    Raises:
-        UnsupportedSnapshot: the table's metadata lack that schema.
-    """
+    """The schema of a snapshot, whatever the table's is now. Raises `UnsupportedSnapshot` if the metadata lack it."""
     schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
     if schema_id not in table.schemas():
         raise UnsupportedSnapshot(
-            f"expected schema {schema_id} of snapshot {snapshot.snapshot_id} in the metadata of table "
-            f"{table_name(table)!r}, found "
-            f"only schemas {sorted(table.schemas())!r}: read another snapshot"
+            f"expected schema {schema_id} of snapshot {snapshot.snapshot_id} in the metadata of table {table_name(table)!r}, "
+            f"found only schemas {sorted(table.schemas())!r}: read another snapshot"
         )
     return schema_id
 
@@ -69,8 +64,7 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
     A racing expiry can silently drop a tag that was just created, and `create_tag` silently moves one that exists. Hence a
     check before and a check after.
 
-    Raises:
-        PinLost: the tag does not stay, or names another snapshot.
+    Raises `PinLost` if the tag does not stay, or names another snapshot.
     """
     tag = pin_tag(snapshot_id)
 
@@ -94,11 +88,7 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
 
 
 def is_pinned(table: Table, identifier: str, snapshot_id: int) -> bool:
-    """Return True if the table has the tag that pins `snapshot_id`.
-
-    Raises:
-        PinLost: it names another snapshot.
-    """
+    """Return True if the table has the tag that pins `snapshot_id`. Raises `PinLost` if it names another snapshot."""
     ref = table.refs().get(pin_tag(snapshot_id))
     if ref is not None and ref.snapshot_id != snapshot_id:
         raise PinLost(
@@ -134,11 +124,7 @@ def check_pinned(lakehouse: Lakehouse, identifier: str, *, table_uuid: str, snap
 
 
 def check_same_table(identifier: str, *, planned_uuid: str, uuid: str) -> None:
-    """Check that the table under this name, which has this uuid, is the planned one.
-
-    Raises:
-        TableReplaced: it was dropped and created again.
-    """
+    """Raise `TableReplaced` unless the table under this name is the planned one: it was dropped and created again."""
     if uuid != planned_uuid:
         raise TableReplaced(
             f"expected table {identifier!r} to be the planned one (uuid {planned_uuid}), found uuid {uuid}: it was dropped "

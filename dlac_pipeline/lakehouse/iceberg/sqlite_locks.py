@@ -64,11 +64,7 @@ class ReportingConnection(sqlite3.Connection):
         self.wait(super().commit)
 
     def wait(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Call `work`. If that waits in vain for seconds, report it and call `work` again for the rest of the time-out.
-
-        Raises:
-            sqlite3.OperationalError: another process had the file locked all the time, or SQLite refused at once.
-        """
+        """Call `work`. Report a wait in vain, and call it again for the rest of the time. Raises `sqlite3.OperationalError`."""
         began, was_open = time.monotonic(), self.in_transaction
         try:
             return work(*arguments)

@@ -35,7 +35,6 @@ def parse_rows(table: pa.Table) -> list[typed_rows.LedgerRow]:
 
 
 def _parts(table: pa.Table) -> Iterator[tuple[type[typed_rows.LedgerRow], Any]]:
-    """Return the classes of a table's rows, each with a mask of its rows."""
     for kind in pc.unique(table["kind"]).to_pylist():
         mask = pc.equal(table["kind"], kind)
         if kind == typed_rows.QuarantinedCheckpointRow.kind:
@@ -47,10 +46,7 @@ def _parts(table: pa.Table) -> Iterator[tuple[type[typed_rows.LedgerRow], Any]]:
 
 
 def _parse_part(kind: type[typed_rows.LedgerRow], part: pa.Table) -> list[typed_rows.LedgerRow]:
-    """Return the rows of a table that has rows of one class.
-
-    Fields are set column by column: the constructor of a frozen dataclass takes five times as long for 100,000 rows.
-    """
+    """Parse rows of one class, column by column: the constructor takes five times as long for 100,000 rows."""
     rows = [kind.__new__(kind) for _ in range(len(part))]
     defaults = typed_rows.DEFAULTS[kind]
     for column, name in typed_rows.columns_of(kind).items():

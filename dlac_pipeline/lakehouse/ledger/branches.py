@@ -1,27 +1,14 @@
-"""Branches of a run: a rewind to an earlier checkpoint, what counts from then on, and what is abandoned.
-
-A `rewind` row begins a branch at its target, which is the head from then on. Rows of the abandoned branch stay as they are.
-They are not on the lineage of the head.
-"""
+"""Branches of a run: a rewind makes its target the head. Rows of the abandoned branch stay as they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
-from dlac_pipeline.lakehouse.ledger import run_rows
+from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import beside, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
-    CheckpointRow,
-    ClaimRow,
-    Exclusion,
-    LedgerRow,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    RewindRow,
-)
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +26,7 @@ class Rewound:
     excluded_rows_seen: int | None = None
     """Rows that this rewind excludes and that the head has been trained on. None: not counted."""
     clean_checkpoint: str | None = None
-    """The newest checkpoint before the head that has seen none of those rows, if the head has seen some.
-
-    None: it does not exist.
-    """
+    """The newest checkpoint before the head that has seen none of those rows. None: it does not exist, or the head is clean."""
     clean_step: int | None = None
     """The step of that checkpoint. Where there is none: 0 if the run can begin again, None if it was adopted or forked."""
     not_counted: str = ""
@@ -73,7 +57,7 @@ def commit_rewind(
 
     def decide(state: RunState) -> Append | None:
         nonlocal done
-        rows = ledger.rows_at(state, kinds=HEAD_KINDS)
+        rows = ledger.rows_at(state, kinds=typed_rows.HEAD_KINDS)
         landed = [row for row in rows if isinstance(row, RewindRow) and row.nonce == nonce]
         if landed:
             done = _rewound(landed[0])
@@ -84,7 +68,7 @@ def commit_rewind(
         _check_changes(run, rows, checkpoint_id, step, exclude)
         head = run_rows.checkpoint_rows(rows).get(fence.head or "")
         mine = run_rows.Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=checkpoint_id)
-        claims = ClaimRow(replaces=fence.attempt, purpose="rewinds", origin=checkpoint_id, **detail)
+        claims = typed_rows.ClaimRow(replaces=fence.attempt, purpose="rewinds", origin=checkpoint_id, **detail)
         row = RewindRow(
             attempt=mine.attempt,
             checkpoint_id=checkpoint_id,
@@ -104,29 +88,25 @@ def commit_rewind(
 
 def starts_over(rows: Sequence[LedgerRow]) -> bool:
     """Return True if a rewind to the beginning was the last move of the head. `rows` are in order of `seq`."""
-    moved = [row for row in rows if isinstance(row, CheckpointRow | QuarantinedCheckpointRow | RewindRow)]
+    moved = [row for row in rows if isinstance(row, CheckpointRow | typed_rows.QuarantinedCheckpointRow | RewindRow)]
     return bool(moved) and isinstance(moved[-1], RewindRow) and moved[-1].checkpoint_id is None
 
 
 def exclusions_in_force(rows: Sequence[LedgerRow]) -> tuple[Exclusion, ...]:
     """Return the exclusions of the rewinds on the surviving lineage, the oldest first. `rows` are in order of `seq`."""
-    _, now = _rewinds_by_checkpoint(rows)
-    return _exclusions(now)
+    return _exclusions(_rewinds_by_checkpoint(rows)[1])
 
 
 def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list[CheckpointRow]:
-    """Retire checkpoints that are not on the surviving lineage and have no name: one, by id or step, or all.
+    """Retire abandoned checkpoints without a name: one, by id or step, or all. Return their rows.
 
-    Return their rows.
-
-    Raises:
-        SpecInvalid: the checkpoint does not exist, it is on the surviving lineage, or it has a name.
+    Raises `SpecInvalid` if the checkpoint does not exist, it is on the surviving lineage, or it has a name.
     """
     gone: list[CheckpointRow] = []
 
     def decide(state: RunState) -> Append | None:
         nonlocal gone
-        rows = ledger.rows_at(state, kinds=HEAD_KINDS)
+        rows = ledger.rows_at(state, kinds=typed_rows.HEAD_KINDS)
         found = run_rows.restorable_rows(rows)
         if gone and not any(row.checkpoint_id in found for row in gone):
             return None  # an earlier try has landed
@@ -136,7 +116,7 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
             row = _one_abandoned(run, abandoned, checkpoint)
             abandoned = {row.checkpoint_id: row}
         gone = list(abandoned.values())
-        retire = [RetireRow(checkpoint_id=name) for name in abandoned]
+        retire = [typed_rows.RetireRow(checkpoint_id=name) for name in abandoned]
         return beside(state, retire) if retire else None
 
     ledger.append(run, decide)

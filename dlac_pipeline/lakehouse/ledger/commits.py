@@ -79,39 +79,26 @@ def commit_checkpoint(
 
 
 def quarantine(ledger: Ledger, attempt: Attempt, *, damaged: dict[str, str], head_after: str | None) -> RunState:
-    """Record damaged checkpoints (id -> reason) and step the head back to `head_after`, before the first checkpoint.
-
-    Raises:
-        Fenced: a newer attempt owns the run.
-    """
+    """Record damaged checkpoints (id -> reason) before an attempt's first one, and step the head back. Raises `Fenced`."""
 
     def decide(state: RunState) -> Append | None:
         check_mine(state, attempt)
         if state.fence.head == head_after:
             return None
-        rows = [
-            typed_rows.QuarantinedCheckpointRow(checkpoint_id=checkpoint_id, reason=reason)
-            for checkpoint_id, reason in damaged.items()
-        ]
+        rows = [typed_rows.QuarantinedCheckpointRow(checkpoint_id=each, reason=why) for each, why in damaged.items()]
         return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1, head=head_after))
 
     return ledger.append(attempt.run, decide)
 
 
 def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
-    """Mark the run finished at its head and drop the fence property.
-
-    Raises:
-        Fenced: a newer attempt owns the run.
-    """
+    """Mark the run finished at its head and drop the fence property. Raises `Fenced` if a newer attempt owns the run."""
 
     def decide(state: RunState) -> Append | None:
         if state.finished and state.fence.nonce == attempt.nonce:
             return None
         check_mine(state, attempt)
-        return Append(
-            rows=[typed_rows.FinishRow(step=step)], fence=replace(state.fence, seq=state.fence.seq + 1), finished=True
-        )
+        return replace(beside(state, [typed_rows.FinishRow(step=step)]), finished=True)
 
     return ledger.append(attempt.run, decide)
 
@@ -178,12 +165,7 @@ def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None]
 
 
 def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
-    """Remove a name. Return the id of the checkpoint that had it.
-
-    Raises:
-        NoSuchRun: the run does not exist.
-        NoSuchCheckpoint: none of its checkpoints has the name.
-    """
+    """Remove a name. Return the id of the checkpoint that had it. Raises `NoSuchRun` or `NoSuchCheckpoint`."""
     removed = ""
 
     def decide(state: RunState) -> Append | None:
@@ -244,11 +226,7 @@ def beside(state: RunState, rows: Sequence[typed_rows.LedgerRow]) -> Append:
 
 
 def check_mine(state: RunState, attempt: Attempt) -> None:
-    """Check that `attempt` still owns the run.
-
-    Raises:
-        Fenced: it does not.
-    """
+    """Raise `Fenced` unless `attempt` still owns the run."""
     fence = state.fence
     if state.finished or (fence.attempt, fence.nonce) != (attempt.number, attempt.nonce):
         raise errors.Fenced(
@@ -258,11 +236,7 @@ def check_mine(state: RunState, attempt: Attempt) -> None:
 
 
 def check_current(state: RunState, attempt: int | None) -> None:
-    """Check that `attempt`, if it is set, is still the current one.
-
-    Raises:
-        SteppedAside: another launch claimed the run.
-    """
+    """Raise `SteppedAside` if `attempt` is set and no longer the current one: another launch claimed the run."""
     current = state.fence.attempt
     if attempt is not None and current != attempt:
         raise errors.SteppedAside(
@@ -272,11 +246,7 @@ def check_current(state: RunState, attempt: int | None) -> None:
 
 
 def check_unfinished(state: RunState) -> None:
-    """Check that the run accepts another attempt.
-
-    Raises:
-        RunFinished: the run is finished.
-    """
+    """Raise `RunFinished` if the run is finished, and so accepts no other attempt."""
     if state.finished:
         raise errors.RunFinished(
             f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"

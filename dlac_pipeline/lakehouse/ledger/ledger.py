@@ -19,27 +19,11 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
+from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
-from dlac_pipeline.lakehouse.ledger.run_rows import (
-    Fence,
-    check_run_name,
-    fence_of_rows,
-    finished_of_rows,
-    no_such_run,
-    restorable,
-    translate_row,
-)
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
-    AdvanceRow,
-    CheckpointRow,
-    ExportRow,
-    LedgerRow,
-    names_of_kinds,
-)
-from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
-from dlac_pipeline.lakehouse.maintenance.expiry import committing
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow
+from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 T = TypeVar("T")
@@ -55,7 +39,7 @@ class RunState:
 
     run: str
     table: Table
-    fence: Fence
+    fence: run_rows.Fence
     finished: bool
 
     @property
@@ -69,7 +53,7 @@ class Append:
     """Rows to append and the fence that they install. `finished` drops the fence property instead."""
 
     rows: Sequence[LedgerRow]
-    fence: Fence
+    fence: run_rows.Fence
     finished: bool = False
 
 
@@ -97,11 +81,15 @@ class Ledger:
         cached = table.properties.get(_property(run))
         if cached is not None:
             attempt, nonce, seq, head = json.loads(cached)
-            fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
+            fence = run_rows.Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
         columns = ("seq", "kind", "attempt", "nonce", "head_after", "checkpoint_id")
-        rows = self._scan(table, run, columns=columns, kinds=HEAD_KINDS)  # every append has a row of one of them
-        return RunState(run=run, table=table, fence=fence_of_rows(rows), finished=finished_of_rows(rows))
+        rows = self._scan(
+            table, run, columns=columns, kinds=typed_rows.HEAD_KINDS
+        )  # every append has a row of one of them
+        return RunState(
+            run=run, table=table, fence=run_rows.fence_of_rows(rows), finished=run_rows.finished_of_rows(rows)
+        )
 
     @overload
     def rows(self, run: str, *, after: int = 0) -> list[LedgerRow]: ...
@@ -120,43 +108,29 @@ class Ledger:
         )
 
     def rows_at(self, state: RunState, *, kinds: Kinds[R], after: int = 0, columns: Sequence[str] = ("*",)) -> list[R]:
-        """Return the rows that the run had at one read, as `rows` does.
-
-        Raises:
-            CommitConflict: other commits followed, and upkeep removed the files of that read.
-        """
+        """Return the rows at one read, as `rows` does. Raises `CommitConflict` if upkeep removed the files of that read."""
         with as_commit_conflict():
             return self._scan(state.table, state.run, kinds=kinds, after=after, columns=columns)
 
     def rows_of_runs(self, kinds: Sequence[type[LedgerRow]], *, columns: Sequence[str]) -> dict[str, list[LedgerRow]]:
         """Return run -> its rows of some kinds, in order of `seq`. Of `columns` only, as `rows` does."""
-        found = parse_rows(
-            self.lakehouse.read_own("consumption", among("kind", names_of_kinds(kinds)), columns=columns)
-        )
+        wanted = among("kind", typed_rows.names_of_kinds(kinds))
+        found = parse_rows(self.lakehouse.read_own("consumption", wanted, columns=columns))
         rows: dict[str, list[LedgerRow]] = defaultdict(list)
         for row in self.translate(found):
             rows[row.run].append(row)
         return rows
 
     def head_rows(self, run: str) -> list[LedgerRow]:
-        """The rows that define the state of a run, in order of `seq`.
-
-        Raises:
-            NoSuchRun: there are none.
-        """
-        rows = self.rows(run, kinds=HEAD_KINDS)
+        """The rows that define the state of a run, in order of `seq`. Raises `NoSuchRun` if there are none."""
+        rows = self.rows(run, kinds=typed_rows.HEAD_KINDS)
         if not rows:
-            raise no_such_run(run, self.runs())
+            raise run_rows.no_such_run(run, self.runs())
         return rows
 
     def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> CheckpointRow:
-        """The row of the checkpoint of a step or with an id, or of the head.
-
-        Raises:
-            NoSuchRun: there is no such run.
-            NoSuchCheckpoint: it has no such checkpoint that is neither retired nor damaged.
-        """
-        return restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
+        """The row of the checkpoint of a step or with an id, or of the head. Raises `NoSuchRun` or `NoSuchCheckpoint`."""
+        return run_rows.restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
 
     def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:
         """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
@@ -181,7 +155,11 @@ class Ledger:
     def translate(self, rows: list[R]) -> list[R]:
         """Return rows as the table has them with their places in a moved lakehouse."""
         relocation = self.lakehouse.relocation
-        return [translate_row(row, relocation.uri_here, relocation.here) for row in rows] if relocation.moves else rows
+        return (
+            [run_rows.translate_row(row, relocation.uri_here, relocation.here) for row in rows]
+            if relocation.moves
+            else rows
+        )
 
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` return what to append, commit, and repeat on conflict or doubt. Return the last read.
@@ -203,11 +181,7 @@ class Ledger:
             ) from err
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """Repeat the preparation of an append while the catalog is unavailable, for as long as the append itself is repeated.
-
-        Raises:
-            CatalogUnreachable: it was unavailable past the deadline.
-        """
+        """Repeat the preparation of an append for as long as the append itself. Raises `CatalogUnreachable` in the end."""
         return retrying(self._deadline_s, stop=self._stop)(work)
 
     def _scan(
@@ -215,7 +189,7 @@ class Ledger:
     ) -> list[R]:
         wanted = equals("run", run)
         if kinds:
-            wanted = And(wanted, among("kind", names_of_kinds(kinds)))
+            wanted = And(wanted, among("kind", typed_rows.names_of_kinds(kinds)))
         if after:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
@@ -225,9 +199,7 @@ class Ledger:
 
 
 class _Tries:
-    """The tries of one append. Reading a long run takes longer than the pause between two commits of busy other runs: so what
-    was decided from its rows holds, beside whatever others commit, until the run itself has other rows.
-    """
+    """The tries of one append. Reading a long run takes long: a decision holds until the run itself has other rows."""
 
     def __init__(self, ledger: Ledger, run: str, decide: Decide) -> None:
         self._ledger = ledger
@@ -236,7 +208,6 @@ class _Tries:
         self._decided: tuple[RunState, Append] | None = None
 
     def once(self) -> RunState:
-        """Commit on top of the table as it is now."""
         state, wanted = self._still_decided() or self._decided_anew()
         if wanted is None:
             return state
@@ -244,7 +215,9 @@ class _Tries:
         relocation = lakehouse.relocation
         completed = [_complete(row, run, wanted.fence) for row in wanted.rows]
         if relocation.moves:
-            completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
+            completed = [
+                run_rows.translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed
+            ]
         arrow = pa.Table.from_pylist([row.to_columns() for row in completed], schema=CONSUMPTION_ARROW)
         with committing(lakehouse, table) as transaction:
             properties = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
@@ -264,7 +237,7 @@ class _Tries:
         wanted = self._decide(state)
         # before the first row of a run, whichever command appends it: a row is permanent, and the name becomes a folder
         if not state.exists:
-            check_run_name(self._run)
+            run_rows.check_run_name(self._run)
         self._decided = None if wanted is None else (state, wanted)
         return state, wanted
 
@@ -305,7 +278,7 @@ def _same_rows(run: str, before: Table, now: Table) -> bool:
     return found == last and complete and before.properties.get(_property(run)) == now.properties.get(_property(run))
 
 
-def _complete(row: LedgerRow, run: str, fence: Fence) -> LedgerRow:
+def _complete(row: LedgerRow, run: str, fence: run_rows.Fence) -> LedgerRow:
     return replace(
         row,
         run=run,

@@ -1,11 +1,9 @@
 """Check that the ledger is not older than its checkpoint store and its warehouse, as after a restored backup.
 
-In: a lakehouse, a run, and the run's folder in the checkpoint store. Out: nothing, or `LedgerOlderThanStore`. Two places have
-evidence of a committed checkpoint that the ledger lacks:
+Two places have evidence of a committed checkpoint that the ledger lacks:
 
 - The store. After each commit the run's commit mark names the checkpoint, and a manifest names its parent, which was
-  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land, and is no
-  evidence.
+  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land.
 - The warehouse. A metadata file of the ledger that the catalog does not name was built on a committed state. Its own last
   append may not have landed, and is no evidence unless the store has the mark.
 
@@ -108,12 +106,9 @@ def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) ->
 
 
 def check_ledger(lakehouse: Lakehouse, run: str) -> None:
-    """Check that neither the warehouse nor the store that the run's rows name is newer than the ledger.
+    """Raise `LedgerOlderThanStore` if the warehouse, or the store that the run's rows name, is newer than the ledger.
 
     A store that is unavailable, or that needs other credentials than the lakehouse, is not looked at.
-
-    Raises:
-        LedgerOlderThanStore: one is newer.
     """
     ledger = Ledger(lakehouse)
     rows = _rows_of(ledger, run)
@@ -130,12 +125,7 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
 
 
 def check_store(ledger: Ledger, run: str, folder: str, files: StoreFiles) -> None:
-    """Check that the run's folder in the store has no committed checkpoint that the ledger lacks.
-
-    Raises:
-        LedgerOlderThanStore: it has one.
-        StoreUnavailable: the store does not answer.
-    """
+    """Raise `LedgerOlderThanStore` if the run's folder has a checkpoint that the ledger lacks, or `StoreUnavailable`."""
     rows = _rows_of(ledger, run)
     check_warehouse(ledger.lakehouse, run, exists=bool(rows))
     _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)
@@ -198,13 +188,10 @@ def proven_parent(folder: str, files: StoreFiles) -> Proof | None:
 
 
 def check_warehouse(lakehouse: Lakehouse, run: str | None = None, *, exists: bool = True) -> None:
-    """Check that no metadata file of the ledger in the warehouse has commits that the ledger lacks.
+    """Raise `LedgerOlderThanStore` if a metadata file in the warehouse has commits that the ledger lacks.
 
     With `run`, only its commits count. If the run `exists`, only newer files are read, otherwise all that the catalog does
     not name.
-
-    Raises:
-        LedgerOlderThanStore: one has such commits.
     """
     table = lakehouse.own("consumption")
     try:
@@ -235,7 +222,6 @@ class _KnownRows:
         """Snapshots of which the ledger has every row: many failed commits are built on one snapshot."""
 
     def missing_rows(self, state: Table, snapshot_id: int | None) -> list[CheckpointRow | RewindRow]:
-        """Return the rows of a state that the ledger lacks."""
         if snapshot_id is None or snapshot_id in self._whole or state.snapshot_by_id(snapshot_id) is None:
             return []
         scan = state.scan(row_filter=self._wanted, selected_fields=_COLUMNS, snapshot_id=snapshot_id)
@@ -250,10 +236,7 @@ class _KnownRows:
 
 
 def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str) -> Newer | None:
-    """Return what an unnamed metadata file has that the ledger lacks, or None if no commit is proven.
-
-    `table` is the ledger as it was before. A lack is checked again in the rows.
-    """
+    """Return what an unnamed metadata file proves that the ledger lacks. `table` is the ledger as it was before."""
     content, location = folder.metadata(path), folder.location_of(path)
     mine = content.get("table-uuid") == str(table.metadata.table_uuid)
     if not content or not (mine or rows.run is not None):
@@ -262,10 +245,11 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
     if state is None:
         return None
     try:
-        parent = _built_on(state)
+        current = state.current_snapshot()  # the one under it was committed
+        parent = None if current is None else state.snapshot_by_id(current.parent_snapshot_id or 0)
         history = (each.snapshot_id for each in ancestors_of(table.current_snapshot(), table.metadata))
-        if parent is not None and not (mine and parent in history):
-            lost = rows.missing_rows(state, parent)
+        if parent is not None and not (mine and parent.snapshot_id in history):
+            lost = rows.missing_rows(state, parent.snapshot_id)
             if lost:
                 newest = max(lost, key=lambda row: (isinstance(row, CheckpointRow), row.step))
                 return Newer(run=newest.run, step=newest.step, place=location)
@@ -278,7 +262,6 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
 
 
 def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable | None:
-    """Return the table of a metadata file's content, or None for other content."""
     try:
         metadata = TableMetadataUtil.parse_obj(content)
     except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
@@ -341,19 +324,15 @@ def _run_folders(rows: list[LedgerRow]) -> list[str]:
 
 
 def _unnamed_folders(folder: str, files: StoreFiles, committed: Sequence[CheckpointRow]) -> list[str]:
-    """Return the addresses of folders that no checkpoint's row names, of no attempt before the last that committed.
-
-    The newest attempt and step come first.
-    """
+    """Return folders of no known checkpoint, of the last attempt that committed and later ones, the newest first."""
     named = {"/".join(row.manifest_uri.split("/")[-3:-1]) for row in committed}
     last = max((row.attempt for row in committed), default=0)
-    attempts = [each for each in files.children(folder) if _number_of_attempt(each) >= last]
+    attempts = [each for each in files.children(folder) if _attempt_of(each) >= last]
     found = [f"{each}/{step}" for each in attempts for step in files.children(f"{folder}/{each}")]
     return [f"{folder}/{name}" for name in sorted(found, reverse=True) if name not in named and "/step-" in name]
 
 
-def _number_of_attempt(name: str) -> int:
-    """Return the number of the attempt that a folder is named after, or -1 for another folder."""
+def _attempt_of(name: str) -> int:
     number = name.removeprefix("attempt-")
     return int(number) if number != name and number.isdecimal() else -1
 
@@ -362,13 +341,6 @@ def _proof_of(mark: Mapping[str, Any], place: str) -> Proof:
     found, uuid, run = mark.get("step"), str(mark.get("ledger_uuid", "")), str(mark.get("run", ""))
     step = found if isinstance(found, int) else 0  # the mark proves its checkpoint without a step
     return Proof(ledger_uuid=uuid, run=run, checkpoint_id=str(mark["checkpoint_id"]), step=step, place=place)
-
-
-def _built_on(state: Table) -> int | None:
-    """Return the id of the snapshot under the current one, which was committed, or None if it is not retained."""
-    current = state.current_snapshot()
-    parent = None if current is None else state.snapshot_by_id(current.parent_snapshot_id or 0)
-    return None if parent is None else parent.snapshot_id
 
 
 def _key(row: CheckpointRow | RewindRow) -> Key:

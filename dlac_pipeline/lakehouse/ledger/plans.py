@@ -36,7 +36,6 @@ class PlanRow:
     schema_id: int
     row_filter: str
     columns: str
-    """JSON list of column names."""
     units: int
     rows: int
     live_rows: int
@@ -62,11 +61,7 @@ def find_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow | None:
 
 
 def get_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow:
-    """The plan with this id.
-
-    Raises:
-        SpecInvalid: there is none.
-    """
+    """The plan with this id. Raises `SpecInvalid` if there is none."""
     found = find_plan(lakehouse, plan_id)
     if found is None:
         raise SpecInvalid(f"expected a plan with id {plan_id!r} in the lakehouse, found none: run `dlac plan` first")
@@ -83,11 +78,7 @@ def write_plan(lakehouse: Lakehouse, plan: PlanRow, units: pa.Table) -> PlanRow:
 
 
 def read_units(lakehouse: Lakehouse, plan: PlanRow) -> pa.Table:
-    """The plan's work units in order of `unit`, with the schema of `work_units`.
-
-    Raises:
-        LakehouseError: there are more or fewer than were planned.
-    """
+    """The plan's work units in order of `unit`. Raises `LakehouseError` if there are more or fewer than were planned."""
     found = lakehouse.read_own("work_units", equals("write_id", plan.write_id))
     if found.num_rows != plan.units:
         raise LakehouseError(
@@ -108,11 +99,7 @@ def write_slices(lakehouse: Lakehouse, cut_id: str, slices: Callable[[], pa.Tabl
 
 
 def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Callable[[], bool]) -> None:
-    """Append to one of DLAC's tables. After a conflict or doubt `unless` is called before the append is repeated.
-
-    Raises:
-        CatalogUnreachable: the catalog was unavailable for a minute.
-    """
+    """Append to an own table. `unless` is called before each try. Raises `CatalogUnreachable` after a minute."""
 
     def once() -> None:
         table = lakehouse.own(name)  # loaded before the look, so that a later commit makes this append fail

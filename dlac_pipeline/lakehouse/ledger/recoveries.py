@@ -39,10 +39,7 @@ class Recovery:
     detect_s: float
     """From the last heartbeat to the notice."""
     schedule_s: float | None = 0.0
-    """Seconds from a sensor's notice to the new launch, or 0 where the supervisor itself recovers.
-
-    None in rows of older versions.
-    """
+    """From a sensor's notice to the new launch. 0: the supervisor itself recovers. None: a row of an older version."""
     stop_s: float
     claim_s: float
     verify_s: float

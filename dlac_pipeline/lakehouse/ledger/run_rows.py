@@ -7,22 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, NoSuchRun, SpecInvalid
-from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    CheckpointRow,
-    ClaimRow,
-    FinishRow,
-    LedgerRow,
-    Purpose,
-    QuarantinedCheckpointRow,
-    RetireRow,
-    RewindRow,
-)
+from dlac_pipeline.lakehouse.ledger import typed_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, QuarantinedCheckpointRow
 
 R = TypeVar("R", bound=LedgerRow)
-_IDLE: dict[Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
+_IDLE: dict[typed_rows.Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
 """Purpose of an attempt that trains nothing -> the state of its run."""
 _NAMED = 5
 """Checkpoints that a message names, at the most."""
@@ -37,11 +29,7 @@ _NAME_CHARACTERS = 200
 
 
 def check_run_name(run: str) -> str:
-    """Return the name of a run, which also names its folder: the one rule, wherever a name comes from.
-
-    Raises:
-        SpecInvalid: a run cannot have this name.
-    """
+    """Return the name of a run, also of its folder. Raises `SpecInvalid` if a run cannot have it: the one rule for all."""
     if not _RUN_NAME.fullmatch(run):
         raise SpecInvalid(
             "expected the name of a run: 1-100 letters, digits, '.', '_' or '-', starting with a letter or digit, found "
@@ -51,11 +39,7 @@ def check_run_name(run: str) -> str:
 
 
 def check_checkpoint_name(name: str) -> str:
-    """Return a name that an operator gives to a checkpoint.
-
-    Raises:
-        SpecInvalid: it is blank, cannot be printed, or is one of those that DLAC gives.
-    """
+    """Return a name for a checkpoint. Raises `SpecInvalid` if it is blank, cannot be printed, or is one of DLAC's own."""
     if not name.strip() or name != name.strip() or not name.isprintable() or len(name) > _NAME_CHARACTERS:
         raise SpecInvalid(
             f"expected a tag of 1-{_NAME_CHARACTERS} characters that can be printed, without space around it, found {name!r}: "
@@ -95,12 +79,8 @@ def translate_row(row: R, uri: Callable[[str], str], path: Callable[[str], str])
     if isinstance(row, CheckpointRow) and row.manifest_uri:
         return replace(row, manifest_uri=uri(row.manifest_uri))
     if isinstance(row, ClaimRow):
-        folders: dict[str, Any] = {
-            name: path(place) for name in ("local", "launch_folder") if (place := getattr(row, name))
-        }
-        if row.store:  # a folder, or an address
-            folders["store"] = (path if row.store.startswith("/") else uri)(row.store)
-        return replace(row, **folders)
+        store = path(row.store) if row.store.startswith("/") else uri(row.store)
+        return replace(row, local=path(row.local), launch_folder=path(row.launch_folder), store=store)
     return row
 
 
@@ -126,7 +106,7 @@ def lineage_of(rows: Sequence[LedgerRow], checkpoint_id: str | None) -> list[str
 
 def out_of(rows: Sequence[LedgerRow]) -> set[str]:
     """Ids of the checkpoints that are retired or damaged."""
-    return {row.checkpoint_id for row in rows if isinstance(row, RetireRow | QuarantinedCheckpointRow)}
+    return {row.checkpoint_id for row in rows if isinstance(row, typed_rows.RetireRow | QuarantinedCheckpointRow)}
 
 
 def restorable_rows(rows: Sequence[LedgerRow]) -> dict[str, CheckpointRow]:
@@ -181,8 +161,8 @@ def fence_of_rows(rows: Sequence[LedgerRow]) -> Fence:
 
 def finished_of_rows(rows: Sequence[LedgerRow]) -> bool:
     """Return True if a run's rows show that it is finished, and no later rewind opened it again."""
-    last = max((row for row in rows if isinstance(row, FinishRow | RewindRow)), key=lambda row: row.seq, default=None)
-    return isinstance(last, FinishRow)
+    turns = [row for row in rows if isinstance(row, typed_rows.FinishRow | typed_rows.RewindRow)]
+    return isinstance(max(turns, key=lambda row: row.seq, default=None), typed_rows.FinishRow)
 
 
 def idle_kind(rows: Sequence[LedgerRow], attempt: int) -> str | None:

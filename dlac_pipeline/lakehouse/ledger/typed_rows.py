@@ -23,20 +23,13 @@ KINDS: "dict[str, type[LedgerRow]]" = {}
 _NOT_COMMITTED = datetime.fromtimestamp(0, UTC)
 _FIELDS = {"pass": "pass_index", "quarantined": ""}
 """Columns whose fields have other names, or none. The positions in `quarantined` are those of the reasons in `detail`."""
-_KEYS = {
-    "left": "from",
-    "left_step": "from_step",
-    "parent_run": "run",
-    "parent_checkpoint": "checkpoint_id",
-    "parent_step": "step",
-}
-"""Fields whose keys in `detail` have other names."""
+_KEYS = {"left": "from", "left_step": "from_step"}
+_KEYS |= {"parent_run": "run", "parent_checkpoint": "checkpoint_id", "parent_step": "step"}
 _LEFT_OUT = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns that only the commit of a row decides. Manifests leave them out."""
 _SET_BY_COMMIT = (*_LEFT_OUT, "seq", "attempt", "nonce", "head_after")
 """Columns of which a row has no value before its commit."""
 _EMPTY: tuple[object, ...] = (None, "", (), [], {})
-"""Values that `detail` leaves out."""
 
 
 class _Parsed:
@@ -81,7 +74,8 @@ class LedgerRow(_Parsed):
     more: Mapping[str, Any] = field(default_factory=dict)
     """Values in `detail` that this version does not know."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        cls.kind = cls.kind if kind is None else kind
         KINDS[cls.kind] = cls  # the decorator makes a class with slots from the first one, and replaces it here
 
     def to_columns(self) -> Columns:
@@ -93,12 +87,10 @@ class LedgerRow(_Parsed):
         return {"kind": self.kind, **values, "detail": text}
 
     def _to_detail(self) -> dict[str, Any]:
-        """Return the content of `detail`, without `more`."""
         values = {_KEYS.get(name, name): getattr(self, name) for name in details_of(type(self)) if name != "more"}
         return {key: value for key, value in values.items() if value not in _EMPTY}
 
     def _parse(self) -> dict[str, Any]:
-        """Return the values of the fields that `detail` has."""
         text: str | None = getattr(self, "_text", None)
         try:
             detail = {} if text is None else dict(json.loads(text))
@@ -116,15 +108,13 @@ class LedgerRow(_Parsed):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointRow(LedgerRow):
+class CheckpointRow(LedgerRow, kind="checkpoint"):
     """A committed checkpoint, which becomes the head."""
 
-    kind: ClassVar[str] = "checkpoint"
     checkpoint_id: str = ""
     parent: str | None = None
     step: int = 0
     leg: int = 0
-    """Number of its leg."""
     world_size: int = 0
     manifest_uri: str = ""
     manifest_digest: str = ""
@@ -143,7 +133,6 @@ class CheckpointRow(LedgerRow):
     rank_nodes: Sequence[tuple[str, int]] = ()
     """Nodes of the ranks in order, each with its number of ranks. Only the first checkpoint of an attempt records them."""
     reason: str | None = None
-    """Reason for which it was taken."""
     interval_s: float | None = None
     why: str | None = None
     """Reason for the interval."""
@@ -154,14 +143,13 @@ class CheckpointRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdvanceRow(LedgerRow):
+class AdvanceRow(LedgerRow, kind="advance"):
     """One block's part of what a checkpoint consumed: positions [position_start, position_end), all applied or none.
 
     It is the one record of consumption, from the tracker to the ledger. With `token_end` the last row was read only up to it.
     With `token_start` the first row was read from it on.
     """
 
-    kind: ClassVar[str] = "advance"
     checkpoint_id: str = ""
     leg: int = 0
     step: int = 0
@@ -217,10 +205,9 @@ class PlannedSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClaimRow(LedgerRow):
+class ClaimRow(LedgerRow, kind="claim"):
     """The claim of a run by an attempt."""
 
-    kind: ClassVar[str] = "claim"
     replaces: int = 0
     """The attempt that was current before."""
     purpose: Purpose | None = None
@@ -262,15 +249,12 @@ class ClaimRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LegRow(LedgerRow):
+class LegRow(LedgerRow, kind="leg"):
     """A new leg, in the append of its first checkpoint."""
 
-    kind: ClassVar[str] = "leg"
     checkpoint_id: str = ""
     leg: int = 0
-    """Number of the leg."""
     step: int = 0
-    """Step at which it begins."""
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -279,27 +263,24 @@ class LegRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantinedCheckpointRow(LedgerRow):
+class QuarantinedCheckpointRow(LedgerRow, kind="quarantine"):
     """A damaged checkpoint. The head steps back to `head_after`."""
 
-    kind: ClassVar[str] = "quarantine"
     checkpoint_id: str = ""
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantinedRowsRow(LedgerRow):
+class QuarantinedRowsRow(LedgerRow, kind="quarantined_rows"):
     """Rows that a new leg leaves out: a row group that does not decode, or rows at which ranks died.
 
     Older versions wrote them with the kind of damaged checkpoints, without a checkpoint.
     """
 
-    kind: ClassVar[str] = "quarantined_rows"
     older_kinds: ClassVar[tuple[str, ...]] = ("quarantine",)
     leg: int = 0
     source: int = 0
     path: str = ""
-    """Data file."""
     row_group: int = 0
     rows: int = 0
     """Live rows among them."""
@@ -309,44 +290,37 @@ class QuarantinedRowsRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RetireRow(LedgerRow):
+class RetireRow(LedgerRow, kind="retire"):
     """A checkpoint that is never restored again. Its files are removed."""
 
-    kind: ClassVar[str] = "retire"
     checkpoint_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NameRow(LedgerRow):
+class NameRow(LedgerRow, kind="name"):
     """A name of a checkpoint. Without a checkpoint the name is removed."""
 
-    kind: ClassVar[str] = "name"
     checkpoint_id: str | None = None
     name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportRow(LedgerRow):
+class ExportRow(LedgerRow, kind="export"):
     """A file of weights that was made from a checkpoint."""
 
-    kind: ClassVar[str] = "export"
     checkpoint_id: str = ""
     digest: str = ""
     bytes: int = 0
     file: str = ""
-    """Name of the file."""
     part: str = ""
-    """Exported part of the state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyRow(LedgerRow):
+class VerifyRow(LedgerRow, kind="verify"):
     """The result of a verification of a checkpoint."""
 
-    kind: ClassVar[str] = "verify"
     checkpoint_id: str = ""
     verification: str = ""
-    """Id of the verification."""
     problem: str | None = None
 
 
@@ -360,25 +334,22 @@ class Exclusion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewindRow(LedgerRow):
+class RewindRow(LedgerRow, kind="rewind"):
     """A step of the head back to a checkpoint, at which a branch begins."""
 
-    kind: ClassVar[str] = "rewind"
     checkpoint_id: str | None = None
     """The new head. None: the run is at its beginning."""
     step: int = 0
     left: str | None = None
-    """The head before."""
     left_step: int = 0
     exclude: Sequence[Exclusion] = ()
     why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForkRow(LedgerRow):
+class ForkRow(LedgerRow, kind="fork"):
     """The parent of a forked run, in the append of its first checkpoint."""
 
-    kind: ClassVar[str] = "fork"
     checkpoint_id: str = ""
     """The first checkpoint of this run."""
     step: int = 0
@@ -388,10 +359,9 @@ class ForkRow(LedgerRow):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinishRow(LedgerRow):
+class FinishRow(LedgerRow, kind="finish"):
     """The end of a run."""
 
-    kind: ClassVar[str] = "finish"
     step: int = 0
 
 
@@ -433,28 +403,26 @@ DEFAULTS: dict[type[LedgerRow], dict[str, Any]] = {
 
 
 @cache
-def _columns() -> dict[type[LedgerRow], dict[str, str]]:
+def _layouts() -> dict[type[LedgerRow], tuple[dict[str, str], dict[str, Any]]]:
     # It takes long to import, and `dlac --help` needs no row.
     from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
 
     names = {column: _FIELDS.get(column, column) for column in CONSUMPTION.column_names}
-    return {kind: {each: names[each] for each in names if names[each] in DEFAULTS[kind]} for kind in DEFAULTS}
-
-
-@cache
-def _details() -> dict[type[LedgerRow], dict[str, Any]]:
-    kept = {kind: columns.values() for kind, columns in _columns().items()}
-    return {kind: {each: DEFAULTS[kind][each] for each in DEFAULTS[kind] if each not in kept[kind]} for kind in kept}
+    found = {}
+    for kind, defaults in DEFAULTS.items():
+        columns = {column: name for column, name in names.items() if name in defaults}
+        found[kind] = columns, {name: defaults[name] for name in defaults if name not in columns.values()}
+    return found
 
 
 def columns_of(kind: type[LedgerRow]) -> dict[str, str]:
     """Return column -> field, of those columns that are fields of a class."""
-    return _columns()[kind]
+    return _layouts()[kind][0]
 
 
 def details_of(kind: type[LedgerRow]) -> dict[str, Any]:
     """Return field -> its default value, of the fields that `detail` has."""
-    return _details()[kind]
+    return _layouts()[kind][1]
 
 
 def _take(kind: type[LedgerRow], detail: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Expiry of snapshots of DLAC's own tables by the appends themselves, so that no commit grows slower.
 
-Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. So each append also
-expires, in its own transaction, the snapshots past the newest `KEEP_SNAPSHOTS`. Nothing has to be scheduled, and nothing can
-be half done. Snapshots of a branch or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/upkeep.py.
+Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. Snapshots of a branch
+or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/upkeep.py.
 """
 
 from collections.abc import Iterator
@@ -16,6 +15,9 @@ from pyiceberg.table.update.snapshot import ExpireSnapshots
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+
+UPKEEP_OF_SNAPSHOT = "dlac.upkeep"
+"""Property of a snapshot: what was done, by which no row was added or taken."""
 
 
 class LeanTransaction(Transaction):
@@ -40,22 +42,17 @@ class LeanTransaction(Transaction):
 
 @contextmanager
 def committing(lakehouse: Lakehouse, table: Table) -> Iterator[Transaction]:
-    """Yield a transaction on one of DLAC's own tables. At its end it expires snapshots, and is committed.
-
-    Raises:
-        CatalogUnreachable, CommitConflict: it did not land, or that is not known.
-    """
+    """Yield a transaction that expires snapshots and commits. Raises `CatalogUnreachable` or `CommitConflict`."""
     with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
         yield transaction
         expire_in(transaction)
 
 
 def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> int:
-    """Expire all snapshots of DLAC's own table `name` but the newest `keep` and the named ones. Return their number.
+    """Expire snapshots of an own table but the newest `keep` and the named ones. Return their number.
 
     Raises:
-        CatalogUnreachable: the catalog was unavailable for a minute.
-        CommitConflict: other processes committed all the time.
+        CatalogUnreachable, CommitConflict: as `committing`, after a minute.
     """
 
     def once() -> int:

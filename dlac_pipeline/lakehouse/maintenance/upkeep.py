@@ -3,19 +3,28 @@
 Safe beside live committers and beside other upkeep, at any moment, and safe to kill. Source tables are not DLAC's: they are
 never touched.
 
+One checkpoint is one data file, so that a run of weeks has tens of thousands, and a scan opens every one. A merge is one
+`overwrite` snapshot, built on the table object whose files were read. Against live committers it loses, reads again and takes
+fewer files. It changes no row, no `seq` and no property.
+
 Files that no retained snapshot names are what expiry and compaction leave, and commits that failed. A file that is not named yet
 may belong to a commit under way. So: list the files, move `main`, read the table again, and delete what was listed and is still
 not named. The writer of a listed file had read the table before `main` moved. If its commit has not landed, the catalog refuses
 it, and the writer repeats it with new files, as every writer of these tables does.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
-from pyarrow.fs import FileInfo
+import pyarrow as pa
 from pyiceberg.catalog import MetastoreCatalog
-from pyiceberg.table import Table
+from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files, schema_to_pyarrow
+from pyiceberg.table import FileScanTask, Table
 
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
@@ -23,9 +32,78 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
-from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT, Merged, compact
-from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire
+from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, LeanTransaction, expire, expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+
+SMALL_BYTES = 16 * 2**20
+"""A data file that is smaller is merged with others of its partition."""
+MIN_FILES = 8
+"""Fewer are not worth a snapshot."""
+_MAX_FILES = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """Number of data files before and after a merge."""
+
+    files: int = 0
+    into: int = 0
+
+
+def compact(lakehouse: Lakehouse, name: str = "consumption") -> Merged:
+    """Merge the small data files of each partition of an own table. Raises as `run_upkeep`, and `CommitConflict`."""
+    files = into = 0
+    for partition in sorted(lakehouse.look(name, _small_files), key=str):
+        while step := _merge(lakehouse, name, partition):
+            files, into = files + step.files, into + step.into
+    return Merged(files=files, into=into)
+
+
+def _merge(lakehouse: Lakehouse, name: str, partition: tuple[Any, ...]) -> Merged | None:
+    """Merge some files of one partition, in one commit. Return None if nothing can be merged."""
+    limit = 2 * _MAX_FILES
+
+    def once() -> Merged | None:
+        nonlocal limit
+        limit = max(limit // 2, MIN_FILES)  # less work has more luck beside busy committers
+        with reachable(lakehouse.config.uri), as_commit_conflict():
+            table = lakehouse.own(name)
+            small = _small_files(table).get(partition, [])[:limit]
+            totals = accumulate(task.file.file_size_in_bytes for task in small)
+            tasks = [task for task, total in zip(small, totals, strict=True) if total <= 4 * SMALL_BYTES]
+            return _rewrite(table, tasks) if len(tasks) >= MIN_FILES else None
+
+    return retrying()(once)
+
+
+def _small_files(table: Table) -> dict[tuple[Any, ...], list[FileScanTask]]:
+    """Return small data files by partition, in the order of writing. Files with delete files are left alone."""
+    found = defaultdict(list)
+    spec = table.spec()
+    for task in table.scan().plan_files():
+        file = task.file
+        if file.spec_id == spec.spec_id and file.file_size_in_bytes < SMALL_BYTES and not task.delete_files:
+            found[tuple(file.partition[at] for at in range(len(spec.fields)))].append(task)
+    return found
+
+
+def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
+    """Write the rows into as few files as possible, again on every try: older new files may count as orphans by now."""
+    schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
+    scan = ArrowScan(table.metadata, table.io, table.schema(), AlwaysTrue())
+    rows = pa.concat_tables(scan.to_table([task]).cast(schema) for task in tasks)
+    if "seq" in rows.column_names:
+        rows = rows.sort_by("seq")  # stable: the rows of one append stay in their order
+    files = list(_dataframe_to_data_files(table.metadata, rows, table.io))
+    with LeanTransaction(table) as transaction:
+        properties = {UPKEEP_OF_SNAPSHOT: "compaction"}
+        with transaction.update_snapshot(snapshot_properties=properties).overwrite() as overwrite:
+            for task in tasks:
+                overwrite.delete_data_file(task.file)
+            for file in files:
+                overwrite.append_data_file(file)
+        expire_in(transaction)
+    return Merged(files=len(tasks), into=len(files))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +115,9 @@ class Removed:
 
 
 def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) -> Removed:
-    """Delete the files of DLAC's own table `name` that no retained snapshot names.
+    """Delete files of an own table that no retained snapshot names. Raises as `run_upkeep`, and `CommitConflict`.
 
-    `checked`: the ledger is known to be the newest.
-
-    Raises:
-        CatalogUnreachable: the catalog was unavailable for a minute.
-        CommitConflict: other processes committed all the time.
-        LakehouseError: another table's files are among them, or they cannot be listed or deleted.
-        LedgerOlderThanStore: the catalog was restored from an older backup. Newer files are the only copy of lost commits.
+    `checked`: the ledger is known to be the newest. Newer files would be the only copy of lost commits.
     """
     if name == "consumption" and not checked:
         check_warehouse(lakehouse)
@@ -57,7 +129,8 @@ def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) ->
 
 
 def _remove(lakehouse: Lakehouse, name: str, folder: TableFolder) -> Removed:
-    listed = _deletable(lakehouse, folder)
+    own_metadata = isinstance(lakehouse.catalog, MetastoreCatalog)  # those of a REST catalog only its server knows
+    listed = {path: info for path, info in folder.files().items() if own_metadata or not path.endswith(METADATA)}
     if not listed.keys() - lakehouse.look(name, partial(_named, folder)):
         return Removed()
     _move_main(lakehouse, name)
@@ -78,23 +151,12 @@ def _move_main(lakehouse: Lakehouse, name: str) -> None:
     retrying()(once)
 
 
-def _deletable(lakehouse: Lakehouse, folder: TableFolder) -> dict[str, FileInfo]:
-    """Return path -> file of what exists now, without a REST catalog's own metadata files: only its server knows them."""
-    own_metadata = isinstance(lakehouse.catalog, MetastoreCatalog)
-    return {path: info for path, info in folder.files().items() if own_metadata or not path.endswith(METADATA)}
-
-
 def _named(folder: TableFolder, table: Table) -> set[str]:
-    """Return the paths of all files that the table's metadata and its retained snapshots name."""
     return {folder.path(location) for location in _locations(table)}
 
 
 def _check_foreign(folder: TableFolder, orphans: set[str], table_uuid: str) -> None:
-    """Check that no other table with rows is stored here, such as the one whose catalog was lost.
-
-    Raises:
-        LakehouseError: one does.
-    """
+    """Raise `LakehouseError` if another table with rows is stored here, such as one whose catalog was lost."""
     for path in orphans:
         found = folder.metadata(path) if path.endswith(METADATA) else {}
         if found.get("snapshots") and found.get("table-uuid") != table_uuid:

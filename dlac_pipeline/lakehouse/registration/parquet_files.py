@@ -1,13 +1,12 @@
 """Parquet files at a location: their names by a pattern, their Hive partitions, and the columns that all of them have."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -19,17 +18,15 @@ from pyiceberg.io.pyarrow import PyArrowFileIO, UnsupportedPyArrowTypeException,
 from pyiceberg.schema import promote
 from pyiceberg.types import LongType, NestedField, PrimitiveType, StringType
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import FIELD_ID, expect
 
 WILD = re.compile(r"[*?\[]")
-"""Wildcards of a location."""
 _INTEGER = re.compile(r"-?\d{1,18}")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-_FIELD_ID = b"PARQUET:field_id"
 _LOGS = {"_delta_log": "delta", ".hoodie": "hudi"}
 """Folder of the log of a table -> its format."""
 _THREADS = 16
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +45,7 @@ class Location:
     """A folder, a bucket, a file or a pattern such as `s3://bucket/pages/**/*.parquet`."""
 
     def __init__(self, location: str, properties: Mapping[str, str]) -> None:
-        """`properties` are PyIceberg's, of the lakehouse.
-
-        Raises:
-            SpecInvalid: no file system serves the location.
-        """
+        """`properties` are PyIceberg's, of the lakehouse. Raises `SpecInvalid` if no file system serves the location."""
         self.pattern = location if "://" in location else f"file://{Path(location).absolute()}"
         scheme, _, self._path = self.pattern.partition("://")  # keys and patterns may have what an URL reserves
         self._prefix = f"{scheme}://"
@@ -74,13 +67,8 @@ class Location:
             DataFileUnreadable: the location cannot be listed.
         """
         root, wild = self._root()
-        info = _listed(self.pattern, lambda: self._files.get_file_info(root))
-        everything = FileSelector(root, recursive=True)
-        found = (
-            [info]
-            if info.type == FileType.File
-            else _listed(self.pattern, lambda: self._files.get_file_info(everything))
-        )
+        info = self._info(root)
+        found = [info] if info.type == FileType.File else self._info(FileSelector(root, recursive=True))
         matches = re.compile(glob_translate(self._path) if wild else r".*\.parquet").fullmatch
         paths = [info for info in found if info.type == FileType.File and (info.path == root or matches(info.path))]
         files = [
@@ -104,60 +92,39 @@ class Location:
         return files
 
     def check_plain(self) -> None:
-        """Check that the folder is not that of a table, whose deleted rows may be in its files.
-
-        Raises:
-            SpecInvalid: it is.
-            DataFileUnreadable: the location cannot be listed.
-        """
+        """Raise `SpecInvalid` if the folder is that of a table, whose deleted rows may be in its files."""
         root, _ = self._root()
         place = root if self._is_local else self._prefix + root
         problem = f"expected plain Parquet files, found {{}} at {place!r}, whose deleted rows may be in them: "
         for name, table_format in _LOGS.items():
-            log = _listed(self.pattern, partial(self._files.get_file_info, f"{root}/{name}"))
-            if log.type == FileType.Directory:
+            if self._info(f"{root}/{name}").type == FileType.Directory:
                 raise SpecInvalid(
                     f'{problem.format(f"a {table_format} table")}write a job file with source.format = "{table_format}" and '
                     f'source.table = "{place}"'
                 )
-        metadata = FileSelector(f"{root}/metadata", allow_not_found=True)
-        for info in _listed(self.pattern, lambda: self._files.get_file_info(metadata)):
+        for info in self._info(FileSelector(f"{root}/metadata", allow_not_found=True)):
             if info.path.endswith(".metadata.json"):
                 raise SpecInvalid(f"{problem.format('an Iceberg table')}name it as namespace.table, in its catalog")
 
+    def _info(self, place: str | FileSelector) -> Any:
+        """Return the file or folder at a path, or the list of those that a selector selects."""
+        with expect(f"to list {self.pattern!r}", "correct the location, or reach it"):
+            return self._files.get_file_info(place)
+
     def _root(self) -> tuple[str, bool]:
         """Return the folder or file of the location, and True if a pattern follows it."""
-        named = _listed(self.pattern, lambda: self._files.get_file_info(self._path))
-        wild = WILD.search(self._path) if named.type == FileType.NotFound else None
+        wild = WILD.search(self._path) if self._info(self._path).type == FileType.NotFound else None
         return (self._path[: self._path.rfind("/", 0, wild.start())], True) if wild else (self._path.rstrip("/"), False)
 
     def schemas(self, files: Sequence[ParquetFile]) -> list[pa.Schema]:
-        """Return the schema of each file, from its footer.
-
-        Raises:
-            DataFileUnreadable: one is not a Parquet file that can be read.
-        """
+        """Return the schema of each file, from its footer. Raises `DataFileUnreadable` for one that is no Parquet file."""
 
         def read(file: ParquetFile) -> pa.Schema:
-            try:
+            with expect(f"a Parquet file at {file.address!r}", "leave it out of the location, or restore it"):
                 return pq.read_schema(file.address.removeprefix(self._prefix), filesystem=self._files)
-            except (OSError, pa.ArrowException) as err:
-                raise DataFileUnreadable(
-                    f"expected a Parquet file at {file.address!r}, found {type(err).__name__}: {err}; leave it out of the "
-                    "location, or restore it"
-                ) from err
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             return list(pool.map(read, files))
-
-
-def _listed(location: str, look: Callable[[], _Found]) -> _Found:
-    try:
-        return look()
-    except OSError as err:
-        raise DataFileUnreadable(
-            f"expected to list {location!r}, found {type(err).__name__}: {err}; correct the location, or reach it"
-        ) from err
 
 
 def unite_columns(files: Sequence[ParquetFile], schemas: Sequence[pa.Schema]) -> list[NestedField]:
@@ -184,7 +151,7 @@ def unite_columns(files: Sequence[ParquetFile], schemas: Sequence[pa.Schema]) ->
 
 
 def _columns(file: ParquetFile, schema: pa.Schema) -> list[NestedField]:
-    if any(_FIELD_ID in (column.metadata or {}) for column in schema):
+    if any(FIELD_ID in (column.metadata or {}) for column in schema):
         raise UnsupportedColumn(
             f"expected {file.address!r} without field ids, found some: train from the Iceberg table to which it belongs"
         )

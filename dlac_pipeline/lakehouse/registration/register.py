@@ -30,7 +30,6 @@ from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _log = logging.getLogger(__name__)
 LOCATION = "dlac.registered-location"
-"""Property of a registered table."""
 _UNTIL = "dlac.registered-until"
 """Property: the newest change of a registered file. A file that is newer was changed after its registration."""
 _MAPPING = "schema.name-mapping.default"
@@ -46,7 +45,6 @@ class Registered:
     table: str
     location: str
     files: int
-    """Files at the location."""
     added_files: int
     added_rows: int
     missing: tuple[str, ...]
@@ -89,7 +87,6 @@ def registered_tables(lakehouse: Lakehouse) -> Iterator[tuple[str, str]]:
 
 
 def _namespaces(catalog: Catalog, above: Identifier = ()) -> Iterator[Identifier]:
-    """Yield all namespaces, also nested ones where the catalog has them."""
     with suppress(NoSuchNamespaceError):
         for each in catalog.list_namespaces(above):
             if each != above:
@@ -107,12 +104,7 @@ def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list
 
 
 def check_registered(table: Table) -> None:
-    """Check that no registered file of a table has changed, before it is planned or trained. Other tables are left alone.
-
-    Raises:
-        DataFileChanged: one has.
-        DataFileUnreadable: the location cannot be listed.
-    """
+    """Raise `DataFileChanged` if a registered file of a table has changed, or `DataFileUnreadable`."""
     location = table.properties.get(LOCATION)
     if location is not None:
         _check_unchanged(table, Location(location, table.io.properties).find(), _data_files(table))
@@ -146,7 +138,6 @@ def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_
 
 
 def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table | None:
-    """Return the registered table, or None if there is no table of its name."""
     try:
         table = lakehouse.load(identifier)
     except errors.NoSuchTable:
@@ -156,7 +147,7 @@ def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table |
         found = "one with its own files" if before is None else f"that of {before!r}"
         raise errors.SpecInvalid(
             f"expected {identifier!r} to be a new table, or that of {location.pattern!r}, found {found}: choose another name "
-            "(dlac init: --table)"
+            "for the table"
         )
     return table
 
@@ -186,11 +177,7 @@ def _create(
 
 
 def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], columns: Sequence[NestedField]) -> int:
-    """Add files in one commit, with their new columns. Return their rows.
-
-    Raises:
-        CommitConflict: another process committed to the table.
-    """
+    """Add files in one commit, with their new columns. Return their rows."""
     with reachable(lakehouse.config.uri), as_commit_conflict(), table.transaction() as transaction:
         try:
             with transaction.update_schema() as update:
@@ -257,11 +244,7 @@ def _removed_files(table: Table) -> set[str]:
 
 
 def _check_outside_warehouse(lakehouse: Lakehouse, pattern: str) -> None:
-    """Check that no folder is registered in which maintenance deletes files.
-
-    Raises:
-        SpecInvalid: the location is in the warehouse, or the warehouse is in it.
-    """
+    """Raise `SpecInvalid` for a location in the warehouse or around it, where maintenance deletes files."""
     folders = [_folder(pattern), _folder(lakehouse.config.warehouse)]
     if all(folders) and any(one.startswith(other) for one, other in (folders, folders[::-1])):
         raise errors.SpecInvalid(
@@ -280,11 +263,7 @@ def _folder(address: str) -> str:
 
 
 def _check_unchanged(table: Table, files: Sequence[ParquetFile], known: Mapping[str, DataFile]) -> None:
-    """Compare registered files with what was recorded: their sizes, and the newest time of a change among them.
-
-    Raises:
-        DataFileChanged: one differs.
-    """
+    """Raise `DataFileChanged` if a registered file has another size, or is newer, than was recorded."""
     until = table.properties.get(_UNTIL, "")
     for file in files:
         recorded = known.get(file.address)

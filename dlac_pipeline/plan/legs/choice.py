@@ -30,10 +30,7 @@ Progress = Callable[[int, int, int], None]
 def plan_sources(
     lakehouse: Lakehouse, spec: JobSpec, *, progress: Progress = lambda source, done, total: None
 ) -> tuple[Plan, ...]:
-    """Plan each source of a new run, after all that its first leg needs was checked. A plan that exists is returned.
-
-    Raises as `check_readable` and `make_plan`.
-    """
+    """Plan each source of a new run, or find its plan. Raises as `check_readable`, which is called first, and `make_plan`."""
     check_readable(lakehouse, spec)
     return tuple(
         make_plan(lakehouse, source, progress=partial(progress, place)) for place, source in enumerate(spec.sources)
@@ -55,11 +52,7 @@ def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
 
 
 def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
-    """Check all that a job needs to read its sources, except their rows, before anything is pinned, written or claimed.
-
-    Raises:
-        BadInput: a table, a column, a transform or the tokenizer is wrong, or the sources have different columns.
-    """
+    """Raise `BadInput` for what prevents reading the sources, except their rows, before anything is pinned or written."""
     check_tokens(spec.sequences)
     sequences_of(spec.sequences, spec.source)
     if spec.sequences.tokenizer and not spec.sequences.length:
@@ -79,11 +72,7 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
 
 
 def check_tokens(sequences: SequenceSpec) -> None:
-    """Check that tokens are named by text only beside a tokenizer, which alone knows their numbers.
-
-    Raises:
-        SpecInvalid: they are named without one.
-    """
+    """Raise `SpecInvalid` if tokens are named by text without a tokenizer, which alone knows their numbers."""
     for name in ("begin", "end"):
         token = getattr(sequences, f"{name}_token")
         if token and not sequences.tokenizer:
@@ -94,11 +83,7 @@ def check_tokens(sequences: SequenceSpec) -> None:
 
 
 def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
-    """Check that the columns of all sources (label -> columns) fit into one batch.
-
-    Raises:
-        UnsupportedColumn: they do not.
-    """
+    """Raise `UnsupportedColumn` unless the columns of all sources (label -> columns) fit into one batch."""
     first, *others = known or [""]
     for label in others:
         if known[label] != known[first]:
@@ -131,11 +116,7 @@ def _check_documents(schema: Schema, source: SourceSpec, sequences: SequenceSpec
 
 
 def check_sources(spec: JobSpec, leg: Leg) -> None:
-    """Check that the job spec has as many sources as the leg: their place identifies them.
-
-    Raises:
-        ResumeMismatch: it has more or fewer.
-    """
+    """Raise `ResumeMismatch` unless the spec has as many sources as the leg: their place identifies them."""
     if len(spec.sources) != len(leg.sources):
         raise ResumeMismatch(
             f"expected {len(leg.sources)} sources, as leg {leg.index} of run {spec.run!r} binds, found {len(spec.sources)} in "
@@ -193,11 +174,7 @@ def _settings(spec: JobSpec) -> dict[str, Any]:
 
 
 def sequences_of(spec: SequenceSpec, first: SourceSpec) -> LegSequences:
-    """Return how documents become sequences, with tokens by number and the tokenizer by its digest.
-
-    Raises:
-        TokenizerUnreadable: the tokenizer cannot be loaded, or lacks a token.
-    """
+    """Return how documents become sequences, with tokens by number. Raises `TokenizerUnreadable`."""
     if not spec.length:
         return LegSequences()
     tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else None

@@ -4,7 +4,7 @@ What was dealt stays dealt: open cuts are never cut again. Rows that are exclude
 as never dealt, so that later passes level the key groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -25,7 +25,6 @@ from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 _CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclude", "weight", "passes", "snapshot_id")
-"""Settings that a new leg may change."""
 Dead = dict[int, Ints]
 """Unit -> sorted offsets of rows that are skipped."""
 
@@ -35,7 +34,6 @@ class LegRequest:
     """Request for the leg after a checkpoint."""
 
     requested: Leg
-    """The leg that the spec requests."""
     repin: bool
     """True to continue with the changes of followed tables since they were planned."""
     unreadable: tuple[Unreadable, ...] = ()
@@ -74,11 +72,7 @@ def next_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step
 
 
 def check_changeable(leg: Leg, requested: Leg) -> None:
-    """Check that a new leg may change what `requested` changes.
-
-    Raises:
-        ResumeMismatch: it may not. The message names each such difference.
-    """
+    """Raise `ResumeMismatch`, which names each difference, if `requested` changes what no new leg may change."""
     differing = leg.differences(requested)
     fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in _CHANGEABLE}
     if fixed:
@@ -90,8 +84,6 @@ def check_changeable(leg: Leg, requested: Leg) -> None:
 
 
 class _SourceTransition:
-    """One source between two legs."""
-
     def __init__(
         self, plans: Plans, source: SourceSpec, mine: LegSource, wanted: LegSource, settings: CutSettings
     ) -> None:
@@ -109,11 +101,9 @@ class _SourceTransition:
         """True if new exclusions leave no row of the source, read already or not."""
 
     def finish(self, cursors: Sequence[Cursor]) -> SourceStart:
-        """Return the source's state at these cursors."""
         return self._order(self._mine.start).finish_at(cursors)
 
     def next(self, current: SourceStart, *, repin: bool, unreadable: Sequence[Unreadable]) -> LegSource:
-        """The source in the next leg."""
         following = self._mine.follow == "appends"
         until = self._mine.snapshot_id
         if following and repin:
@@ -135,15 +125,10 @@ class _SourceTransition:
         )
 
     def _quarantined(self, current: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
-        """Return the parts of the source that are newly left out."""
         found: dict[Unreadable, QuarantinedUnit] = {}
         for plan in [self._plan(plan_id) for plan_id in current.live_plan_ids]:
-            units = {place: unit for unit, place in enumerate(plan.units.places())}
-            for each in unreadable:
-                unit = units.get((each.path, each.row_group))
-                if unit is None:
-                    continue
-                rows = int(np.isin(_offsets_of(plan, unit, each), plan.units.live_offsets(unit)).sum())
+            for each, unit, offsets in _units_of(plan, unreadable):
+                rows = int(np.isin(offsets, plan.units.live_offsets(unit)).sum())
                 if rows:
                     found[each] = QuarantinedUnit(**asdict(each), rows=rows)
         return tuple(found.values())
@@ -165,16 +150,14 @@ class _SourceTransition:
         return self._without(self._mine.plan_id, self._mine.snapshot_id, unreadable)
 
     def _repinned(self, after: LegSource, until: int) -> LegSource:
-        """The source with what the snapshot `until` brings."""
         start = after.start
         if self._mine.follow == "appends":
             hold(self._lakehouse, self._source.table, until, self._source.pin)  # the next history is counted from there
             plans = self._appended(self._history(self._mine.snapshot_id, until))
             start = replace(start, upcoming=(*start.upcoming, *((plan.row.plan_id, 1) for plan in plans)))
         else:
-            plans = [
-                self._plans.add(make_plan(self._lakehouse, self._source.model_copy(update={"snapshot_id": until})))
-            ]
+            source = self._source.model_copy(update={"snapshot_id": until})
+            plans = [self._plans.add(make_plan(self._lakehouse, source))]
             start = replace(start, upcoming=tuple((plans[0].row.plan_id, passes) for _, passes in start.upcoming))
         return replace(
             after,
@@ -185,7 +168,6 @@ class _SourceTransition:
         )
 
     def _appended(self, history: History) -> list[Plan]:
-        """Plans of the rows that came since, in order."""
         plans = []
         for portion in history.portions:
             old = {path: history.old_rows(portion.snapshot_id, path) for path in portion.files}
@@ -233,9 +215,9 @@ class _SourceTransition:
         return had and not has
 
     def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
-        """Return the id of the plan that also skips these rows."""
         plan = self._plan(plan_id)
-        dead = _merged([self._gone(plan, until), self._newly_excluded(plan), _of_unreadable(plan, unreadable)])
+        named = ({unit: offsets} for _, unit, offsets in _units_of(plan, unreadable))
+        dead = _merged([self._gone(plan, until), self._newly_excluded(plan), *named])
         reduced = self._plans.add(exclude_rows(self._lakehouse, plan, dead))
         self._checked[reduced.id] = reduced
         return reduced.id
@@ -315,18 +297,14 @@ def _by_unit(plan: Plan, rows: Mapping[str, Ints]) -> Dead:
     return dead
 
 
-def _of_unreadable(plan: Plan, unreadable: Sequence[Unreadable]) -> Dead:
+def _units_of(plan: Plan, unreadable: Sequence[Unreadable]) -> Iterator[tuple[Unreadable, int, Ints]]:
+    """Yield those that a plan has, each with its unit and the offsets in it that are left out."""
     units = {place: unit for unit, place in enumerate(plan.units.places())}
-    named = [(units.get((each.path, each.row_group)), each) for each in unreadable]
-    return _merged([{unit: _offsets_of(plan, unit, each)} for unit, each in named if unit is not None])
-
-
-def _offsets_of(plan: Plan, unit: int, unreadable: Unreadable) -> Ints:
-    """The rows of a unit that are left out, counted in the unit."""
-    if not unreadable.positions:
-        return np.arange(plan.units.rows[unit], dtype=np.int64)
-    positions: Ints = np.array(unreadable.positions, dtype=np.int64)
-    return positions - int(plan.units.first_row[unit])
+    for each in unreadable:
+        unit = units.get((each.path, each.row_group))
+        if unit is not None:
+            positions: Ints = np.array(each.positions, dtype=np.int64) - int(plan.units.first_row[unit])
+            yield each, unit, positions if each.positions else np.arange(plan.units.rows[unit], dtype=np.int64)
 
 
 def _merged(parts: Sequence[Dead]) -> Dead:

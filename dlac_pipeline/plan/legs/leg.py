@@ -120,9 +120,7 @@ class Leg:
 
     def order(self, units: Mapping[str, UnitTable]) -> LegOrder:
         """The order of this leg over the units of its plans, by plan id."""
-        sources = [
-            SourceOrder(source.start, units, self.cut_settings(index)) for index, source in enumerate(self.sources)
-        ]
+        sources = [SourceOrder(each.start, units, self.cut_settings(index)) for index, each in enumerate(self.sources)]
         settings = LegSettings(
             key_groups=self.key_groups,
             batch_size=self.batch_size,
@@ -156,11 +154,7 @@ class Leg:
 
     @classmethod
     def from_json(cls, text: str) -> "Leg":
-        """The leg in `text`.
-
-        Raises:
-            FormatTooNew: another DLAC wrote it, in a form that this one does not read.
-        """
+        """The leg in `text`. Raises `FormatTooNew` if another DLAC wrote it, in a form that this one does not read."""
         return cls.from_record(json.loads(text))
 
     @classmethod
@@ -205,11 +199,7 @@ class Leg:
         )
 
     def check_same(self, wanted: "Leg") -> None:
-        """Check that `wanted`, made from the job spec, binds the same as this committed leg.
-
-        Raises:
-            ResumeMismatch: it does not. The message names each difference.
-        """
+        """Raise `ResumeMismatch`, which names each difference, unless `wanted` binds the same as this committed leg."""
         differing = self.differences(wanted)
         if differing:
             raise ResumeMismatch(

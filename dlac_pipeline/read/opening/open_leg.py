@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -55,8 +56,7 @@ class OpenLeg:
 
         `budget_bytes` defaults to that of the spec.
 
-        Raises:
-            SpecInvalid: the number of ranks does not divide the batch size.
+        Raises `SpecInvalid` if the number of ranks does not divide the batch size.
         """
         step = self.leg.start_step if step is None else step
         if state is None:
@@ -112,7 +112,7 @@ class OpenLeg:
             open_from = self.sources[index]
             table = open_from.decoder.decode(row_range.cut.units, row_range.slices)
             if not self.leg.streamed[index]:
-                return open_from.to_columns()(row_range, table)
+                return open_from.prepare_columns(row_range, table)
             found = open_from.to_samples()(row_range, table).columns
             if found:  # a transform may make nothing of all rows of a block
                 return {name: Column(array) for name, array in found.items()}
@@ -122,12 +122,9 @@ class OpenLeg:
         """(source, row_range) of everything in the first pass of each source, from the leg's beginning."""
         for index, source in enumerate(self.order.sources):
             for group in range(self.leg.key_groups):
-                first: int | None = None
-                for row_range in source.row_ranges(group, 0):
-                    first = row_range.pass_index if first is None else first
-                    if row_range.pass_index != first:
-                        break
-                    yield index, row_range
+                by_pass = groupby(source.row_ranges(group, 0), key=lambda row_range: row_range.pass_index)
+                for _, row_ranges in islice(by_pass, 1):
+                    yield from ((index, row_range) for row_range in row_ranges)
 
 
 def open_leg(plans: Plans, leg: Leg, spec: JobSpec) -> OpenLeg:

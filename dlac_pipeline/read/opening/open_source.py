@@ -34,14 +34,10 @@ class OpenSource:
     def _reject(self) -> Reject:
         return "quarantine" if self.leg.on_reject == "quarantine" else "fail"
 
-    def to_columns(self) -> Callable[[RowRange, pa.Table], Columns]:
-        """Return the preparation of blocks whose rows are samples."""
-
-        def prepare(row_range: RowRange, table: pa.Table) -> Columns:
-            origin, live = _origin(row_range), _live_mask(row_range)
-            return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in self.kinds.items()}
-
-        return prepare
+    def prepare_columns(self, row_range: RowRange, table: pa.Table) -> Columns:
+        """Prepare a block whose rows are samples."""
+        origin, live = _origin(row_range), _live_mask(row_range)
+        return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in self.kinds.items()}
 
     def to_samples(self) -> Callable[[RowRange, pa.Table], Samples]:
         """Return the preparation of blocks whose samples a transform makes. It is checked on the first block."""
@@ -88,13 +84,7 @@ class OpenSource:
 def open_source(
     table: Table, spec: SourceSpec, mine: LegSource, snapshot_ids: Collection[int], *, packed: bool
 ) -> OpenSource:
-    """Open one source of a leg, with the places that the spec names.
-
-    Raises:
-        TableReplaced: the table is not the planned one.
-        ResumeMismatch: the transform is not the bound one.
-        UnsupportedColumn, NoSuchColumn: a column cannot become a tensor.
-    """
+    """Open one source of a leg, with the places that the spec names. Raises as `open_leg`."""
     check_same_table(spec.table, planned_uuid=mine.table_uuid, uuid=str(table.metadata.table_uuid))
     schema = table.schemas()[mine.schema_id]
     transform = load_transform(spec.transform) if spec.transform else None
@@ -114,10 +104,8 @@ def changed_since_plan(what: str, name: str) -> ResumeMismatch:
 
 def _live(row_range: RowRange, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:
     """The rows of a row_range in reading order, and their positions in the block."""
-    block = row_range.block
-    return take_rows(table, block.rows_of(row_range.start, row_range.stop)), block.positions_of(
-        row_range.start, row_range.stop
-    )
+    block, start, stop = row_range.block, row_range.start, row_range.stop
+    return take_rows(table, block.rows_of(start, stop)), block.positions_of(start, stop)
 
 
 def _live_mask(row_range: RowRange) -> np.typing.NDArray[np.bool_] | None:
