@@ -123,8 +123,8 @@ def _json_value(value: object) -> object:
 )
 def rows(
     run: ui.RunName,
-    step: Annotated[int, Option(help="Optimizer step, from 1.", min=1)],
-    rank: Annotated[int | None, Option(help="Only the rows of this rank.", min=0)] = None,
+    step: Annotated[int, Option(help="Optimizer step, from 1.")],
+    rank: Annotated[int | None, Option(help="Only the rows of this rank.")] = None,
     text: Annotated[str | None, Option(help="Column of the source whose values are shown too.")] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
@@ -134,8 +134,7 @@ def rows(
     from dlac_pipeline.operations.step_rows import StepRows
 
     lakehouse = ui.lakehouse_of(spec, home)
-    found = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, column=text)
-    mine = [each for each in found if rank is None or each.rank == rank]
+    mine = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, rank=rank, column=text)
     if as_json:
         sys.stdout.write(strict_json([each.to_json() for each in mine], default=str) + "\n")
         return

@@ -7,7 +7,7 @@ packed or transformed one is read again from the last checkpoint before the step
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import duckdb
@@ -27,40 +27,27 @@ from dlac_pipeline.supervise.claims import spec_of_attempt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepRow:
-    """One row of a step: the rank that trained on it, and its place in the source."""
+class StepRow(SampleRow):
+    """One row of a step, and the rank that trained on it."""
 
     run: str
     step: int
     rank: int
     node: str | None
     """Node of the rank, or None where the ledger does not have it."""
-    slot: int
-    """Place of the sample in the global batch, from 0."""
-    source: int
-    """Number of the source in the job spec, from 0."""
     source_table: str
-    pass_index: int
-    key_group: int
-    file_path: str
-    row_group: int
-    row: int
-    """Row in the data file."""
-    first_item: int | None
-    """Packed or transformed: first item of the row in this sample, unless that is its very first."""
-    end_item: int | None
-    """Packed or transformed: end of the row's items in this sample, unless that is its end."""
     value: Any = None
     """Value of the requested column."""
 
     def to_json(self) -> dict[str, Any]:
         """Return this row as plain data. `asdict` copies each value, which takes longer than the order of all rows."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in _NAMES}
 
 
-_COUNTS = ("step", "rank", "slot", "source", "pass_index", "key_group", "row_group", "row", "first_item", "end_item")
-_NAMES = ("run", "node", "source_table", "file_path")
-_VIEW = pa.schema([*((name, pa.string()) for name in _NAMES), *((name, pa.int64()) for name in _COUNTS)])
+_NAMES = [each.name for each in fields(StepRow)]
+_TEXTS = ("run", "node", "source_table", "plan_id", "file_path")
+_VIEW = pa.schema([(name, pa.string() if name in _TEXTS else pa.int64()) for name in _NAMES if name != "value"])
+_SAMPLE = [each.name for each in fields(SampleRow)]
 _MACRO = "rows_of_step"
 _CALL = re.compile(_MACRO + r"\s*\(\s*'((?:[^']|'')+)'\s*,\s*(\d+)\s*\)", re.IGNORECASE)
 
@@ -99,38 +86,34 @@ class StepRows:
         """The last committed step."""
         return self._steps.last
 
-    def of(self, step: int, *, column: str | None = None) -> list[StepRow]:
-        """Return the rows of a step in the order of slots, with the values of a column as the data files have them.
+    def of(self, step: int, *, rank: int | None = None, column: str | None = None) -> list[StepRow]:
+        """Return the rows of a step, or of one rank in it, in the order of slots, with the values of a column.
 
         Raises:
-            SpecInvalid: the run has not trained the step, or not committed it.
+            SpecInvalid: the run has not trained the step, or not committed it, or trained it without that rank.
             NoSuchJobSpec: the step is of a packed or transformed leg, and its job spec is not on this node.
             NoSuchColumn: a source has no such column.
             PinLost, UnitUnreadable: data files that are read are gone.
         """
         found = self._steps.find(step)
-        samples = self._samples(found)
+        ranks, batch_size = found.checkpoint.world_size, found.leg.batch_size
+        if rank is not None and not 0 <= rank < ranks:
+            raise SpecInvalid(
+                f"expected one of the ranks 0 to {ranks - 1} of step {step}, found {rank}: name one of these"
+            )
+        samples = [each for each in self._samples(found) if rank in (None, each.slot * ranks // batch_size)]
         values: Sequence[Any] = [None] * len(samples)
         if column is not None:
             values = values_of(self._plans, found.leg, samples, column)
-        ranks = found.checkpoint.world_size
         return [
             StepRow(
                 run=self._run,
                 step=step,
-                rank=(rank := each.slot * ranks // found.leg.batch_size),
-                node=found.nodes[rank] if found.nodes else None,
-                slot=each.slot,
-                source=each.source,
+                rank=(mine := each.slot * ranks // batch_size),
+                node=found.nodes[mine] if found.nodes else None,
                 source_table=found.leg.sources[each.source].table,
-                pass_index=each.pass_index,
-                key_group=each.key_group,
-                file_path=each.file_path,
-                row_group=each.row_group,
-                row=each.row,
-                first_item=each.first_item,
-                end_item=each.end_item,
                 value=value,
+                **{name: getattr(each, name) for name in _SAMPLE},
             )
             for each, value in zip(samples, values, strict=True)
         ]

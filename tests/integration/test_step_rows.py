@@ -79,6 +79,8 @@ def test_bad_steps_are_refused(lake: Lake, workshop: Workshop) -> None:
     for step in (0, steps.last_step + 1):
         with pytest.raises(SpecInvalid, match=f"1 to {steps.last_step}, found {step}"):
             steps.of(step)
+    with pytest.raises(SpecInvalid, match="0 to 1 of step 1, found 2"):
+        steps.of(1, rank=2)
     with pytest.raises(NoSuchColumn, match="found 'absent'"):
         steps.of(1, column="absent")
     trained(workshop, "packed")

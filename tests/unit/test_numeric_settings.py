@@ -26,7 +26,7 @@ ABSURD = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", 1e308, -1e30
 """Values that no numeric setting accepts. Only seeds and ids accept 2**63."""
 
 
-LOOKED_UP = {"step", "to_step", "snapshot_id"}
+LOOKED_UP = {"step", "to_step", "snapshot_id", "rank"}
 """Numbers that must name an existing thing, without bounds."""
 
 
