@@ -114,7 +114,7 @@ def test_one_racing_writer_wins(server: SeaweedFS, tmp_path: Path) -> None:
 
 
 @needs_seaweedfs
-@pytest.mark.parametrize("killed", ["client", "server"])
+@pytest.mark.parametrize("killed", ["client", pytest.param("server", marks=pytest.mark.soak)])
 def test_killed_upload_leaves_nothing(server: SeaweedFS, tmp_path: Path, killed: str) -> None:
     """An upload that dies in the middle shows no object. One whose server dies is repeated and whole."""
     source, begun, address = tmp_path / "source", tmp_path / "begun", f"s3://store/{tmp_path.name}/file"

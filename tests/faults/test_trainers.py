@@ -128,7 +128,8 @@ def test_ddp_resumes_exactly_after_kill(lake: Lake) -> None:
     check_killed_run(lake, "train_ddp.py", ranks=2)
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[1], *(pytest.param(each, marks=pytest.mark.soak) for each in SCRIPTS[2:])])
+@pytest.mark.soak
+@pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_trainer_resumes_exactly_after_kill(lake: Lake, script: str) -> None:
     """One rank of each trainer, with gradient accumulation and dropout."""
     check_killed_run(lake, script, ranks=1)
