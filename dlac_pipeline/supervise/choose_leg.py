@@ -47,7 +47,7 @@ class LegChooser:
         self, ledger: Ledger, plans: Plans, spec: JobSpec, options: ResumeOptions, *, recovering: bool
     ) -> None:
         """Check the options. Raise `SpecInvalid` if they name plans for another number of sources."""
-        self._ledger = ledger
+        self.ledger = ledger
         self._lakehouse = ledger.lakehouse
         self._plans = plans
         self._spec = spec
@@ -63,7 +63,7 @@ class LegChooser:
 
     def before_claim(self, state: RunState) -> Leg:
         """Return the leg, as far as the ledger shows it before anything is claimed or verified."""
-        rows = self._ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
+        rows = self.ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
         head = checkpoint_rows(rows).get(state.fence.head or "")
         if head is None:
             return self.at(rows, None)

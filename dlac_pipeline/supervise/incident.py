@@ -36,7 +36,7 @@ class AttemptMonitor:
         self.step = 0
         """Last step that all ranks have finished."""
         self.find_hang = HangDetector(launch).find_hang
-        self._incident: Incident | None = None
+        self.incident: Incident | None = None
         """The recovery in progress."""
         self._lakehouse = lakehouse
         self._publish = publish
@@ -44,17 +44,13 @@ class AttemptMonitor:
         self._published_step = (0, 0)
         self._published_at = -math.inf
 
-    def begin_recovery(self, spec: JobSpec, point: ResumePoint, failure: Failure) -> None:
-        """Note that the attempt recovers from a failure."""
-        self._incident = Incident(spec, point, failure)
-
     def observe(self, heartbeats: Sequence[RankHeartbeat | None]) -> None:
         """Note the heartbeats of all ranks, once each rank has sent one."""
         known = [found for found in heartbeats if found is not None]
         if len(known) < len(heartbeats):
             return
         self.step = max(self.step, min(found.step for found in known))
-        if self._incident is not None and self._incident.observe(known):
+        if self.incident is not None and self.incident.observe(known):
             self.end_recovery("resumed")
         for straggler in self._stragglers.observe(known):
             self._publish(straggler.event())
@@ -66,7 +62,7 @@ class AttemptMonitor:
 
     def end_recovery(self, outcome: RecoveryOutcome) -> None:
         """Write the recovery in progress to the ledger. An error of the report does not end the run."""
-        incident, self._incident = self._incident, None
+        incident, self.incident = self.incident, None
         try:
             if incident is not None:
                 self._publish(incident.report(self._lakehouse, outcome))

@@ -62,7 +62,6 @@ def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if _lock(descriptor) and _is(path, descriptor):
-            _write_owner(descriptor)
             return descriptor
         os.close(descriptor)
         if time.monotonic() >= deadline or stop.wait(_POLL_S):
@@ -74,14 +73,16 @@ def _replace(path: Path) -> int:
     with temporary_beside(path) as temporary:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
         _lock(descriptor)
-        _write_owner(descriptor)
         temporary.rename(path)
     return descriptor
 
 
 def _lock(descriptor: int) -> bool:
+    """Lock a file and write this process's id into it. Return False if another process holds its lock."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         return True
     return False
 
@@ -91,8 +92,3 @@ def _is(path: Path, descriptor: int) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False
-
-
-def _write_owner(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
