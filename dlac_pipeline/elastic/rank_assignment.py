@@ -137,10 +137,8 @@ def assign_ranks(
     for slot in order:
         ranks = min(offers[slot].ranks, remaining)
         if ranks:
-            member = Member(
-                slot=slot, id=ids[slot], place=len(members), offer=offers[slot], first_rank=first, ranks=ranks
-            )
-            members.append(member)
+            place, offer = len(members), offers[slot]
+            members.append(Member(slot=slot, id=ids[slot], place=place, offer=offer, first_rank=first, ranks=ranks))
         first, remaining = first + ranks, remaining - ranks
     return tuple(members)
 
@@ -167,10 +165,6 @@ class LastCall:
         self._launch = launch
         self._now = now
         self._enough_since: float | None = None
-
-    def begin_anew(self) -> None:
-        """Forget since when there have been enough nodes."""
-        self._enough_since = None
 
     def is_over(self, ready: int, *, busy: bool) -> bool:
         """Return whether a round of the nodes that are ready is formed. `busy`: a node of the last one still ends its ranks."""

@@ -84,7 +84,10 @@ class SealedStore:
         with suppress(RuntimeError):  # a key was deleted since it was looked for
             if not keys or self._store.check(keys):
                 found = self._store.multi_get(keys) if keys else []
-                return [self._opened_anew(name, raw) for name, raw in zip(names, found, strict=True)]
+                for name, raw in zip(names, found, strict=True):
+                    if name not in self._last_opened or self._last_opened[name].raw != raw:
+                        self._last_opened[name] = self._unseal(name, raw)
+                return [self._last_opened[name] for name in names]
         return [self.read(name) for name in names]
 
     def _key(self, name: str) -> str:
@@ -92,13 +95,6 @@ class SealedStore:
 
     def _seal(self, name: str, message: Message) -> str:
         return self._fernet.encrypt(json.dumps([self._key(name), message]).encode()).decode()
-
-    def _opened_anew(self, name: str, raw: bytes) -> Sealed:
-        """Unseal the content of a name, unless it is equal to the last one."""
-        last = self._last_opened.get(name)
-        if last is None or last.raw != raw:
-            last = self._last_opened[name] = self._unseal(name, raw)
-        return last
 
     def _unseal(self, name: str, raw: bytes) -> Sealed:
         if raw == _ABSENT.encode():

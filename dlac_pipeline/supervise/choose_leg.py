@@ -111,11 +111,8 @@ class LegChooser:
             sources = tuple(replace(source, plan_id=plan.plan_id) for source, plan in named)
             requested = replace(requested, sources=sources)
         if not self._spec.launch.new_leg:
-            committed = (
-                replace(source, exclude=_with(source.exclude, index, excluded))
-                for index, source in enumerate(leg.sources)
-            )
-            replace(leg, sources=tuple(committed)).check_same(requested)
+            kept = (replace(each, exclude=_with(each.exclude, i, excluded)) for i, each in enumerate(leg.sources))
+            replace(leg, sources=tuple(kept)).check_same(requested)
         return requested
 
     def _first(self, rows: list[typed_rows.LedgerRow]) -> Leg:

@@ -33,13 +33,9 @@ def load_checkpoint(
             f"{engine.name!r}: resume with the script that the run was started with"
         )
     folder = fetch_checkpoint(point, tiers_of(spec), tree, restores=restores)
+    patience_s = spec.launch.start_timeout_s / 4  # the conversion needs time as well
     spent = load_state(
-        engine,
-        folder,
-        saved_world_size=point.world_size,
-        tree=tree,
-        converts=restores,
-        patience_s=spec.launch.start_timeout_s / 4,  # the conversion needs time as well
+        engine, folder, saved_world_size=point.world_size, tree=tree, converts=restores, patience_s=patience_s
     )
     if point.world_size == tree.world_size and rng_file(folder, tree.rank).exists():
         load_rng(folder, tree.rank)

@@ -151,9 +151,8 @@ def _run(script: str) -> int:
         return _INTERRUPTED
     except BaseException as found:  # a cancelled task, or an exception class of the script's own, among them
         err = found
-        if (
-            isinstance(found, SyntaxError) and found.filename == script
-        ):  # every attempt meets it, unlike a missing module
+        # Every attempt meets a wrong script, unlike a missing module.
+        if isinstance(found, SyntaxError) and found.filename == script:
             err = ScriptInvalid(
                 f"expected a training script that can be run, found {type(found).__name__}: {found}: correct {script}"
             )

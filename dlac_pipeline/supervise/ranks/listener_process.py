@@ -89,11 +89,9 @@ class ListenerProcess(AbstractContextManager["ListenerProcess"]):
     def _write(self) -> None:
         """Start the process, and write events to it until it ends or the queue does."""
         try:
+            # Standard output may be the stream of events.
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=2,  # standard output may be the stream of events
-                start_new_session=True,
+                [sys.executable, "-m", _PROGRAM], stdin=subprocess.PIPE, stdout=2, start_new_session=True
             )
             assert process.stdin is not None
             with process.stdin as stream:
