@@ -66,11 +66,7 @@ class RankAgent(LocalElasticAgent):
         self._has_started = False
 
     def start_processes(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
-        """Start this node's ranks of an attempt, and return their processes by rank. `folder` is the launch folder.
-
-        A fork server that still imports is waited for. Raise `TrainingFailed` if it has ended, `OSError` if a process cannot be
-        started.
-        """
+        """Start this node's ranks. Raise `TrainingFailed` if the fork server has ended, `OSError` if a process does not start."""
         self._note_share(share)
         self._environment = environment_of_attempt(spec, share, folder)
         around = {} if fork_server.is_used(spec) else self._environment

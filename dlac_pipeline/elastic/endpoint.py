@@ -41,10 +41,7 @@ class Endpoint:
         return self._served is not None
 
     def connect(self) -> TCPStore:
-        """Return a new connection to the store, or the store itself where this process serves it.
-
-        Raise `OSError` or `RuntimeError` if no store answers.
-        """
+        """Return a connection to the store, or the store served here. Raise `OSError` or `RuntimeError` if none answers."""
         own = own_address(self._host)
         if self._served is None:
             if _answers(own or self._host, self._port):
@@ -81,10 +78,7 @@ class Endpoint:
 
     @staticmethod
     def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool]) -> Result | None:
-        """Return the result of a call on a thread, which is abandoned after a time. None: `over` became true.
-
-        Raise `NotInTime` if the call did not end.
-        """
+        """Return the result of a call on a thread, or None once `over` is true. Raise `NotInTime` when its time is over."""
         future: Future[Result] = Future()
 
         def work() -> None:

@@ -146,10 +146,7 @@ def assign_ranks(
 def refuse_other_jobs(
     offers: Mapping[int, Offer], ids: Mapping[int, str], mine: int, *, stay: Collection[int]
 ) -> dict[str, Any]:
-    """Return the ids of nodes that would train another job, and the reason. Empty: all would train the same job.
-
-    Before the first round all are refused, because the intended job is unknown.
-    """
+    """Return the ids of nodes that would train another job, if any, and the reason. Before the first round all are refused."""
     other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
     if not other:
         return {}

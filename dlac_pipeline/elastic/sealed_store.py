@@ -107,10 +107,7 @@ class SealedStore:
 
 
 def shared_secret(launch: LaunchSpec) -> str:
-    """Return the secret that the nodes of a run share: from the environment, or from the file that the job spec names.
-
-    Raise `SpecInvalid` without one, or for a short one.
-    """
+    """Return the secret in the environment, or in the file that the job spec names. Raise `SpecInvalid` without a long one."""
     file = launch.rendezvous_key_file
     try:
         secret = Path(file).read_text().strip() if file else os.environ.get(KEY_VARIABLE, "").strip()

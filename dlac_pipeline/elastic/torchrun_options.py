@@ -18,6 +18,8 @@ _MEETING = {"timeout": "gather_timeout_s", "join_timeout": "gather_timeout_s", "
 _MEETING |= {"node_timeout": "node_timeout_s", "key_file": "rendezvous_key_file"}
 """Parameters of --rdzv-conf."""
 _ABSENT = object()
+_TAKEN = {name: name for name in ("max_restarts", "numa_binding", "virtual_local_rank")}
+_TAKEN["shutdown_timeout"] = "grace_s"
 _STARTS = {"fork": "fork", "forkserver": "fork", "spawn": "spawn"}
 _SUPPORTED = (
     "--nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf, --rdzv-id, --standalone, --master-addr, --master-port, "
@@ -33,10 +35,7 @@ def are_given(options: Sequence[str], environment: Mapping[str, str]) -> bool:
 def launch_settings(
     options: Sequence[str], environment: Mapping[str, str], launch: LaunchSpec, run: str
 ) -> dict[str, Any]:
-    """Return the settings of the launch section that options replace. Environment variables count less than options.
-
-    Raise `SpecInvalid` if an option has no meaning here, or if its value does not exist.
-    """
+    """Return the launch settings that options, or else variables, replace. Raise `SpecInvalid` for an option without effect."""
     given = _parse(options, environment)
     settings: dict[str, Any] = {}
     if given.pop("standalone", False):
@@ -51,11 +50,8 @@ def launch_settings(
         settings["nproc_per_node" if settings.get("nodes", launch.nodes) else "world_size"] = ranks
     if "start_method" in given:
         settings["start"] = _STARTS[given.pop("start_method")]
-    if "shutdown_timeout" in given:
-        settings["grace_s"] = given.pop("shutdown_timeout")
-    for name in ("max_restarts", "numa_binding", "virtual_local_rank"):
-        if name in given:
-            settings[name] = given.pop(name)
+    for name in _TAKEN.keys() & given.keys():
+        settings[_TAKEN[name]] = given.pop(name)
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         raise SpecInvalid(

@@ -116,10 +116,7 @@ class LegChooser:
         return requested
 
     def _first(self, rows: list[typed_rows.LedgerRow]) -> Leg:
-        """Return the first leg of the run. A recovered attempt keeps its plans if the spec still requests them.
-
-        A run that was rewound to its beginning reads the snapshots of its first leg again.
-        """
+        """Return the first leg: with the plans of a recovered attempt, or after a rewind with the snapshots of the first leg."""
         again = starts_over(rows)
         if checkpoint_rows(rows) and not again:
             raise errors.NoRestorableCheckpoint(

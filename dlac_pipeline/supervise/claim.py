@@ -1,7 +1,4 @@
-"""Recovery coordinator: claim the run, find the checkpoint to resume from, and verify its files (design.md section 7).
-
-A recovery that is killed anywhere can be started again.
-"""
+"""Recovery coordinator: claim the run, find the checkpoint to resume from, and verify it. A killed recovery can be repeated."""
 
 import json
 import secrets
@@ -173,10 +170,7 @@ def claim_and_verify(
 def _resume(
     chooser: LegChooser, leg: Leg, before: RunState, claimed: RunState, tiers: Tiers, restore_row: _Restore
 ) -> ResumePoint:
-    """Find the newest whole checkpoint, quarantine newer damaged ones, and choose its leg. Raises as `claim_and_verify`.
-
-    `leg` is the one that the ledger showed `before` the claim.
-    """
+    """Find the newest whole checkpoint, quarantine newer damaged ones, and choose its leg. `leg` was known before the claim."""
     run, fence = claimed.run, claimed.fence
     rows = chooser.ledger.rows(run, kinds=HEAD_KINDS)
     if fence.head not in (before.fence.head, None):  # the replaced attempt committed a checkpoint in between

@@ -1,7 +1,4 @@
-"""Right of this node to lead the run's next attempt: the lock of the run, and the attempt that it replaces.
-
-The lock and the look for other launches are a courtesy that refuses a second launch early. Safety depends on the fence alone.
-"""
+"""Right of this node to lead the run's next attempt: the run's lock, a courtesy, and the attempt that the fence replaces."""
 
 from contextlib import ExitStack, suppress
 from functools import partial

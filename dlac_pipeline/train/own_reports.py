@@ -90,10 +90,7 @@ class OwnRecoveries:
 def start_listeners(
     plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
 ) -> None:
-    """Pass the events of rank 0, which leads without a supervisor, to the listeners of the job spec. `held` ends them.
-
-    An outage of the catalog is only logged. The attempt then has no listeners.
-    """
+    """Pass the events of rank 0 to the listeners, until `held` ends them. An outage of the catalog is only logged."""
     if not spec.listeners.chosen():
         return
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))

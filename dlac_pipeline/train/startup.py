@@ -30,10 +30,7 @@ LAUNCHED_VARIABLE = "LOCAL_RANK"
 
 
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
-    """Return the job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
-
-    Raise `SpecInvalid` if neither exists, or if the job spec does not allow this number of ranks.
-    """
+    """Return the job spec of the launch folder, or the named one with this number of ranks. Raise `SpecInvalid` without one."""
     if folder is not None:
         return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
     if spec is None:
@@ -47,10 +44,7 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
 
 
 def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
-    """Return the plans of the lakehouse. Raise `CatalogUnreachable` if the catalog does not answer.
-
-    A supervised rank waits for it, as its supervisor's claim does: that has opened the catalog, so an error is an outage.
-    """
+    """Return the plans of the lakehouse. A supervised rank waits for the catalog, as its supervisor did. Raises as `connect`."""
     within_s = RETRY_WITHIN_S if supervised else 0.0
     return Plans(retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
 

@@ -1,7 +1,4 @@
-"""The record of an exception that ends a rank: what it was, where it was raised, and which party it blames.
-
-Standard library only, because every rank imports this before its script.
-"""
+"""Record of an exception that ends a rank, and the party that it blames. Every rank imports this: standard library only."""
 
 import errno
 import hashlib

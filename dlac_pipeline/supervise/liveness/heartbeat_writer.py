@@ -1,7 +1,4 @@
-"""Writer of a rank's heartbeat: its phase, the start of the phase, and its own time in each phase. A step has three small writes.
-
-Times exclude waits for other ranks in a collective, where these can be measured: in reading, loading, and up to the loss.
-"""
+"""Writer of a rank's heartbeat: its phase, and its own time in each phase, without measurable waits for other ranks."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Lock of a run: one launch at a time on one local folder. The kernel releases the lock whenever its holder dies.
-
-The lock is a courtesy that refuses a second launch early and clearly. Safety does not depend on the lock but on the fence.
-"""
+"""Lock of a run, which the kernel releases with its holder: a courtesy. Safety does not depend on it but on the fence."""
 
 import fcntl
 import os

@@ -161,10 +161,7 @@ def _of_counted(order: LegOrder, step: int) -> Iterator[Positions]:
 def damaged_row_group(
     plans: Plans, spec: JobSpec, leg: Leg, path: str, row_group: int
 ) -> tuple[Unreadable, str] | None:
-    """Return the damaged row group of a leg on which an attempt failed, and the job spec's policy for it.
-
-    Return None if it decodes now, or if nothing can be read: the store may be unavailable.
-    """
+    """Return a leg's damaged row group, and the job spec's policy for it. None: it decodes now, or nothing can be read."""
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         for plan_id in mine.start.live_plan_ids:
             plan = plans.load(plan_id, table=source.table)

@@ -56,10 +56,7 @@ class ListenerProcess(AbstractContextManager["ListenerProcess"]):
         self._writer: threading.Thread | None = None
 
     def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
-        """Report the error that ends the launch, if any, and end the process.
-
-        Its listeners receive all events first, unless that takes more than `listeners.end_s` seconds.
-        """
+        """Report the error that ends the launch, if any. End the process after `listeners.end_s` seconds at the latest."""
         if self._writer is None:
             return
         self.send({"event": "closed"} if err is None else {"event": "error", "message": f"{type(err).__name__}: {err}"})

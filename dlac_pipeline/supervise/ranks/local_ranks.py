@@ -121,10 +121,7 @@ class RankGroup:
         return False
 
     def end(self) -> None:
-        """Kill every rank's process group with SIGKILL, and wait until all are gone.
-
-        Raise `TrainingFailed` if a rank is not gone, because the kernel waits for a device or a file system on its behalf.
-        """
+        """Kill the process groups of all ranks, and wait until they are gone. Raise `TrainingFailed` if the kernel keeps one."""
         self.processes.signal(signal.SIGKILL)
         running = self.processes.wait_until_gone(_KILLED_WITHIN_S)
         self._logs.close()

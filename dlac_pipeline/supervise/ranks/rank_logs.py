@@ -73,10 +73,7 @@ class LogBound:
 
 
 def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
-    """Remove the middle of a file, so that half of the allowed size remains. Return the number of removed bytes.
-
-    `before` is the number of bytes that were removed there earlier.
-    """
+    """Cut the middle of a file out, to half of the allowed size. Return the removed bytes. `before` were removed earlier."""
     head = max(_BLOCK_BYTES, max_bytes // 4 // _BLOCK_BYTES * _BLOCK_BYTES)
     descriptor = os.open(path, os.O_RDWR)
     try:
