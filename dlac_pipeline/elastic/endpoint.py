@@ -101,10 +101,7 @@ class Endpoint:
 
 
 def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
-    """Serve a rendezvous at host:port until `stop` is set, on a node that outlives those that meet there.
-
-    Raise `SpecInvalid` if it is no address of this node, or if another process listens there.
-    """
+    """Serve a rendezvous at host:port until `stop` is set. Raise `SpecInvalid` if this node cannot listen there."""
     try:
         check_port(address)
     except ValueError as err:

@@ -52,10 +52,7 @@ class Membership:
     """Membership of one node in one run. Without `launch.nodes` it is a single node."""
 
     def __init__(self, name: str, launch: LaunchSpec, *, batch_size: int, config: str) -> None:
-        """`name`: that of the run, among all that meet at one address. `config`: digest of the node's job.
-
-        Raise `SpecInvalid` for several nodes without a shared secret.
-        """
+        """`name`: the run among all at one address. `config`: digest of its job. Raise `SpecInvalid` without a shared secret."""
         self._launch = launch
         self._batch_size = batch_size
         self._endpoint: Endpoint | None = None

@@ -20,7 +20,6 @@ class Share:
     node: int = 0
     """The node's place. 0 leads."""
     nodes: int = 1
-    """Number of nodes in the attempt."""
     address: str = "127.0.0.1"
     """Address of the leader, where ranks meet."""
     port: int = 0

@@ -48,7 +48,6 @@ class SealedStore:
     """Messages under the prefix of one run."""
 
     def __init__(self, store: "Store", secret: str, prefix: str) -> None:
-        """All users of one prefix have the same secret."""
         store.set_timeout(timedelta(seconds=_WAIT_S))
         self._store = store
         self._prefix = prefix

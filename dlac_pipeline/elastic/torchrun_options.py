@@ -1,8 +1,4 @@
-"""torchrun's options and PET_* variables for `dlac train`, as settings of the launch section.
-
-torchrun's own parser reads them, so that they mean the same. Options that would change nothing here, or something that the job
-spec decides, are refused.
-"""
+"""torchrun's options and PET_* variables for `dlac train`, as torchrun's parser reads them, as settings of the launch section."""
 
 import argparse
 from collections.abc import Mapping, Sequence

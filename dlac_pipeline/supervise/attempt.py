@@ -66,7 +66,6 @@ class SupervisedAttempt:
         self.number = 0
         self.leg: Leg | None = None
         self.committed = False
-        """True if the attempt committed a checkpoint."""
         self.others = round_.others
         """Places of the other nodes of this attempt."""
         self._supervision = supervision

@@ -26,7 +26,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeOptions:
-    """Requests of a launch beyond resuming: the plans of a new run, and the changes of a new leg."""
+    """Requests of a launch beyond resuming, by default none: the plans of a new run, and the changes of a new leg."""
 
     plans: tuple[PlanRow, ...] = ()
     """Plan of each source, for a new run. If empty, the sources of the spec are planned before the claim."""
@@ -34,10 +34,6 @@ class ResumeOptions:
     """True to continue with the changes of followed tables since they were planned."""
     unreadable: tuple[Unreadable, ...] = ()
     """Row groups to leave out from this launch on."""
-
-
-RESUME = ResumeOptions()
-"""Options of a launch that only resumes."""
 
 
 class LegChooser:

@@ -24,7 +24,7 @@ from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import RESUME, LegChooser, ResumeOptions, leg_of, planned
+from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
@@ -106,7 +106,7 @@ class ClaimRequest:
     """Attempt that was seen to fail. Unset: `current`."""
     current: int | None = None
     """Current attempt before the first try of this claim. Unset: the current attempt now."""
-    options: ResumeOptions = RESUME
+    options: ResumeOptions = field(default_factory=ResumeOptions)
     launch_folder: str = ""
     launched_by: str = ""
     """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
@@ -155,14 +155,11 @@ def claim_and_verify(
     claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail)
     claimed_at = time.monotonic()
     on_claim()
-    point = _resume(
-        chooser,
-        leg,
-        before,
-        claimed,
-        tiers,
-        lambda row: restore(row, tiers, partial(verifying, row.step), verify=verify),
-    )
+
+    def restore_row(row: CheckpointRow) -> Restored:
+        return restore(row, tiers, partial(verifying, row.step), verify=verify)
+
+    point = _resume(chooser, leg, before, claimed, tiers, restore_row)
     verify_s = time.monotonic() - claimed_at
     return replace(point, replaces=replaced, claim_s=claimed_at - started, verify_s=verify_s)
 

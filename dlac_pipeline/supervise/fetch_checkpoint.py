@@ -45,11 +45,7 @@ def load_checkpoint(
 
 
 def fetch_checkpoint(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
-    """Return the verified files on this node: the claimer's own, a mounted store's, or a new copy. Collective.
-
-    `restores` is true for one rank of every node. Raise `StoreUnavailable` or `CheckpointDamaged` on all ranks if a node has no
-    whole copy and cannot get one.
-    """
+    """Return the verified files on this node. Collective. Raise `StoreUnavailable` or `CheckpointDamaged` if a node has none."""
     assert point.folder is not None, "there is a checkpoint to resume from"
     elsewhere = tiers.store is not None and point.host != socket.gethostname()
     folder = tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)

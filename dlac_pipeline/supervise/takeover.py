@@ -125,6 +125,5 @@ class Takeover:
 
     @property
     def _retry(self) -> tenacity.Retrying:
-        """Retries of a call that needs the catalog or the store."""
         outages = (errors.CatalogUnreachable, errors.StoreUnavailable)
         return self._supervision.retrying(*outages, replaces=self.replaces)

@@ -50,15 +50,11 @@ def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
 
 
 def await_resume_point(folder: Path) -> ResumePoint:
-    """Wait for the supervisor's resume point and return it. The supervisor may have a large checkpoint to verify.
-
-    The wait has no limit, because no rank outlives its supervisor. Pauses grow to a twentieth of the wait, up to 0.2 seconds,
-    because every rank polls, perhaps on a network file system.
-    """
+    """Wait for the supervisor's resume point and return it. No rank outlives its supervisor, so the wait has no limit."""
     path, pause_s = folder / "resume.json", _FIRST_LOOK_S
     while not path.exists():
         time.sleep(pause_s)
-        pause_s = min(_LOOK_S, pause_s * 1.05)
+        pause_s = min(_LOOK_S, pause_s * 1.05)  # every rank polls, perhaps on a network file system
     return ResumePoint.from_json(path.read_text())
 
 

@@ -19,11 +19,8 @@ _POLL_S = 0.01
 _STARTER_ENDS_S = 5.0
 _UNKNOWN = 255
 """Exit status that multiprocessing gives a process whose fork server has ended."""
-
 Reason = dict[str, Any]
-"""Fields of `ranks.group.Exit`."""
-
-
+"""Fields of `Exit`."""
 Processes = Mapping[int, BaseProcess]
 """By rank."""
 

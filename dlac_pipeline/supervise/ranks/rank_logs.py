@@ -1,8 +1,4 @@
-"""Logs of ranks: a bound on their size while ranks write, and reading them.
-
-Ranks write into their logs directly and do not know the bound. So it also holds for their libraries and children, and a rank
-outlives the process that enforces it.
-"""
+"""Logs of ranks: how to read them, and a bound on their size, which also holds for the children and libraries of ranks."""
 
 import ctypes
 import os
