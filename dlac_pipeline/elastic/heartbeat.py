@@ -406,7 +406,10 @@ class NodeHeartbeat:
         """Return the ids of nodes that get no verdict in this round: those that wait, and those that are lost."""
         known = {slot: peer for slot, peer in self._peers.items() if peer.id and not self._gone(slot)}
         # of a new node only the id is known
-        return [p.id for slot, p in known.items() if not p.record or "offer" in p.record or self.is_lost(slot)]
+        waiting = (
+            slot for slot, peer in known.items() if not peer.record or "offer" in peer.record or self.is_lost(slot)
+        )
+        return [known[slot].id for slot in waiting]
 
     def _publish(self, name: str, message: Message) -> None:
         self._published[name] = message

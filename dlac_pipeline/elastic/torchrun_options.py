@@ -31,7 +31,7 @@ def are_given(options: Sequence[str], environment: Mapping[str, str]) -> bool:
 def launch_settings(
     options: Sequence[str], environment: Mapping[str, str], launch: LaunchSpec, run: str
 ) -> dict[str, Any]:
-    """Return the launch settings that options, or else variables, replace. Raise `SpecInvalid` for an option without effect."""
+    """Return the launch settings that options, or else variables, replace. Raise `SpecInvalid` for one without a meaning here."""
     given = _parse(options, environment)
     settings: dict[str, Any] = {}
     if given.pop("standalone", False):

@@ -161,11 +161,15 @@ class Notices:
 
 def _launchers() -> list[psutil.Process]:
     """Return the process that started this one, and DeepSpeed's launcher above it, which people end."""
-    parents = psutil.Process().parents()[:2]
+    parent = psutil.Process().parent()
+    if parent is None:
+        return []
+    found = [parent]
     with suppress(psutil.Error):
-        if len(parents) == 2 and "deepspeed.launcher.launch" in parents[0].cmdline() and parents[1].pid > 1:
-            return parents
-    return parents[:1]
+        above = parent.parent()
+        if above is not None and "deepspeed.launcher.launch" in parent.cmdline() and above.pid > 1:
+            found.append(above)
+    return found
 
 
 def _is_alive(process: psutil.Process) -> bool:

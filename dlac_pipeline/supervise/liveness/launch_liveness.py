@@ -21,6 +21,7 @@ import psutil
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of, fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claims import claimed_by, last_reason, left_in_order
@@ -65,7 +66,7 @@ class LaunchLiveness:
         return self.lock_held if self.here else self.silent_s < lost_after_s
 
 
-def liveness_of(rows: list[typed_rows.LedgerRow], attempt: int) -> LaunchLiveness:
+def liveness_of(rows: list[LedgerRow], attempt: int) -> LaunchLiveness:
     """Return the liveness of the launch that claimed `attempt`, from the run's rows. Empty facts if it has no claim."""
     claim = claim_of(rows, attempt)
     if not claim.attempt:
@@ -100,12 +101,7 @@ def is_lock_held(lock: Path) -> bool:
 
 
 def refuse_if_alive_elsewhere(
-    rows_now: Callable[[], list[typed_rows.LedgerRow]],
-    spec: JobSpec,
-    *,
-    launched_by: str,
-    wait_s: float,
-    stop: threading.Event,
+    rows_now: Callable[[], list[LedgerRow]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
     """Wait up to `wait_s` for a launch elsewhere to exit or be lost. Raise `RunBusy` if it is still alive, or `stop` is set."""
     deadline = time.monotonic() + wait_s
@@ -156,9 +152,7 @@ def _watch_s(launch: LaunchLiveness) -> float:
     return LOST_AFTER_S if rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * rows_every_s))
 
 
-def _may_train_elsewhere(
-    rows: list[typed_rows.LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str
-) -> bool:
+def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:
     """Return True if the current attempt may train elsewhere, so that only its heartbeats can decide."""
     attempt = fence_of_rows(rows).attempt
     if not attempt or finished_of_rows(rows) or not claim_of(rows, attempt).trains:

@@ -1,4 +1,4 @@
-"""Lock of a run, which the kernel releases with its holder: a courtesy. Safety does not depend on it but on the fence."""
+"""Lock of a run on one local folder: a courtesy, which the kernel releases with its holder. Safety depends on the fence."""
 
 import fcntl
 import os
