@@ -32,7 +32,6 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
-_ROLE = "dlac"
 _UNLIMITED = 2**31 - 1
 """Restarts that torch allows: how many there are is decided by their progress."""
 _IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -52,7 +51,7 @@ class RankAgent(LocalElasticAgent):
         # torch replaces ${local_rank} and the like in arguments.
         arguments = tuple(each.replace("$", "$$") for each in (launch.script, *launch.args))
         workers = WorkerSpec(
-            role=_ROLE,
+            role="dlac",
             local_world_size=1,
             rdzv_handler=DlacRendezvous(spec.run, joined, batch_size=spec.order.batch_size),
             entrypoint=rank.main,
@@ -66,11 +65,7 @@ class RankAgent(LocalElasticAgent):
         self._has_started = False
 
     def start_processes(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
-        """Start this node's ranks of an attempt, and return their processes by rank. `folder` is the launch folder.
-
-        A fork server that still imports is waited for. Raise `TrainingFailed` if it has ended, `OSError` if a process cannot be
-        started.
-        """
+        """Start this node's ranks. Raise `TrainingFailed` if the fork server has ended, `OSError` if a process does not start."""
         self._note_share(share)
         self._environment = environment_of_attempt(spec, share, folder)
         around = {} if fork_server.is_used(spec) else self._environment

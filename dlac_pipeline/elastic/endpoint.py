@@ -41,10 +41,7 @@ class Endpoint:
         return self._served is not None
 
     def connect(self) -> TCPStore:
-        """Return a new connection to the store, or the store itself where this process serves it.
-
-        Raise `OSError` or `RuntimeError` if no store answers.
-        """
+        """Return a connection to the store, or the store served here. Raise `OSError` or `RuntimeError` if none answers."""
         own = own_address(self._host)
         if self._served is None:
             if _answers(own or self._host, self._port):
@@ -79,12 +76,32 @@ class Endpoint:
             probe.connect(where)
             return str(probe.getsockname()[0])
 
+    @staticmethod
+    def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool]) -> Result | None:
+        """Return the result of a call on a thread, or None once `over` is true. Raise `NotInTime` when its time is over."""
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as err:
+                future.set_exception(err)
+
+        threading.Thread(target=work, name="rendezvous", daemon=True).start()
+        deadline = time.monotonic() + within_s
+        while True:
+            with suppress(NotInTime):
+                return future.result(_POLL_S)
+            if future.done():
+                return future.result()
+            if time.monotonic() > deadline:
+                raise NotInTime
+            if over():
+                return None
+
 
 def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
-    """Serve a rendezvous at host:port until `stop` is set, on a node that outlives those that meet there.
-
-    Raise `SpecInvalid` if it is no address of this node, or if another process listens there.
-    """
+    """Serve a rendezvous at host:port until `stop` is set. Raise `SpecInvalid` if this node cannot listen there."""
     try:
         check_port(address)
     except ValueError as err:
@@ -100,32 +117,6 @@ def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[],
     on_ready()
     stop.wait()
     del store
-
-
-def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool] = lambda: False) -> Result | None:
-    """Return the result of a call on a thread, which is abandoned after a time. None: `over` became true.
-
-    Raise `NotInTime` if the call did not end.
-    """
-    future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as err:
-            future.set_exception(err)
-
-    threading.Thread(target=work, name="rendezvous", daemon=True).start()
-    deadline = time.monotonic() + within_s
-    while True:
-        with suppress(NotInTime):
-            return future.result(_POLL_S)
-        if future.done():
-            return future.result()
-        if time.monotonic() > deadline:
-            raise NotInTime
-        if over():
-            return None
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -51,10 +51,7 @@ def remove_user(user: object) -> None:
 
 
 def start_server(spec: JobSpec) -> None:
-    """Start the server for a job, unless one runs that was started for the same, or that other ranks use.
-
-    Raise `OSError` if it cannot be started.
-    """
+    """Start the server for a job, unless one for the same job runs, or others use it. Raise `OSError` if it does not start."""
     if not is_used(spec):
         return
     wanted = {"environment": spec.launch.env, **_preload_of(spec)}

@@ -67,7 +67,8 @@ class NodeHeartbeat:
         self._id = secrets.token_hex(8)
         self.ids = frozenset({self._id, *ids_before})
         """Of this node's connections, this one and those before."""
-        self._slot = 0
+        self.slot = 0
+        """This node's number, or 0 before it has one."""
         self._wrote_at = 0
         """Beat of this node's last record in its slot: another node's record there with an earlier one is an old one."""
         self._own = Sealed()
@@ -106,7 +107,7 @@ class NodeHeartbeat:
         with self._lock:
             self._offer, self._in_round, self._message = offer, False, {}
             self._announced, self._versions = {}, {}
-            self._last_call.begin_anew()
+            self._last_call = rank_assignment.LastCall(self._launch, self._now)
         self._hurries.set()
 
     @property
@@ -116,15 +117,10 @@ class NodeHeartbeat:
             return self._plan if self._in_round else None
 
     @property
-    def slot(self) -> int:
-        """This node's number."""
-        return self._slot
-
-    @property
     def place(self) -> int | None:
         """This node's place in its round. None: it is no member of one."""
         plan = self.plan
-        return None if plan is None else plan.place_of(self._slot, self._id)
+        return None if plan is None else plan.place_of(self.slot, self._id)
 
     @property
     def others_train(self) -> bool:
@@ -275,7 +271,7 @@ class NodeHeartbeat:
                     self._spoke_at = self._now()
                     self.looks += 1
             self._hurries.wait(self._pause_s())
-        if self._leaves and self._slot:
+        if self._leaves and self.slot:
             with suppress(RuntimeError, OSError):
                 self._tick()
                 self._depart()
@@ -298,17 +294,17 @@ class NodeHeartbeat:
         self._note_lease(lease)
         with self._lock:  # nodes with another key may meet here: this node would only overwrite what they write
             is_foreign = self.is_foreign and self._lease_raw_at > self._now() - self._launch.node_timeout_s
-        if not self._slot and not is_foreign:
+        if not self.slot and not is_foreign:
             self._take_slot()
-        if not self._slot:
+        if not self.slot:
             return
         self._publish_record()
-        if not self._slot:
+        if not self.slot:
             return
-        if self._slot > self._lease["slots"]:  # a stranger may have deleted the last slot
+        if self.slot > self._lease["slots"]:  # a stranger may have deleted the last slot
             found = self._store.read("slots")
-            if found.message is None or found.message["last"] < self._slot:
-                self._store.replace("slots", found, {"last": self._slot, "by": self._id})
+            if found.message is None or found.message["last"] < self.slot:
+                self._store.replace("slots", found, {"last": self.slot, "by": self._id})
         if self.leads:
             self._lead(lease)
         elif self._may_lead(lease):
@@ -319,7 +315,7 @@ class NodeHeartbeat:
     @property
     def leads(self) -> bool:
         """True if this node has the lease."""
-        return bool(self._slot) and (self._lease["slot"], self._lease["id"]) == (self._slot, self._id)
+        return bool(self.slot) and (self._lease["slot"], self._lease["id"]) == (self.slot, self._id)
 
     def _note_lease(self, found: Sealed) -> None:
         with self._lock:
@@ -350,14 +346,14 @@ class NodeHeartbeat:
     def _write_record(self, record: Message) -> None:
         """Write this node's record, or give the slot up: another node has it, too, where a stranger deleted the last slot."""
         for _ in range(2):
-            found = self._own = self._store.replace(f"node/{self._slot}", self._own, record)
+            found = self._own = self._store.replace(f"node/{self.slot}", self._own, record)
             other = found.message
             if other is not None and (other["id"], other["beat"]) == (self._id, record["beat"]):
                 self._wrote_at = record["beat"]
                 return
             if other is not None and other["id"] != self._id and other["beat"] >= self._wrote_at:
                 with self._lock:
-                    self._slot, self._own = 0, Sealed()
+                    self.slot, self._own = 0, Sealed()
                 return
 
     def _may_lead(self, found: Sealed) -> bool:
@@ -389,9 +385,9 @@ class NodeHeartbeat:
             lease |= {"message": message, "training": self._end is None, "ready": len(self._offers), "refused": {}}
             with self._lock:  # nodes that wait may be for another job than the round that trains
                 if self._plan is not None:
-                    offers = {**self._offers, self._slot: self._plan.members[0].offer}
+                    offers = {**self._offers, self.slot: self._plan.members[0].offer}
                     lease["refused"] = rank_assignment.refuse_other_jobs(
-                        offers, self._ids_of(offers), self._slot, stay=[self._slot]
+                        offers, self._ids_of(offers), self.slot, stay=[self.slot]
                     )
         self._write_lease(found, lease)
         with self._lock:  # a lease that another node has overwritten announces nothing
@@ -404,17 +400,16 @@ class NodeHeartbeat:
                 self._store.publish(name, published)
 
     def _ids_of(self, slots: Iterable[int]) -> dict[int, str]:
-        return {slot: self._id if slot == self._slot else self._peers[slot].id for slot in slots}
+        return {slot: self._id if slot == self.slot else self._peers[slot].id for slot in slots}
 
     def _uninformed(self) -> list[str]:
         """Return the ids of nodes that get no verdict in this round: those that wait, and those that are lost."""
-        return [
-            peer.id
-            for slot, peer in self._peers.items()
-            if peer.id and not self._gone(slot)
-            # of a new node only the id is known
-            if not peer.record or "offer" in peer.record or self.is_lost(slot)
-        ]
+        known = {slot: peer for slot, peer in self._peers.items() if peer.id and not self._gone(slot)}
+        # of a new node only the id is known
+        waiting = (
+            slot for slot, peer in known.items() if not peer.record or "offer" in peer.record or self.is_lost(slot)
+        )
+        return [known[slot].id for slot in waiting]
 
     def _publish(self, name: str, message: Message) -> None:
         self._published[name] = message
@@ -424,18 +419,16 @@ class NodeHeartbeat:
         """Lead from now on. The node that led, and was silent, is lost already."""
         with self._lock:
             before, id_before, silent_since = self._lease["slot"], self._lease["id"], self._lease_at
-        self._write_lease(
-            found, {**self._lease, "slot": self._slot, "id": self._id, "training": False, "refused": {}, "message": {}}
-        )
+        mine = {"slot": self.slot, "id": self._id, "training": False, "refused": {}, "message": {}}
+        self._write_lease(found, {**self._lease, **mine})
         with self._lock:
             if self.leads and before:
                 self._peers[before] = records.Peer(id=id_before, heard_at=silent_since)
         self._hurries.set()
 
     def _write_lease(self, found: Sealed, lease: Message) -> None:
-        self._note_lease(
-            self._store.replace(records.LEASE, found, {**lease, "beat": records.later_number(self._lease["beat"])})
-        )
+        renewed = {**lease, "beat": records.later_number(self._lease["beat"])}
+        self._note_lease(self._store.replace(records.LEASE, found, renewed))
 
     def _take_slot(self) -> None:
         found = self._store.read("slots")
@@ -444,12 +437,12 @@ class NodeHeartbeat:
             wanted = {"last": slot, "by": self._id}
             found = self._store.replace("slots", found, wanted)
             if found.message == wanted:
-                self._slot, self._wrote_at = slot, records.later_number(0) - int(1000 * self._launch.node_timeout_s)
+                self.slot, self._wrote_at = slot, records.later_number(0) - int(1000 * self._launch.node_timeout_s)
                 return
 
     def _last_slot(self, found: Sealed) -> int:
         """Return the last slot. A stranger may have deleted its record, or written an old one again."""
-        return max(self._slot, int(self._lease["slots"]), 0 if found.message is None else int(found.message["last"]))
+        return max(self.slot, int(self._lease["slots"]), 0 if found.message is None else int(found.message["last"]))
 
     def _read_nodes(self) -> None:
         slots = self._store.read("slots")
@@ -460,7 +453,7 @@ class NodeHeartbeat:
             for slot in range(1, last + 1):
                 self._peers.setdefault(slot, records.Peer(heard_at=now))
             all_of_them = self._ticks % _REPEAT == 0
-            known = [slot for slot in self._peers if slot != self._slot and not self._gone(slot)]
+            known = [slot for slot in self._peers if slot != self.slot and not self._gone(slot)]
             read = [slot for slot in known if all_of_them or now - self._peers[slot].heard_at < forgotten_s]
             wrote = [slot for slot in read if self._peers[slot].beat >= 0]
             silent = [slot for slot in read if self._peers[slot].beat < 0]
@@ -486,26 +479,26 @@ class NodeHeartbeat:
             mine = self._offer
         before = self._members_before(lease)
         with self._lock:
-            offers = {**self._offers, self._slot: mine}
+            offers = {**self._offers, self.slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.is_lost(slot)]
         ids = self._ids_of(offers)
-        refused = rank_assignment.refuse_other_jobs(offers, ids, self._slot, stay=before)
+        refused = rank_assignment.refuse_other_jobs(offers, ids, self.slot, stay=before)
         offers = {slot: offer for slot, offer in offers.items() if ids[slot] not in refused.get("ids", ())}
         state: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
-        if self._slot not in offers or not self._last_call.is_over(len(offers), busy=bool(busy)):
+        if self.slot not in offers or not self._last_call.is_over(len(offers), busy=bool(busy)):
             return state
-        knows_most = max(offers, key=lambda slot: (offers[slot].attempt, slot == self._slot))
+        knows_most = max(offers, key=lambda slot: (offers[slot].attempt, slot == self.slot))
         if offers[knows_most].attempt > mine.attempt:
             return {**state, "slot": knows_most, "id": ids[knows_most]}
         members = rank_assignment.assign_ranks(
-            offers, ids, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
+            offers, ids, leader=self.slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
         plan = RoundPlan.form(members, number=records.later_number(lease["round"]), port=free_port())
         self._published = {}
-        self._publish(records.name_of_plan(plan.number, self._slot), asdict(plan))
+        self._publish(records.name_of_plan(plan.number, self.slot), asdict(plan))
         parts = {f"member/{each.slot}": asdict(plan.part(each.place)) for each in plan.members}
-        self._store.publish_all({name: {**part, "formed_by": self._slot} for name, part in parts.items()})
-        return {**state, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
+        self._store.publish_all({name: {**part, "formed_by": self.slot} for name, part in parts.items()})
+        return {**state, "round": plan.number, "formed_by": self.slot, "announced": {}, "training": True}
 
     def _members_before(self, lease: Message) -> list[int]:
         """Return the slots of the last round, as far as this node knows it: one that did not lead it reads its plan now."""
@@ -526,13 +519,13 @@ class NodeHeartbeat:
             known = 0 if self._plan is None else self._plan.number
             if not number or number == known or self._in_round:
                 return  # `cut_off` reports that the others went on
-        slot = 0 if formed_by == self._slot else self._slot
+        slot = 0 if formed_by == self.slot else self.slot
         plan = records.read_round(self._store, number=number, formed_by=formed_by, slot=slot)
         if plan is None:
             return
         with self._lock:
             self._plan = plan
-            if self._offer is not None and plan.place_of(self._slot, self._id) is not None:
+            if self._offer is not None and plan.place_of(self.slot, self._id) is not None:
                 self._in_round, self._offer = True, None
                 now = self._now()
                 for member in plan.members:
@@ -571,5 +564,5 @@ class NodeHeartbeat:
         self._beat = records.later_number(self._beat)
         self._write_record({"id": self._id, "beat": self._beat, "gone": True, "knows_end": None})
         lease = self._store.read(records.LEASE)
-        if lease.message is not None and lease.message["slot"] == self._slot:
+        if lease.message is not None and lease.message["slot"] == self.slot:
             self._store.replace(records.LEASE, lease, {**lease.message, "slot": 0, "training": False})

@@ -52,10 +52,7 @@ class Membership:
     """Membership of one node in one run. Without `launch.nodes` it is a single node."""
 
     def __init__(self, name: str, launch: LaunchSpec, *, batch_size: int, config: str) -> None:
-        """`name`: that of the run, among all that meet at one address. `config`: digest of the node's job.
-
-        Raise `SpecInvalid` for several nodes without a shared secret.
-        """
+        """`name`: the run among all at one address. `config`: digest of its job. Raise `SpecInvalid` without a shared secret."""
         self._launch = launch
         self._batch_size = batch_size
         self._endpoint: Endpoint | None = None
@@ -96,8 +93,7 @@ class Membership:
             launch = self._launch
             ranks = usable_ranks(self._batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
             return Round(Share(world_size=ranks, ranks=ranks, port=free_port()))
-        from dlac_pipeline.elastic.endpoint import in_time
-
+        endpoint, node_timeout_s = self._endpoint, self._launch.node_timeout_s
         deadline = time.monotonic() + self._launch.gather_timeout_s
         looked_at, share = time.monotonic(), random.uniform(0.5, 1.0)  # the nodes do not all look at once
         problem, sought = "", False
@@ -105,7 +101,7 @@ class Membership:
             try:
                 beat = self._connected(stop)
                 if beat is not None and not sought:
-                    offer = in_time(partial(self._offer, attempt), self._launch.node_timeout_s, over=stop.is_set)
+                    offer = endpoint.in_time(partial(self._offer, attempt), node_timeout_s, over=stop.is_set)
                     if offer is not None:
                         beat.seek(offer)
                         sought = True
@@ -163,14 +159,11 @@ class Membership:
         """Return the heartbeat of this node, started if necessary, or None if `stop` was set."""
         if self._heartbeat is None:
             assert self._endpoint is not None, "of several nodes"
-            from dlac_pipeline.elastic.endpoint import in_time
-
-            store = in_time(self._endpoint.connect, 2.0 * self._launch.node_timeout_s, over=stop.is_set)
+            store = self._endpoint.in_time(self._endpoint.connect, 2.0 * self._launch.node_timeout_s, over=stop.is_set)
             if store is None:
                 return None
-            sealed = SealedStore(store, self._secret, self._prefix)
             self._heartbeat = NodeHeartbeat(
-                sealed,
+                SealedStore(store, self._secret, self._prefix),
                 self._launch,
                 batch_size=self._batch_size,
                 ended_before=self._ended_before,
@@ -194,12 +187,11 @@ class Membership:
 
     def _offer(self, attempt: int) -> Offer:
         assert self._endpoint is not None, "of several nodes"
-        address = self._endpoint.local_address()
+        address, env = self._endpoint.local_address(), self._launch.env
         return Offer(
             host=socket.gethostname(),
             address=address,
-            interface=(self._launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, ""))
-            or interface_of(address),
+            interface=env.get(GLOO_INTERFACE) or os.environ.get(GLOO_INTERFACE) or interface_of(address),
             config=self._config,
             ranks=_ranks_here(self._launch),
             attempt=attempt,

@@ -20,7 +20,6 @@ class Share:
     node: int = 0
     """The node's place. 0 leads."""
     nodes: int = 1
-    """Number of nodes in the attempt."""
     address: str = "127.0.0.1"
     """Address of the leader, where ranks meet."""
     port: int = 0
@@ -137,10 +136,8 @@ def assign_ranks(
     for slot in order:
         ranks = min(offers[slot].ranks, remaining)
         if ranks:
-            member = Member(
-                slot=slot, id=ids[slot], place=len(members), offer=offers[slot], first_rank=first, ranks=ranks
-            )
-            members.append(member)
+            place, offer = len(members), offers[slot]
+            members.append(Member(slot=slot, id=ids[slot], place=place, offer=offer, first_rank=first, ranks=ranks))
         first, remaining = first + ranks, remaining - ranks
     return tuple(members)
 
@@ -148,10 +145,7 @@ def assign_ranks(
 def refuse_other_jobs(
     offers: Mapping[int, Offer], ids: Mapping[int, str], mine: int, *, stay: Collection[int]
 ) -> dict[str, Any]:
-    """Return the ids of nodes that would train another job, and the reason. Empty: all would train the same job.
-
-    Before the first round all are refused, because the intended job is unknown.
-    """
+    """Return the ids of nodes that would train another job, if any, and the reason. Before the first round all are refused."""
     other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
     if not other:
         return {}
@@ -167,10 +161,6 @@ class LastCall:
         self._launch = launch
         self._now = now
         self._enough_since: float | None = None
-
-    def begin_anew(self) -> None:
-        """Forget since when there have been enough nodes."""
-        self._enough_since = None
 
     def is_over(self, ready: int, *, busy: bool) -> bool:
         """Return whether a round of the nodes that are ready is formed. `busy`: a node of the last one still ends its ranks."""

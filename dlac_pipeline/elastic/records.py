@@ -1,8 +1,4 @@
-"""Records of a run in the store: the lease of the leader, other nodes as it has read them, and the plan of a round.
-
-Each member that does not lead reads its own part of the plan, which has one size for any number of nodes. A member whose part a
-stranger has overwritten reads the whole plan.
-"""
+"""Records of a run in the store: the lease of the leader, other nodes as it has read them, and the plan of a round."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,7 +7,6 @@ from dlac_pipeline.elastic.rank_assignment import RoundPlan
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore
 
 LEASE = "lease"
-"""Name of its record."""
 NO_LEASE: Message = {
     "slot": 0,
     "id": "",

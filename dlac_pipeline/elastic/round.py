@@ -27,6 +27,7 @@ class Round:
     def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: NodeHeartbeat | None = None) -> None:
         """`share` is this node's. A single node has neither plan nor heartbeat."""
         self.share = share
+        self.leads = share.node == LEADER
         self.number = 0 if plan is None else plan.number
         self.members: Mapping[int, Member] = {} if plan is None else {member.place: member for member in plan.members}
         """Nodes by place. A node that does not lead knows the leader and itself. A single node knows none."""
@@ -35,11 +36,6 @@ class Round:
         """Places of the other nodes."""
         self._heartbeat = heartbeat
         self._message: Message = {}
-
-    @property
-    def leads(self) -> bool:
-        """True if this node leads."""
-        return self.share.node == LEADER
 
     @property
     def could_grow(self) -> bool:

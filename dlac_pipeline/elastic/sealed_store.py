@@ -48,7 +48,6 @@ class SealedStore:
     """Messages under the prefix of one run."""
 
     def __init__(self, store: "Store", secret: str, prefix: str) -> None:
-        """All users of one prefix have the same secret."""
         store.set_timeout(timedelta(seconds=_WAIT_S))
         self._store = store
         self._prefix = prefix
@@ -84,7 +83,10 @@ class SealedStore:
         with suppress(RuntimeError):  # a key was deleted since it was looked for
             if not keys or self._store.check(keys):
                 found = self._store.multi_get(keys) if keys else []
-                return [self._opened_anew(name, raw) for name, raw in zip(names, found, strict=True)]
+                for name, raw in zip(names, found, strict=True):
+                    if name not in self._last_opened or self._last_opened[name].raw != raw:
+                        self._last_opened[name] = self._unseal(name, raw)
+                return [self._last_opened[name] for name in names]
         return [self.read(name) for name in names]
 
     def _key(self, name: str) -> str:
@@ -92,13 +94,6 @@ class SealedStore:
 
     def _seal(self, name: str, message: Message) -> str:
         return self._fernet.encrypt(json.dumps([self._key(name), message]).encode()).decode()
-
-    def _opened_anew(self, name: str, raw: bytes) -> Sealed:
-        """Unseal the content of a name, unless it is equal to the last one."""
-        last = self._last_opened.get(name)
-        if last is None or last.raw != raw:
-            last = self._last_opened[name] = self._unseal(name, raw)
-        return last
 
     def _unseal(self, name: str, raw: bytes) -> Sealed:
         if raw == _ABSENT.encode():
@@ -111,10 +106,7 @@ class SealedStore:
 
 
 def shared_secret(launch: LaunchSpec) -> str:
-    """Return the secret that the nodes of a run share: from the environment, or from the file that the job spec names.
-
-    Raise `SpecInvalid` without one, or for a short one.
-    """
+    """Return the secret in the environment, or in the file that the job spec names. Raise `SpecInvalid` without a long one."""
     file = launch.rendezvous_key_file
     try:
         secret = Path(file).read_text().strip() if file else os.environ.get(KEY_VARIABLE, "").strip()

@@ -1,8 +1,4 @@
-"""torchrun's options and PET_* variables for `dlac train`, as settings of the launch section.
-
-torchrun's own parser reads them, so that they mean the same. Options that would change nothing here, or something that the job
-spec decides, are refused.
-"""
+"""torchrun's options and PET_* variables for `dlac train`, as torchrun's parser reads them, as settings of the launch section."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -18,6 +14,8 @@ _MEETING = {"timeout": "gather_timeout_s", "join_timeout": "gather_timeout_s", "
 _MEETING |= {"node_timeout": "node_timeout_s", "key_file": "rendezvous_key_file"}
 """Parameters of --rdzv-conf."""
 _ABSENT = object()
+_TAKEN = {name: name for name in ("max_restarts", "numa_binding", "virtual_local_rank")}
+_TAKEN["shutdown_timeout"] = "grace_s"
 _STARTS = {"fork": "fork", "forkserver": "fork", "spawn": "spawn"}
 _SUPPORTED = (
     "--nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf, --rdzv-id, --standalone, --master-addr, --master-port, "
@@ -33,10 +31,7 @@ def are_given(options: Sequence[str], environment: Mapping[str, str]) -> bool:
 def launch_settings(
     options: Sequence[str], environment: Mapping[str, str], launch: LaunchSpec, run: str
 ) -> dict[str, Any]:
-    """Return the settings of the launch section that options replace. Environment variables count less than options.
-
-    Raise `SpecInvalid` if an option has no meaning here, or if its value does not exist.
-    """
+    """Return the launch settings that options, or else variables, replace. Raise `SpecInvalid` for one without a meaning here."""
     given = _parse(options, environment)
     settings: dict[str, Any] = {}
     if given.pop("standalone", False):
@@ -51,11 +46,8 @@ def launch_settings(
         settings["nproc_per_node" if settings.get("nodes", launch.nodes) else "world_size"] = ranks
     if "start_method" in given:
         settings["start"] = _STARTS[given.pop("start_method")]
-    if "shutdown_timeout" in given:
-        settings["grace_s"] = given.pop("shutdown_timeout")
-    for name in ("max_restarts", "numa_binding", "virtual_local_rank"):
-        if name in given:
-            settings[name] = given.pop(name)
+    for name in _TAKEN.keys() & given.keys():
+        settings[_TAKEN[name]] = given.pop(name)
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         raise SpecInvalid(

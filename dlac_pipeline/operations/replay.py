@@ -25,8 +25,7 @@ from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.failure import first_cause
-from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
+from dlac_pipeline.supervise.failure import HangDetector, first_cause
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 

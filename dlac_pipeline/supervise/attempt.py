@@ -28,7 +28,7 @@ from dlac_pipeline.supervise.failure import (
     planned_end,
     stuck_rank,
 )
-from dlac_pipeline.supervise.incident import AttemptMonitor
+from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -66,7 +66,8 @@ class SupervisedAttempt:
         self.number = 0
         self.leg: Leg | None = None
         self.committed = False
-        """True if the attempt committed a checkpoint."""
+        self.others = round_.others
+        """Places of the other nodes of this attempt."""
         self._supervision = supervision
         self._round = round_
         self._spec = spec_for(supervision.spec, round_)
@@ -86,11 +87,6 @@ class SupervisedAttempt:
         self._ending: Ending | None = None
         """The ending that rank 0 has reported."""
         self._head_step = self._resumed_step = 0
-
-    @property
-    def others(self) -> list[int]:
-        """Places of the other nodes of this attempt."""
-        return self._round.others
 
     @property
     def step(self) -> int:
@@ -155,7 +151,7 @@ class SupervisedAttempt:
                 stopped_at=self._started_at,
             )
         if failure is not None:
-            self._monitor.begin_recovery(self._spec, point, failure)
+            self._monitor.incident = Incident(self._spec, point, failure)
         return point
 
     def _resume(self, point: ResumePoint) -> None:
@@ -183,12 +179,12 @@ class SupervisedAttempt:
 
     def _wait_for_start(self, ranks: AllRanks) -> list[int]:
         """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""
-        while not ranks.own.is_started:
+        while not ranks.own.processes.is_started:
             if ranks.stop_requested or self._supervision.stop.is_set():
                 self._supervision.stop.set()
                 self._apply(Observation.STOP_REQUESTED, ranks)
             time.sleep(POLL_S)
-        return ranks.own.pids
+        return ranks.own.processes.pids
 
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:

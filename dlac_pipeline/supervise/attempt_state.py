@@ -66,19 +66,16 @@ class Decision(Enum):
 
 _At, _On, _Do = AttemptState, Observation, Decision
 _LIVE = (_At.STARTING, _At.TRAINING, _At.RESCALING, _At.DRAINING)
-_UNASKED = (_At.STARTING, _At.TRAINING)
-Transition = tuple[AttemptState, Decision]
-TRANSITIONS: Mapping[tuple[AttemptState, Observation], Transition] = {
+_FAILURES = (_On.RANKS_FAILED, _On.HANG_FOUND, _On.LEADER_LOST)
+TRANSITIONS: Mapping[tuple[AttemptState, Observation], tuple[AttemptState, Decision]] = {
     # By default an observation changes nothing.
     **{(state, each): (state, _Do.CONTINUE) for state in _LIVE for each in _On},
     # Ends of an attempt, in every state.
-    **{(state, _On.RANKS_FAILED): (_At.ENDED, _Do.FAIL) for state in _LIVE},
-    **{(state, _On.HANG_FOUND): (_At.ENDED, _Do.FAIL) for state in _LIVE},
-    **{(state, _On.LEADER_LOST): (_At.ENDED, _Do.FAIL) for state in _LIVE},
+    **{(state, each): (_At.ENDED, _Do.FAIL) for state in _LIVE for each in _FAILURES},
     **{(state, _On.VERDICT_RECEIVED): (_At.ENDED, _Do.END_AS_REPORTED) for state in _LIVE},
     **{(state, _On.RANKS_TERMINATED): (_At.ENDED, _Do.END_AS_STOPPED) for state in _LIVE},
     **{(state, _On.RANKS_EXITED): (_At.ENDED, _Do.END_AS_REPORTED) for state in _LIVE},
-    **{(state, _On.RANKS_EXITED): (_At.ENDED, _Do.END_UNASKED) for state in _UNASKED},
+    **{(state, _On.RANKS_EXITED): (_At.ENDED, _Do.END_UNASKED) for state in (_At.STARTING, _At.TRAINING)},
     # Requests to exit.
     **{(state, _On.STOP_REQUESTED): (_At.DRAINING, _Do.REQUEST_STOP) for state in _LIVE if state is not _At.DRAINING},
     **{(state, _On.NOTICE_RECEIVED): (state, _Do.LEAVE) for state in _LIVE if state is not _At.DRAINING},

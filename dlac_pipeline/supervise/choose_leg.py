@@ -26,7 +26,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeOptions:
-    """Requests of a launch beyond resuming: the plans of a new run, and the changes of a new leg."""
+    """Requests of a launch beyond resuming, by default none: the plans of a new run, and the changes of a new leg."""
 
     plans: tuple[PlanRow, ...] = ()
     """Plan of each source, for a new run. If empty, the sources of the spec are planned before the claim."""
@@ -36,10 +36,6 @@ class ResumeOptions:
     """Row groups to leave out from this launch on."""
 
 
-RESUME = ResumeOptions()
-"""Options of a launch that only resumes."""
-
-
 class LegChooser:
     """Chooser of the leg that a launch trains."""
 
@@ -47,7 +43,7 @@ class LegChooser:
         self, ledger: Ledger, plans: Plans, spec: JobSpec, options: ResumeOptions, *, recovering: bool
     ) -> None:
         """Check the options. Raise `SpecInvalid` if they name plans for another number of sources."""
-        self._ledger = ledger
+        self.ledger = ledger
         self._lakehouse = ledger.lakehouse
         self._plans = plans
         self._spec = spec
@@ -63,7 +59,7 @@ class LegChooser:
 
     def before_claim(self, state: RunState) -> Leg:
         """Return the leg, as far as the ledger shows it before anything is claimed or verified."""
-        rows = self._ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
+        rows = self.ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
         head = checkpoint_rows(rows).get(state.fence.head or "")
         if head is None:
             return self.at(rows, None)
@@ -111,18 +107,12 @@ class LegChooser:
             sources = tuple(replace(source, plan_id=plan.plan_id) for source, plan in named)
             requested = replace(requested, sources=sources)
         if not self._spec.launch.new_leg:
-            committed = (
-                replace(source, exclude=_with(source.exclude, index, excluded))
-                for index, source in enumerate(leg.sources)
-            )
-            replace(leg, sources=tuple(committed)).check_same(requested)
+            kept = (replace(each, exclude=_with(each.exclude, i, excluded)) for i, each in enumerate(leg.sources))
+            replace(leg, sources=tuple(kept)).check_same(requested)
         return requested
 
     def _first(self, rows: list[typed_rows.LedgerRow]) -> Leg:
-        """Return the first leg of the run. A recovered attempt keeps its plans if the spec still requests them.
-
-        A run that was rewound to its beginning reads the snapshots of its first leg again.
-        """
+        """Return the first leg: with the plans of a recovered attempt, or after a rewind with the snapshots of the first leg."""
         again = starts_over(rows)
         if checkpoint_rows(rows) and not again:
             raise errors.NoRestorableCheckpoint(

@@ -1,7 +1,4 @@
-"""Recovery coordinator: claim the run, find the checkpoint to resume from, and verify its files (design.md section 7).
-
-A recovery that is killed anywhere can be started again.
-"""
+"""Recovery coordinator: claim the run, find the checkpoint to resume from, and verify it. A killed recovery can be repeated."""
 
 import json
 import secrets
@@ -27,10 +24,11 @@ from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import RESUME, LegChooser, ResumeOptions, leg_of, planned
+from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
+_Restore = Callable[[CheckpointRow], Restored]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +37,10 @@ class ResumePoint:
 
     attempt: int
     nonce: str
-    replaces: int
     leg: str
     """The leg as JSON. It is committed already unless `leg_is_new`."""
     leg_is_new: bool
+    replaces: int = 0
     leaves_out_more: bool = False
     """True if the leg is new and leaves out rows that the one before it did not."""
     step: int = 0
@@ -108,7 +106,7 @@ class ClaimRequest:
     """Attempt that was seen to fail. Unset: `current`."""
     current: int | None = None
     """Current attempt before the first try of this claim. Unset: the current attempt now."""
-    options: ResumeOptions = RESUME
+    options: ResumeOptions = field(default_factory=ResumeOptions)
     launch_folder: str = ""
     launched_by: str = ""
     """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
@@ -149,62 +147,47 @@ def claim_and_verify(
     chooser = LegChooser(ledger, plans, spec, request.options, recovering=request.replaces is not None)
     before = ledger.state(spec.run)
     leg = chooser.before_claim(before)
-    claimed = _claim(ledger, before, leg, request, detail=_detail_of(spec, request, tiers))
+    current = request.current
+    if current is None:  # an earlier try of this claim may be committed
+        current = before.fence.attempt - (before.fence.nonce == request.nonce)
+    replaced = current if request.replaces is None else request.replaces
+    detail = {**_detail_of(spec, request, tiers), **planned(leg)}
+    claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail)
     claimed_at = time.monotonic()
     on_claim()
-    point = _resume(ledger, claimed, chooser, tiers, verifying, verify)
-    return replace(point, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
 
+    def restore_row(row: CheckpointRow) -> Restored:
+        return restore(row, tiers, partial(verifying, row.step), verify=verify)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Claimed:
-    """A run that this launch owns."""
-
-    attempt: Attempt
-    replaced: int
-    leg: Leg
-    """The leg that the ledger showed before the claim."""
-    head_before: str | None
-    head: str | None
-    """Head at the claim. The replaced attempt may have committed a checkpoint after `head_before`."""
-
-
-def _claim(ledger: Ledger, before: RunState, leg: Leg, request: ClaimRequest, *, detail: Mapping[str, Any]) -> _Claimed:
-    """Claim the run with the plans of its leg. Raises as `claim_and_verify`."""
-    nonce, current = request.nonce, request.current
-    if current is None:
-        # an earlier try of this claim may be committed
-        current = before.fence.attempt - (before.fence.nonce == nonce)
-    replaced = current if request.replaces is None else request.replaces
-    state = claim(ledger, before.run, nonce=nonce, replaces=replaced, detail={**detail, **planned(leg)})
-    attempt = Attempt(run=before.run, number=state.fence.attempt, nonce=nonce)
-    return _Claimed(attempt=attempt, replaced=replaced, leg=leg, head_before=before.fence.head, head=state.fence.head)
+    point = _resume(chooser, leg, before, claimed, tiers, restore_row)
+    verify_s = time.monotonic() - claimed_at
+    return replace(point, replaces=replaced, claim_s=claimed_at - started, verify_s=verify_s)
 
 
 def _resume(
-    ledger: Ledger, claimed: _Claimed, chooser: LegChooser, tiers: Tiers, verifying: Verifying, verify: Verify
+    chooser: LegChooser, leg: Leg, before: RunState, claimed: RunState, tiers: Tiers, restore_row: _Restore
 ) -> ResumePoint:
-    """Find the newest whole checkpoint, quarantine newer damaged ones, and choose its leg. Raises as `claim_and_verify`."""
-    attempt, leg = claimed.attempt, claimed.leg
-    rows = ledger.rows(attempt.run, kinds=HEAD_KINDS)
-    if claimed.head not in (claimed.head_before, None):  # the replaced attempt committed a checkpoint in between
-        chooser.check(leg_of(rows, claimed.head or ""), rows)
-    found, damaged = _newest_whole(rows, claimed.head, tiers, verifying, verify)
+    """Find the newest whole checkpoint, quarantine newer damaged ones, and choose its leg. `leg` was known before the claim."""
+    run, fence = claimed.run, claimed.fence
+    rows = chooser.ledger.rows(run, kinds=HEAD_KINDS)
+    if fence.head not in (before.fence.head, None):  # the replaced attempt committed a checkpoint in between
+        chooser.check(leg_of(rows, fence.head or ""), rows)
+    found, damaged = _newest_whole(rows, fence.head, restore_row)
     manifest = None if found is None else found.manifest
     if manifest is not None:
         _mark_head(manifest, checkpoint_rows(rows), tiers)
     if damaged:
-        rows = _quarantine(ledger, attempt, damaged, manifest)
-    if chooser.unsure or (manifest.checkpoint_id if manifest else None) != claimed.head_before:
+        attempt = Attempt(run=run, number=fence.attempt, nonce=fence.nonce)
+        rows = _quarantine(chooser.ledger, attempt, damaged, manifest)
+    if chooser.unsure or (manifest.checkpoint_id if manifest else None) != before.fence.head:
         leg = chooser.at(rows, manifest)
-    before = None if manifest is None else leg_of(rows, manifest.checkpoint_id)
+    committed = None if manifest is None else leg_of(rows, manifest.checkpoint_id)
     point = ResumePoint(
-        attempt=attempt.number,
-        nonce=attempt.nonce,
-        replaces=claimed.replaced,
+        attempt=fence.attempt,
+        nonce=fence.nonce,
         leg=leg.to_json(),
-        leg_is_new=before is None or leg.index != before.index,
-        leaves_out_more=leg.leaves_out_more_than(before),
+        leg_is_new=committed is None or leg.index != committed.index,
+        leaves_out_more=leg.leaves_out_more_than(committed),
         quarantined=list(damaged),
     )
     return point if found is None else point.after(found, checkpoint_rows(rows)[found.manifest.checkpoint_id])
@@ -249,7 +232,7 @@ def _mark_head(head: Manifest, known: Mapping[str, CheckpointRow], tiers: Tiers)
 
 
 def _newest_whole(
-    rows: list[LedgerRow], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
+    rows: list[LedgerRow], head: str | None, restore_row: _Restore
 ) -> tuple[Restored | None, dict[str, str]]:
     """Return the newest whole checkpoint of the head's lineage, and the newer ones that are damaged (id -> reason)."""
     restorable = restorable_rows(rows)
@@ -257,8 +240,7 @@ def _newest_whole(
     for name in lineage_of(rows, head):
         if name in restorable:
             try:
-                row = restorable[name]
-                return restore(row, tiers, partial(verifying, row.step), verify=verify), damaged
+                return restore_row(restorable[name]), damaged
             except errors.CheckpointDamaged as err:
                 damaged[name] = str(err)
     return None, damaged

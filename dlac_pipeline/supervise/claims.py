@@ -19,10 +19,7 @@ _ON_THE_WAY = ("steps", "seconds", "auto")
 
 
 def launch_folders_of(rows: Sequence[LedgerRow], attempt: int) -> list[Path]:
-    """Return the launch folders of an attempt that exist on this node: the leader's, and those of nodes that follow.
-
-    The attempt's claim names the leader's folder. Those of other nodes are recognized by the resume point in them.
-    """
+    """Return the launch folders of an attempt on this node: the one that its claim names, and those with its resume point."""
     named = claim_of(rows, attempt).launch_folder
     if not named:
         return []
@@ -43,10 +40,7 @@ def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
 
 
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> JobSpec:
-    """Return the job spec of an attempt, from its launch folder, with the places of `lakehouse`.
-
-    Raise `NoSuchJobSpec` if the job spec is not on this node.
-    """
+    """Return the job spec in an attempt's launch folder, with the places of `lakehouse`. Raise `NoSuchJobSpec` without one."""
     folder = claim_of(rows, attempt).launch_folder
     if not folder:
         raise NoSuchJobSpec(

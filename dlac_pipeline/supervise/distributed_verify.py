@@ -1,7 +1,4 @@
-"""Distributed verification: all nodes of an attempt that share the checkpoint folder each read a part of the files.
-
-The leader names the checkpoint. It reads itself what another node cannot read, finds damaged, or has not read in time.
-"""
+"""Distributed verification: nodes that share the checkpoint folder each read a part. The leader reads what they cannot."""
 
 import threading
 import time

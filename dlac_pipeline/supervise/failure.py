@@ -2,15 +2,17 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.elastic.ranks.watched_time import watched_time
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claims import left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.all_ranks import LOST, AllRanks
@@ -20,6 +22,8 @@ STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to exit and is still running."""
 SILENT_KINDS = (HANG, LOST)
 """Kinds of the failures of ranks that stopped to send heartbeats, alone or with their node."""
+_Mark = tuple[float, int, Phase] | None
+"""The part of a record that changes with each heartbeat. The loss is not in it, because NaN differs from itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +81,7 @@ class Failure(RankError):
 
 
 def planned_end(cause: str, *, step: int, undone: Sequence[RankHeartbeat] = ()) -> Failure:
-    """Return the failure that stands for the planned end of an attempt, so that other nodes can train the next one.
-
-    `undone` is the work of its ranks if the attempt had no time for a last checkpoint. Otherwise nothing is lost.
-    """
+    """Return the failure that stands for the planned end of an attempt. `undone` is work of its ranks in no checkpoint."""
     now = time.time()
     return Failure(
         cause=cause,
@@ -122,10 +123,7 @@ def failure_of_attempt(
 
 
 def end_failed_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> Failure:
-    """Kill all ranks of this node and return the failure of the attempt. One rank has caused it.
-
-    `step` is the last step that all ranks are known to have finished. The attempt resumed after `resumed_step`.
-    """
+    """Kill all ranks of this node and return the failure. `step` is the last one that all ranks are known to have finished."""
     noticed_at = time.time()
     heartbeats = ranks.heartbeats()
     known = [found for found in heartbeats if found is not None]
@@ -190,3 +188,42 @@ def stuck_rank(ranks: AllRanks, drained_s: float) -> Exit:
         kind=STUCK,
         message=f"still running {drained_s:.0f} s after it was asked to leave",
     )
+
+
+class HangDetector:
+    """Detector of hung ranks: how long each rank of an attempt has sent no heartbeat, from the first call on.
+
+    A heartbeat is a record that has changed since the last call. Silence is measured with a clock that stops while this
+    process is suspended: wall clocks may be set on any node, and a supervisor may be suspended with its ranks.
+    """
+
+    def __init__(self, launch: LaunchSpec, clock: Callable[[], float] | None = None) -> None:
+        self._launch = launch
+        self._clock = clock or watched_time()
+        self._changed: dict[int, tuple[_Mark, float]] = {}
+
+    def find_hang(self, heartbeats: Sequence[RankHeartbeat | None]) -> Exit | None:
+        """Return the rank that has been silent for the longest time, if that is too long.
+
+        While one rank starts or loads, the others may wait for it, so all ranks get the longer timeout. A rank that has done
+        its last step sends no more heartbeats, because the script may then evaluate or export for any length of time.
+        """
+        now = self._clock()
+        for rank, each in enumerate(heartbeats):
+            mark = None if each is None else (each.at, each.step, each.phase)
+            if rank not in self._changed or self._changed[rank][0] != mark:
+                self._changed[rank] = (mark, now)
+        last = {rank: each for rank, each in enumerate(heartbeats) if each is None or each.phase != Phase.DONE}
+        if not last:
+            return None
+        launch = self._launch
+        starting = any(each is None or each.phase < Phase.TRAINING for each in last.values())
+        timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
+        seen = {rank: (self._changed[rank][1], 0.0 if each is None else each.at) for rank, each in last.items()}
+        rank = min(seen, key=seen.__getitem__)
+        silent_s = now - seen[rank][0]
+        if silent_s <= timeout_s:
+            return None
+        hung = last[rank]
+        doing = Phase.STARTING.name.lower() if hung is None else hung.doing
+        return Exit(rank=rank, code=1, kind=HANG, message=f"no heartbeat for {silent_s:.0f} s, last while {doing}")

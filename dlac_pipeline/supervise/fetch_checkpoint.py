@@ -33,13 +33,9 @@ def load_checkpoint(
             f"{engine.name!r}: resume with the script that the run was started with"
         )
     folder = fetch_checkpoint(point, tiers_of(spec), tree, restores=restores)
+    patience_s = spec.launch.start_timeout_s / 4  # the conversion needs time as well
     spent = load_state(
-        engine,
-        folder,
-        saved_world_size=point.world_size,
-        tree=tree,
-        converts=restores,
-        patience_s=spec.launch.start_timeout_s / 4,  # the conversion needs time as well
+        engine, folder, saved_world_size=point.world_size, tree=tree, converts=restores, patience_s=patience_s
     )
     if point.world_size == tree.world_size and rng_file(folder, tree.rank).exists():
         load_rng(folder, tree.rank)
@@ -49,11 +45,7 @@ def load_checkpoint(
 
 
 def fetch_checkpoint(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
-    """Return the verified files on this node: the claimer's own, a mounted store's, or a new copy. Collective.
-
-    `restores` is true for one rank of every node. Raise `StoreUnavailable` or `CheckpointDamaged` on all ranks if a node has no
-    whole copy and cannot get one.
-    """
+    """Return the verified files on this node. Collective. Raise `StoreUnavailable` or `CheckpointDamaged` if a node has none."""
     assert point.folder is not None, "there is a checkpoint to resume from"
     elsewhere = tiers.store is not None and point.host != socket.gethostname()
     folder = tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)

@@ -79,12 +79,11 @@ class FollowerAttempt:
 
     def _observe(self, ranks: RankGroup) -> Iterator[Observation]:
         """Yield what is observed now. The leader's verdict precedes all else."""
-        if self._point is not None and self._machine.state is AttemptState.STARTING and ranks.is_started:
+        if self._point is not None and self._machine.state is AttemptState.STARTING and ranks.processes.is_started:
             # Until now the ranks imported, and this node followed the leader.
-            event = {"event": "attempt", "attempt": self._point.attempt, "step": self._point.step, "pids": ranks.pids}
-            share = self._round.share
+            share, pids = self._round.share, ranks.processes.pids
             nodes = {"leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
-            self._publish({**event, **nodes})
+            self._publish({"event": "attempt", "step": self._point.step, "pids": pids, **nodes})
             yield Observation.TRAINING_BEGAN
         if self._round.announced(VERDICT) is not None:
             yield Observation.VERDICT_RECEIVED

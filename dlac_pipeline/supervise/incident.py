@@ -1,7 +1,4 @@
-"""One incident: a failure, and the phases of the recovery from it until the first new optimizer step is done.
-
-A recovery that fails before that step has a row too, and so has a run that is given up.
-"""
+"""Incident: a failure, and the phases of the recovery until the first new step is done. A failed recovery has a row too."""
 
 import math
 import time
@@ -19,8 +16,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, Ledg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.failure import Failure
-from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
+from dlac_pipeline.supervise.failure import Failure, HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -36,7 +32,7 @@ class AttemptMonitor:
         self.step = 0
         """Last step that all ranks have finished."""
         self.find_hang = HangDetector(launch).find_hang
-        self._incident: Incident | None = None
+        self.incident: Incident | None = None
         """The recovery in progress."""
         self._lakehouse = lakehouse
         self._publish = publish
@@ -44,17 +40,13 @@ class AttemptMonitor:
         self._published_step = (0, 0)
         self._published_at = -math.inf
 
-    def begin_recovery(self, spec: JobSpec, point: ResumePoint, failure: Failure) -> None:
-        """Note that the attempt recovers from a failure."""
-        self._incident = Incident(spec, point, failure)
-
     def observe(self, heartbeats: Sequence[RankHeartbeat | None]) -> None:
         """Note the heartbeats of all ranks, once each rank has sent one."""
         known = [found for found in heartbeats if found is not None]
         if len(known) < len(heartbeats):
             return
         self.step = max(self.step, min(found.step for found in known))
-        if self._incident is not None and self._incident.observe(known):
+        if self.incident is not None and self.incident.observe(known):
             self.end_recovery("resumed")
         for straggler in self._stragglers.observe(known):
             self._publish(straggler.event())
@@ -66,7 +58,7 @@ class AttemptMonitor:
 
     def end_recovery(self, outcome: RecoveryOutcome) -> None:
         """Write the recovery in progress to the ledger. An error of the report does not end the run."""
-        incident, self._incident = self._incident, None
+        incident, self.incident = self.incident, None
         try:
             if incident is not None:
                 self._publish(incident.report(self._lakehouse, outcome))
@@ -138,10 +130,7 @@ class Incident:
 def rows_replayed(
     ledger: Ledger, rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure, *, before_seq: int
 ) -> int:
-    """Count the rows that are read again: those of finished steps that no kept checkpoint contains.
-
-    They are the failed attempt's work minus what it committed, plus what was committed and is now abandoned.
-    """
+    """Count the rows that are read again: those that the failed attempt did not commit, and committed ones that are abandoned."""
     checkpoints = checkpoint_rows(list(rows))
     heads = [row for row in rows if row.seq < before_seq]
     lineage = lineage_of(rows, heads[-1].head_after if heads else None)

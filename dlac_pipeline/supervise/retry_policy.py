@@ -9,8 +9,5 @@ LOST_AFTER_S = 120.0
 
 
 def retry_within_s(*, replaces: int | None, noticed_by: str) -> float:
-    """Return the seconds for which a launch retries calls to the catalog and the store.
-
-    A recovery retries: its attempt is known, or a program saw it fail. A launch by a person does not retry.
-    """
+    """Return the seconds for which a launch retries an unavailable catalog or store: 0 if a person starts it."""
     return RETRY_WITHIN_S if replaces is not None or noticed_by != OPERATOR else 0.0

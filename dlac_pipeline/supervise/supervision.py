@@ -86,10 +86,7 @@ class Supervision:
 
 
 def connect_run(request: Request, stop: threading.Event) -> tuple[Lakehouse, str]:
-    """Return the lakehouse of a run and the identity of its ledger, once its checkpoint store can be written to.
-
-    A recovery retries until it is stopped. Raise `CatalogUnreachable` or `StoreUnavailable` if one was unavailable for too long.
-    """
+    """Return the lakehouse of a run and its ledger's identity. Raise `CatalogUnreachable` or `StoreUnavailable` after retries."""
     within_s = retry_within_s(replaces=request.replaces, noticed_by=request.noticed_by)
     retry = retrying(within_s, of=(CatalogUnreachable, StoreUnavailable), stop=stop)
     retry(tiers_of(request.spec).check_writable)

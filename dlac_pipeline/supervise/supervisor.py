@@ -56,11 +56,6 @@ class Supervisor:
         on_event: Callable[[Event], None] = lambda event: None,
         starter: RankStarter | None = None,
     ) -> None:
-        """Prepare to run the job of `request`.
-
-        `replaces` names the failed attempt of a recovery, `noticed_by` its observer, and `recovers` the orchestrator's ended
-        run that is resumed. A late claim of that run is replaced too.
-        """
         self._launched_at = time.time()
         self._request = request
         self._spec = request.spec

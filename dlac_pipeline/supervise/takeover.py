@@ -1,12 +1,9 @@
-"""Right of this node to lead the run's next attempt: the lock of the run, and the attempt that it replaces.
+"""Right of this node to lead the run's next attempt: the run's lock, a courtesy, and the attempt that the fence replaces."""
 
-The lock and the look for other launches are a courtesy that refuses a second launch early. Safety depends on the fence alone.
-"""
-
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import ParamSpec, TypeVar
+
+import tenacity
 
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse import errors
@@ -18,9 +15,6 @@ from dlac_pipeline.supervise.claims import to_replace
 from dlac_pipeline.supervise.liveness.launch_liveness import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervision import Supervision
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class Takeover:
@@ -87,7 +81,7 @@ class Takeover:
 
     def finish_of_run(self) -> tuple[int, int]:
         """Return the attempt and the step at which the run was finished."""
-        finish = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=(FinishRow,))[-1]
+        finish = self._retry(lambda: self._supervision.ledger.rows(self._spec.run, kinds=(FinishRow,))[-1])
         return finish.attempt, finish.step
 
     def _acquire_lock(self) -> None:
@@ -129,9 +123,7 @@ class Takeover:
         claims = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow,))
         return to_replace(claims, wanted, rendezvous=rendezvous, recovers=recovers)
 
-    def _retry(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Call a function that needs the catalog or the store, and retry it during an outage."""
-        retrying = self._supervision.retrying(
-            errors.CatalogUnreachable, errors.StoreUnavailable, replaces=self.replaces
-        )
-        return retrying(call, *args, **kwargs)
+    @property
+    def _retry(self) -> tenacity.Retrying:
+        outages = (errors.CatalogUnreachable, errors.StoreUnavailable)
+        return self._supervision.retrying(*outages, replaces=self.replaces)

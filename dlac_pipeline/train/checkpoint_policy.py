@@ -119,12 +119,11 @@ class CheckpointPolicy:
 
     def left(self) -> None:
         """Note that all ranks are about to exit on request. To make room for nodes is no preemption."""
-        if self._notice_name is None:
-            return
-        preemption = self._preemption()
-        self._events.write(preemption)
-        if self._rank == 0:
-            _log.warning("run %r was %s", self._spec.run, preemption["message"])
+        if self._notice_name is not None:
+            preemption = self._preemption()
+            self._events.write(preemption)
+            if self._rank == 0:
+                _log.warning("run %r was %s", self._spec.run, preemption["message"])
 
     def close(self) -> None:
         """Cancel the deadline and restore the signal handlers."""

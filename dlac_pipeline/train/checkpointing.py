@@ -109,9 +109,8 @@ class Checkpointing:
         note = {**self._policy.note(reason), "total_steps": self._attempt.order.total_steps}
         if wait:
             self.settle()
-            self._report(self._manager.save(engine, self._tracker, note))
-        else:
-            self._report(self._manager.begin(engine, self._tracker, note))
+        save = self._manager.save if wait else self._manager.begin
+        self._report(save(engine, self._tracker, note))
         self._policy.taken()
         self._step_syncs.waits_for_losses = False
         self._heartbeat.doing(Phase.TRAINING, step)

@@ -109,13 +109,7 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         evicts=communicator.is_first_of_node,
     )
     return OpenAttempt(
-        name=attempt,
-        point=point,
-        leg=opened.leg,
-        order=opened.order,
-        reader=reader,
-        tracker=tracker,
-        manager=manager,
+        name=attempt, point=point, leg=opened.leg, order=opened.order, reader=reader, tracker=tracker, manager=manager
     )
 
 

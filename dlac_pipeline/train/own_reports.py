@@ -42,8 +42,19 @@ class OwnRecoveries:
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
         """Begin to record the recovery of this attempt if one before it failed. An error of the record is only logged."""
+        if not point.replaces or LAUNCHED_VARIABLE not in os.environ:
+            return
         try:
-            self._incident = _own_incident(self._lakehouse, self._spec, point, claimed_at=claimed_at)
+            failure = failure_of_attempt(
+                Ledger(self._lakehouse).rows(self._spec.run, kinds=(ClaimRow, CheckpointRow)),
+                point.replaces,
+                # torchrun detects a dead rank, otherwise an operator starts the ranks again
+                noticed_by="torchrun" if os.environ.get(_RESTARTS, "0") != "0" else OPERATOR,
+                noticed_at=psutil.Process().create_time(),
+                launched_at=claimed_at,
+                stopped_at=claimed_at,
+            )
+            self._incident = None if failure is None else Incident(self._spec, point, failure)
         except DlacError as err:
             _log.warning("the recovery cannot be recorded: %s", err)
 
@@ -76,31 +87,10 @@ class OwnRecoveries:
             random.setstate(state)
 
 
-def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, claimed_at: float) -> Incident | None:
-    """Return the incident from which rank 0 recovers, or None if no attempt had failed. It began to claim at `claimed_at`.
-
-    torchrun detects a dead rank. Otherwise an operator starts the ranks again.
-    """
-    if not point.replaces or LAUNCHED_VARIABLE not in os.environ:
-        return None
-    failure = failure_of_attempt(
-        Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow, CheckpointRow)),
-        point.replaces,
-        noticed_by="torchrun" if os.environ.get(_RESTARTS, "0") != "0" else OPERATOR,
-        noticed_at=psutil.Process().create_time(),
-        launched_at=claimed_at,
-        stopped_at=claimed_at,
-    )
-    return None if failure is None else Incident(spec, point, failure)
-
-
 def start_listeners(
     plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
 ) -> None:
-    """Pass the events of rank 0, which leads without a supervisor, to the listeners of the job spec. `held` ends them.
-
-    An outage of the catalog is only logged. The attempt then has no listeners.
-    """
+    """Pass the events of rank 0 to the listeners, until `held` ends them. An outage of the catalog is only logged."""
     if not spec.listeners.chosen():
         return
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -112,4 +102,4 @@ def start_listeners(
         return
     process = held.enter_context(ListenerProcess(spec))
     process.send(start)
-    events.pass_to(process.send)
+    events.receive = process.send

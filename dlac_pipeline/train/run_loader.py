@@ -67,10 +67,7 @@ class RunLoader:
 
 
 def split(value: Any, parts: int) -> list[Any]:
-    """Return `value` in equal parts: tensors are cut along their first dimension, through dicts, lists and tuples.
-
-    Raise `SpecInvalid` if a tensor has no dimension, or its first one is not divisible.
-    """
+    """Return `value` in equal parts, cut along the first dimension of its tensors. Raise `SpecInvalid` if that is impossible."""
     if parts == 1:
         return [value]
     if isinstance(value, torch.Tensor):

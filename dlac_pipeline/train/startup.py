@@ -30,10 +30,7 @@ LAUNCHED_VARIABLE = "LOCAL_RANK"
 
 
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
-    """Return the job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
-
-    Raise `SpecInvalid` if neither exists, or if the job spec does not allow this number of ranks.
-    """
+    """Return the job spec of the launch folder, or the named one with this number of ranks. Raise `SpecInvalid` without one."""
     if folder is not None:
         return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
     if spec is None:
@@ -47,24 +44,17 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
 
 
 def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
-    """Return the plans of the lakehouse. Raise `CatalogUnreachable` if the catalog does not answer.
-
-    A supervised rank waits for it, as its supervisor's claim does: that has opened the catalog, so an error is an outage.
-    """
+    """Return the plans of the lakehouse. A supervised rank waits for the catalog, as its supervisor did. Raises as `connect`."""
     within_s = RETRY_WITHIN_S if supervised else 0.0
     return Plans(retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
 
 
 def await_resume_point(folder: Path) -> ResumePoint:
-    """Wait for the supervisor's resume point and return it. The supervisor may have a large checkpoint to verify.
-
-    The wait has no limit, because no rank outlives its supervisor. Pauses grow to a twentieth of the wait, up to 0.2 seconds,
-    because every rank polls, perhaps on a network file system.
-    """
+    """Wait for the supervisor's resume point and return it. No rank outlives its supervisor, so the wait has no limit."""
     path, pause_s = folder / "resume.json", _FIRST_LOOK_S
     while not path.exists():
         time.sleep(pause_s)
-        pause_s = min(_LOOK_S, pause_s * 1.05)
+        pause_s = min(_LOOK_S, pause_s * 1.05)  # every rank polls, perhaps on a network file system
     return ResumePoint.from_json(path.read_text())
 
 

@@ -173,7 +173,6 @@ def _launchers() -> list[psutil.Process]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Return True if the process runs. A zombie does not."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

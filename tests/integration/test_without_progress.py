@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
-from dlac_pipeline.supervise.choose_leg import RESUME
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
@@ -37,7 +37,7 @@ def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAt
     for number in range(1, count + 1):
         claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
         crew = Round(Share(world_size=1, ranks=1, port=1))
-        made.append(SupervisedAttempt(supervision, crew, options=RESUME, replaces=None, failure=None))
+        made.append(SupervisedAttempt(supervision, crew, options=ResumeOptions(), replaces=None, failure=None))
         made[-1].number = number
     return RestartPolicy(supervision), made
 

@@ -88,7 +88,7 @@ def launched_nodes(spec: JobSpec, folder: Path, count: int, *, timeout_s: int = 
             (launch := folder / f"launch-{place}").mkdir()
             groups.append(RankStarter().start(spec, launch, node_round.share))
             stack.callback(groups[-1].end)
-        wait_until(lambda: all(all(group.pids) for group in groups), what="the ranks")
+        wait_until(lambda: all(all(group.processes.pids) for group in groups), what="the ranks")
         yield LaunchedNodes(groups, running_rounds)
 
 

@@ -18,7 +18,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.attempt_state import Observation
-from dlac_pipeline.supervise.choose_leg import RESUME as RESUME_OPTIONS
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
@@ -140,7 +140,7 @@ def _end_rescale(attempt: SupervisedAttempt, *, has_notice: bool) -> Any:
 
 def _leader_attempt(supervision: Supervision, round_: Round) -> SupervisedAttempt:
     assert round_.share.node == LEADER
-    return SupervisedAttempt(supervision, round_, options=RESUME_OPTIONS, replaces=None, failure=None)
+    return SupervisedAttempt(supervision, round_, options=ResumeOptions(), replaces=None, failure=None)
 
 
 def _has_resume_point(spec: JobSpec) -> bool:

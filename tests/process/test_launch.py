@@ -126,9 +126,10 @@ def test_processes_have_titles(tmp_path: Path, start: str) -> None:
         wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
         assert ranks.failures() == []
         wait_until(
-            lambda: " ".join(psutil.Process(ranks.pids[1]).cmdline()).strip() == "dlac r rank 1/2", what="a title"
+            lambda: " ".join(psutil.Process(ranks.processes.pids[1]).cmdline()).strip() == "dlac r rank 1/2",
+            what="a title",
         )
-        above = psutil.Process(ranks.pids[0]).parent()
+        above = psutil.Process(ranks.processes.pids[0]).parent()
         assert above is not None
         assert (above.pid == os.getpid()) == (start == "spawn")
         assert start == "spawn" or " ".join(above.cmdline()).strip() == "dlac r fork server"
@@ -161,7 +162,7 @@ def test_dead_server_is_named(tmp_path: Path) -> None:
     """Ranks that it has not started have no log, so the failure names the log of the server."""
     (tmp_path / "own_library.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     with run_ranks(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
-        assert ranks.pids == [0, 0]
+        assert ranks.processes.pids == [0, 0]
         failures = ranks.failures()
         assert [(failure.rank, failure.code, failure.kind) for failure in failures] == [
             (0, 1, "TrainingFailed"),
@@ -209,7 +210,7 @@ def test_silent_server_is_a_hang(tmp_path: Path) -> None:
     with run_ranks(spec, tmp_path, ranks=2) as ranks:
         wait_until(lambda: bool(children("fork.?server")), what="the server")
         children("fork.?server")[0].suspend()
-        assert ranks.pids == [0, 0]
+        assert ranks.processes.pids == [0, 0]
         assert time.monotonic() - began >= 1.0
         assert [failure.kind for failure in ranks.failures()] == [HANG, HANG]
     assert children("fork.?server") == []
@@ -258,7 +259,7 @@ def test_dead_server_ends_attempt(tmp_path: Path) -> None:
             folder = tmp_path / str(attempt)
             folder.mkdir()
             ranks = starter.start(spec, folder, Share(world_size=2, ranks=2, port=free_port()))
-            pids = ranks.pids
+            pids = ranks.processes.pids
             (server,) = children("fork.?server")
             server.kill()
             wait_until(ranks.all_exited, what="the ranks' end")
@@ -283,7 +284,7 @@ def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
 def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for it has a limit. Another attempt would use the same device, so none follows."""
     with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
-        (pid,) = ranks.pids
+        (pid,) = ranks.processes.pids
         with monkeypatch.context() as patched:
             patched.setattr(local_ranks, "_KILLED_WITHIN_S", 0.1)
             patched.setattr(processes, "is_running", lambda pid: True)
@@ -295,7 +296,7 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
     """It cannot report that a rank has ended. The ranks are ended nevertheless."""
     with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
-        (pid,) = ranks.pids
+        (pid,) = ranks.processes.pids
         (server,) = children("fork.?server")
         server.suspend()
         began = time.monotonic()
@@ -380,7 +381,7 @@ def test_stop_spares_ranks_of_others(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     with run_ranks(spec_of(folders[0], SLEEPS), folders[0]) as first:
-        wait_until(lambda: all(first.pids), what="its rank")
+        wait_until(lambda: all(first.processes.pids), what="its rank")
         with run_ranks(spec_of(folders[1], SLEEPS), folders[1]) as second:
             second.request_stop()
         assert not first.all_exited()

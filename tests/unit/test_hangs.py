@@ -12,7 +12,7 @@ import pytest
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, VerifyRow
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
+from dlac_pipeline.supervise.failure import HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
 from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import run_lock

@@ -43,9 +43,10 @@ def test_unrecorded_recovery_does_not_end_run(
     def fail(*_: object, **__: object) -> None:
         raise CatalogUnreachable("no answer")
 
-    monkeypatch.setattr(own_reports, "_own_incident", fail)
+    monkeypatch.setattr(own_reports, "Ledger", fail)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     nothing = cast(Any, None)
     recoveries = OwnRecoveries(nothing, nothing, nothing)
-    recoveries.begin(nothing, claimed_at=0.0)
+    recoveries.begin(POINT, claimed_at=0.0)
     recoveries.fail()
     assert "no answer" in caplog.text

@@ -1,7 +1,4 @@
-"""Addresses of this node: which one a name stands for, a socket that listens at it alone, and its network interface.
-
-Without PyTorch: a supervisor starts without it.
-"""
+"""Addresses of this node: the one that a name stands for, its network interface, and sockets. Imports no PyTorch."""
 
 import socket
 from contextlib import suppress
@@ -40,10 +37,7 @@ def stands_for_loopback(host: str) -> bool:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address of this node and at no other. Port 0: any free one.
-
-    Raise `OSError` if another socket listens there.
-    """
+    """Return a socket that listens at this address alone. Port 0: any free one. Raise `OSError` if another one does."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:

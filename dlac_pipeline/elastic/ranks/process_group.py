@@ -1,7 +1,4 @@
-"""Process group of the ranks, under DLAC's supervisor, torchrun or the `deepspeed` launcher.
-
-All other groups, DLAC's and DeepSpeed's, are made through this one's store.
-"""
+"""Process group of the ranks, under any launcher. All other groups, DLAC's and DeepSpeed's, are made through its store."""
 
 import os
 from datetime import timedelta

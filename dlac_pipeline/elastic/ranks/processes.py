@@ -19,11 +19,8 @@ _POLL_S = 0.01
 _STARTER_ENDS_S = 5.0
 _UNKNOWN = 255
 """Exit status that multiprocessing gives a process whose fork server has ended."""
-
 Reason = dict[str, Any]
-"""Fields of `ranks.group.Exit`."""
-
-
+"""Fields of `Exit`."""
 Processes = Mapping[int, BaseProcess]
 """By rank."""
 
@@ -55,7 +52,8 @@ class RankProcesses:
         self._processes: Processes = {}
         self._reason: Reason = {}
         self._aborted_by: signal.Signals | None = None
-        self._gave_up = False
+        self.is_wanted = True
+        """True if ranks are still to be started."""
         self._started = threading.Event()
         """Set when it is known which ranks exist."""
         self._starting = threading.Event()
@@ -72,11 +70,6 @@ class RankProcesses:
             self._reason = {"kind": HANG, "message": message}
             self._give_up()
         return self._started.is_set()
-
-    @property
-    def is_wanted(self) -> bool:
-        """True if ranks are still to be started."""
-        return not self._gave_up
 
     def reason(self, rank: int) -> Reason:
         """Return why a rank could not be started, or why its end is unknown. Empty: neither is so."""
@@ -105,8 +98,8 @@ class RankProcesses:
         if not self._started.is_set():
             self._aborted_by = number
             self._give_up()
-        for rank in self._processes:
-            alive = self.exit_code(rank) is None
+        for rank, process in self._processes.items():
+            alive = process.exitcode is None
             if alive or number == signal.SIGKILL:
                 signal_rank(self._pid(rank), number, alive=alive)
 
@@ -132,7 +125,7 @@ class RankProcesses:
             processes, self._reason = {}, self._reason or reason_not_started(err)
         with self._lock:
             self._processes = processes
-            if self._gave_up:
+            if not self.is_wanted:
                 for process in processes.values():
                     signal_rank(process.pid or 0, signal.SIGKILL, alive=process.exitcode is None)
             self._started.set()
@@ -144,7 +137,7 @@ class RankProcesses:
         with self._lock:
             if self._started.is_set():
                 return
-            self._gave_up = True
+            self.is_wanted = False
             self._started.set()
         self._abort()
 

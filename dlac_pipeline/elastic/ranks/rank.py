@@ -1,7 +1,4 @@
-"""The process of one rank: `main` is the entry point that torch's elastic agent starts.
-
-A rank ends with its supervisor, runs the training script as `__main__`, and records why that failed.
-"""
+"""Process of one rank: it ends with its supervisor, runs the training script as `__main__`, and records why that failed."""
 
 import atexit
 import fcntl
@@ -92,10 +89,7 @@ def _prepare(script: str, arguments: tuple[str, ...]) -> None:
 
 
 def _end_with_supervisor() -> None:
-    """Have the kernel kill this process group when the supervisor ends, whichever way: the pipe between the two breaks then.
-
-    That holds for a rank that is stopped or hangs, and for what it has started. Linux only.
-    """
+    """Have the kernel kill this process group, hung or not, when the supervisor ends: their pipe breaks then. Linux only."""
     parent = parent_process()
     if parent is None or sys.platform != "linux":
         return
@@ -151,9 +145,8 @@ def _run(script: str) -> int:
         return _INTERRUPTED
     except BaseException as found:  # a cancelled task, or an exception class of the script's own, among them
         err = found
-        if (
-            isinstance(found, SyntaxError) and found.filename == script
-        ):  # every attempt meets it, unlike a missing module
+        # Every attempt meets a wrong script, unlike a missing module.
+        if isinstance(found, SyntaxError) and found.filename == script:
             err = ScriptInvalid(
                 f"expected a training script that can be run, found {type(found).__name__}: {found}: correct {script}"
             )

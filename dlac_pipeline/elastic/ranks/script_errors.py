@@ -1,7 +1,4 @@
-"""The record of an exception that ends a rank: what it was, where it was raised, and which party it blames.
-
-Standard library only, because every rank imports this before its script.
-"""
+"""Record of an exception that ends a rank, and the party that it blames. Every rank imports this: standard library only."""
 
 import errno
 import hashlib
@@ -54,7 +51,7 @@ def describe_exception(err: BaseException) -> dict[str, Any]:
     same line, whatever their messages are. Secrets in the texts are masked.
     """
     frames = traceback.extract_tb(err.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename)]
+    own = [frame for frame in frames if _owner_of(frame.filename) == "user"]
     inner = own[-1] if own else frames[-1] if frames else None
     ends = [(frame.filename, frame.lineno, frame.name) for frame in (inner, *frames[-1:]) if frame is not None]
     return {
@@ -144,10 +141,6 @@ def _owner_of(file: str) -> Literal["user", "dlac", ""]:
     return "" if path.startswith(_library_folders()) or _SITE.search(path) else "user"
 
 
-def _is_users(file: str) -> bool:
-    return _owner_of(file) == "user"
-
-
 _DLAC_FOLDER = os.path.join(os.path.realpath(Path(__file__).parents[2]), "")
 _SITE = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
@@ -168,10 +161,8 @@ def _format_users_frames(err: BaseException) -> str:
         seen: set[int] = set()
         while found is not None and id(found) not in seen:
             seen.add(id(found))
-            last = len(found.stack) - 1
-            found.stack = traceback.StackSummary.from_list(
-                [frame for at, frame in enumerate(found.stack) if at == last or _is_users(frame.filename)]
-            )
+            own = [frame for frame in found.stack[:-1] if _owner_of(frame.filename) == "user"]
+            found.stack = traceback.StackSummary.from_list([*own, *found.stack[-1:]])
             found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
         shown = mask_secrets("".join(text.format()).rstrip())  # a secret that is cut in two is not found
     except Exception:  # whatever a script's own exception class does, the record of its kind is kept

@@ -5,8 +5,8 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +28,7 @@ class Phase(IntEnum):
     DONE = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Spent:
     """Work of one rank since its attempt began. Times are its own, without the waits in collectives."""
 
@@ -49,7 +49,6 @@ class Spent:
     """Start of training in seconds since the epoch, or 0."""
 
 
-_NOTHING = Spent()
 _SPENT = tuple(Spent.__dataclass_fields__)
 _SPENT_VALUES = attrgetter(*_SPENT)
 
@@ -64,7 +63,7 @@ class RankHeartbeat:
     loss_step: int
     """Step whose loss is `loss`, or 0 before the first."""
     loss: float
-    spent: Spent = _NOTHING
+    spent: Spent = field(default_factory=Spent)
 
     @property
     def doing(self) -> str:
@@ -87,8 +86,12 @@ class HeartbeatFile:
     ) -> None:
         """Replace the record."""
         if self._descriptor is not None:
-            values = _SPENT_VALUES(spent or _NOTHING)
-            os.pwrite(self._descriptor, _RECORD.pack(step, phase, time.time(), loss_step, loss, *values), 0)
+            self.write_raw(_RECORD.pack(step, phase, time.time(), loss_step, loss, *_SPENT_VALUES(spent or Spent())))
+
+    def write_raw(self, record: bytes) -> None:
+        """Replace the record in place, which needs no room on a full disk."""
+        assert self._descriptor is not None, "it has a launch folder"
+        os.pwrite(self._descriptor, record, 0)
 
     def close(self) -> None:
         """Close the file."""
@@ -119,12 +122,8 @@ def read_record(folder: Path, rank: int) -> bytes:
 def write_record(folder: Path, rank: int, raw: bytes, *, later_s: float) -> None:
     """Write the record that a rank of another node reported. `later_s` converts its time to the clock of this node."""
     step, phase, at, *rest = _RECORD.unpack(raw)
-    record = _RECORD.pack(step, phase, at + later_s, *rest)
-    descriptor = os.open(progress_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
-    try:  # in place, which needs no room on a full disk
-        os.pwrite(descriptor, record, 0)
-    finally:
-        os.close(descriptor)
+    with closing(HeartbeatFile(folder, rank)) as file:
+        file.write_raw(_RECORD.pack(step, phase, at + later_s, *rest))
 
 
 def read_heartbeat(folder: Path, rank: int) -> RankHeartbeat | None:

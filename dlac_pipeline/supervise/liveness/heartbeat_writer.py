@@ -1,7 +1,4 @@
-"""Writer of a rank's heartbeat: its phase, the start of the phase, and its own time in each phase. A step has three small writes.
-
-Times exclude waits for other ranks in a collective, where these can be measured: in reading, loading, and up to the loss.
-"""
+"""Writer of a rank's heartbeat: its phase, and its own time in each phase, without measurable waits for other ranks."""
 
 import json
 import os
@@ -23,10 +20,9 @@ class HeartbeatWriter:
         self._waits = waits
         self._step, self._loss_step, self._loss = 0, 0, 0.0
         self._phase = Phase.STARTING
-        self._began = self._since = self._forward_s = 0.0
-        self._in_hand, self._rows_in_hand, self._rows = -1, 0, 0
-        self._reading_s = self._computing_s = self._loading_s = self._convert_s = self._checkpoint_s = 0.0
-        self._checkpoint_bytes = 0
+        self._since = self._forward_s = 0.0
+        self._rows_in_hand = 0
+        self._spent = Spent()
         self._descriptor: int | None = None
         if folder is not None:
             self._descriptor = os.open(in_hand_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
@@ -35,27 +31,27 @@ class HeartbeatWriter:
     def doing(self, phase: Phase, step: int) -> None:
         """Note that the rank is in a phase, after `step`."""
         self._phase, self._step = phase, step
-        if phase == Phase.TRAINING and not self._began:
-            self._began = time.time()
+        if phase == Phase.TRAINING and not self._spent.began:
+            self._spent.began = time.time()
         self._write()
 
     def loaded(self, *, convert_s: float, load_s: float) -> None:
         """Note that the state is loaded: seconds until it was converted, and seconds of its own loading."""
-        self._convert_s += convert_s
-        self._loading_s += load_s
+        self._spent.convert_us += int(convert_s * 1e6)
+        self._spent.loading_us += int(load_s * 1e6)
 
     def reading(self) -> None:
         """Note that the rank requests a batch."""
-        self._in_hand = 0
+        self._spent.in_hand = 0
         self._since, self._waits.seconds = time.monotonic(), 0.0
         self._write()
 
     def handed(self, batch: Batch, *, counted: bool) -> Batch:
         """Note that the rank has a batch until its step is done. `counted`: its samples are rows."""
         now = time.monotonic()
-        self._reading_s += max(0.0, now - self._since - self._waits.seconds)
+        self._spent.reading_us += int(max(0.0, now - self._since - self._waits.seconds) * 1e6)
         self._since, self._forward_s = now, 0.0
-        self._in_hand = batch.step
+        self._spent.in_hand = batch.step
         moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
         self._rows_in_hand = int(batch.valid.sum()) if counted else moved
         if batch.moved and self._descriptor is not None:  # else the step determines the ranges
@@ -73,14 +69,14 @@ class HeartbeatWriter:
 
     def step_done(self, step: int) -> None:
         """Note that this rank has finished the step."""
-        self._computing_s += self._forward_s or time.monotonic() - self._since
-        self._rows += self._rows_in_hand
-        self._in_hand, self._rows_in_hand, self._step = -1, 0, step
+        self._spent.computing_us += int((self._forward_s or time.monotonic() - self._since) * 1e6)
+        self._spent.rows += self._rows_in_hand
+        self._spent.in_hand, self._rows_in_hand, self._step = -1, 0, step
         self._write()
 
     def checkpoints(self, *, own_s: float, own_bytes: int) -> None:
         """Note the total time of this rank's part of all checkpoints."""
-        self._checkpoint_s, self._checkpoint_bytes = own_s, own_bytes
+        self._spent.checkpoint_us, self._spent.checkpoint_bytes = int(own_s * 1e6), own_bytes
 
     def close(self) -> None:
         """Close the files."""
@@ -94,21 +90,7 @@ class HeartbeatWriter:
 
     def now(self, phase: Phase) -> RankHeartbeat:
         """Return the heartbeat of this rank now, in a phase."""
-        return RankHeartbeat(self._step, phase, time.time(), self._loss_step, self._loss, self._spent())
+        return RankHeartbeat(self._step, phase, time.time(), self._loss_step, self._loss, replace(self._spent))
 
     def _write(self) -> None:
-        spent = self._spent()
-        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=spent)
-
-    def _spent(self) -> Spent:
-        return Spent(
-            in_hand=self._in_hand,
-            rows=self._rows,
-            reading_us=int(self._reading_s * 1e6),
-            computing_us=int(self._computing_s * 1e6),
-            checkpoint_us=int(self._checkpoint_s * 1e6),
-            checkpoint_bytes=self._checkpoint_bytes,
-            loading_us=int(self._loading_s * 1e6),
-            convert_us=int(self._convert_s * 1e6),
-            began=self._began,
-        )
+        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=self._spent)

@@ -103,10 +103,7 @@ def is_lock_held(lock: Path) -> bool:
 def refuse_if_alive_elsewhere(
     rows_now: Callable[[], list[LedgerRow]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
-    """Wait up to `wait_s` for a launch of the spec's run elsewhere to exit or be lost. `rows_now` reads rows.
-
-    Raise `RunBusy` if it still counts as alive, or if `stop` was set.
-    """
+    """Wait up to `wait_s` for a launch elsewhere to exit or be lost. Raise `RunBusy` if it is still alive, or `stop` is set."""
     deadline = time.monotonic() + wait_s
     detector = _LaunchFailureDetector()
     while True:

@@ -1,7 +1,4 @@
-"""Lock of a run: one launch at a time on one local folder. The kernel releases the lock whenever its holder dies.
-
-The lock is a courtesy that refuses a second launch early and clearly. Safety does not depend on the lock but on the fence.
-"""
+"""Lock of a run on one local folder: a courtesy, which the kernel releases with its holder. Safety depends on the fence."""
 
 import fcntl
 import os
@@ -62,7 +59,6 @@ def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if _lock(descriptor) and _is(path, descriptor):
-            _write_owner(descriptor)
             return descriptor
         os.close(descriptor)
         if time.monotonic() >= deadline or stop.wait(_POLL_S):
@@ -74,14 +70,16 @@ def _replace(path: Path) -> int:
     with temporary_beside(path) as temporary:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
         _lock(descriptor)
-        _write_owner(descriptor)
         temporary.rename(path)
     return descriptor
 
 
 def _lock(descriptor: int) -> bool:
+    """Lock a file and write this process's id into it. Return False if another process holds its lock."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         return True
     return False
 
@@ -91,8 +89,3 @@ def _is(path: Path, descriptor: int) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False
-
-
-def _write_owner(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)

@@ -4,7 +4,7 @@ A row that kills each process that reads it ends every attempt in the same step.
 counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +23,8 @@ _WITNESSES = 8
 """Other data files of the plan that are tried. One readable file shows that the store is available."""
 _OF_ACCELERATOR = "AcceleratorError"
 """PyTorch's exception for an error of a device. It may come some steps late, unless the rank waits for the device in each."""
-Place = tuple[UnitTable, int, int]
-"""A row: the units of its plan, its unit, and its row in that unit."""
+Positions = tuple[SourceOrder, int, int, int, Sequence[int]]
+"""Rows of a block: its source, pass, key group and index, and the rows' positions."""
 AfterDeath = Literal["restart", "leave out", "stop"]
 """The consequence of a dead attempt: another attempt, one without the rows in hand, or none."""
 _NEVER_OF_ROWS = frozenset(
@@ -133,43 +133,35 @@ def rows_in_hand(
         units |= {name: plans.load(name, table=source.table).units for name in mine.start.plan_ids}
     order = leg.order(units)
     found: dict[tuple[str, int], set[int]] = {}
-    for table, unit, row in _of_counted(order, step) if order.counted else _of_streamed(order, step, folder):
-        found.setdefault(table.place(unit), set()).add(int(table.first_row[unit]) + row)
+    # The ranks recorded the ranges of a streamed batch when they received it, with rows that are read in part.
+    streamed = (
+        (order.sources[source], pass_index, group, block, range(start, end))
+        for source, group, pass_index, block, start, end in read_in_hand(folder, step)
+    )
+    for each, pass_index, group, block, positions in _of_counted(order, step) if order.counted else streamed:
+        cut = each.cut_of(pass_index)
+        for unit, row in map(cut.block(group, block).place_of, positions):
+            found.setdefault(cut.units.place(unit), set()).add(int(cut.units.first_row[unit]) + row)
     return tuple(
         Unreadable(path=path, row_group=group, reason=reason, positions=tuple(sorted(rows)))
         for (path, group), rows in sorted(found.items())
     )
 
 
-def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
+def _of_counted(order: LegOrder, step: int) -> Iterator[Positions]:
     """Yield the rows of sources whose positions follow from the step alone."""
     before, after = order.consumed(step - 1), order.consumed(step)
     for index, source in enumerate(order.sources):
         for group in range(order.settings.key_groups):
             for row_range in source.row_ranges(group, int(before[index, group]), int(after[index, group])):
                 positions = row_range.block.positions_of(row_range.start, row_range.stop).tolist()
-                yield from _places(source, row_range.pass_index, group, row_range.block.index, positions)
-
-
-def _of_streamed(order: LegOrder, step: int, folder: Path) -> Iterator[Place]:
-    """Yield the rows that the ranks recorded when they received the batch, with rows that are read in part."""
-    for source, group, pass_index, block, start, end in read_in_hand(folder, step):
-        yield from _places(order.sources[source], pass_index, group, block, list(range(start, end)))
-
-
-def _places(source: SourceOrder, pass_index: int, group: int, block: int, positions: list[int]) -> Iterator[Place]:
-    cut = source.cut_of(pass_index)
-    for position in positions:
-        yield (cut.units, *cut.block(group, block).place_of(position))
+                yield source, row_range.pass_index, group, row_range.block.index, positions
 
 
 def damaged_row_group(
     plans: Plans, spec: JobSpec, leg: Leg, path: str, row_group: int
 ) -> tuple[Unreadable, str] | None:
-    """Return the damaged row group of a leg on which an attempt failed, and the job spec's policy for it.
-
-    Return None if it decodes now, or if nothing can be read: the store may be unavailable.
-    """
+    """Return a leg's damaged row group, and the job spec's policy for it. None: it decodes now, or nothing can be read."""
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         for plan_id in mine.start.live_plan_ids:
             plan = plans.load(plan_id, table=source.table)

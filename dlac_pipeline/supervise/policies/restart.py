@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import tenacity
-
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.retrying import retrying
@@ -28,6 +26,8 @@ class RestartPolicy:
         self._supervision = supervision
         self._spec = supervision.spec
         self._lakehouse = supervision.lakehouse
+        outages = (errors.CatalogUnreachable, errors.StoreUnavailable)
+        self._retry = retrying(RETRY_WITHIN_S, of=outages, stop=supervision.stop)
         self._fruitless = self._failed = 0
         self._crash_loop = CrashLoop(self._spec.launch.deaths_at_same_rows)
 
@@ -90,12 +90,6 @@ class RestartPolicy:
                 f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: fix the cause, "
                 f"then train again; {_logs_of(self._spec.run, attempt, failure)}; the last one: {failure.describe()}"
             )
-
-    @property
-    def _retry(self) -> tenacity.Retrying:
-        return retrying(
-            RETRY_WITHIN_S, of=(errors.CatalogUnreachable, errors.StoreUnavailable), stop=self._supervision.stop
-        )
 
     def record_given_up(self, failure: Failure, attempt: int) -> None:
         """Publish that a run is given up, and write its row. An error of the write is only a warning."""

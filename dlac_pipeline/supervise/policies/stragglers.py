@@ -65,17 +65,15 @@ class Stragglers:
         if before is None:
             self._window = heartbeats
             return []
-        steps = [now.step - then.step for now, then in zip(heartbeats, before, strict=True)]
+        pairs = list(zip(heartbeats, before, strict=True))
+        steps = [now.step - then.step for now, then in pairs]
         if min(steps) < self._launch.straggler_steps:
             return []
         self._window = heartbeats
         found = []
         for phase, name in _PER_STEP.items():
-            took = [
-                getattr(now.spent, name) - getattr(then.spent, name)
-                for now, then in zip(heartbeats, before, strict=True)
-            ]
-            own_s = {rank: us / 1e6 / step for rank, (us, step) in enumerate(zip(took, steps, strict=True))}
+            took_us = [getattr(now.spent, name) - getattr(then.spent, name) for now, then in pairs]
+            own_s = {rank: us / 1e6 / step for rank, (us, step) in enumerate(zip(took_us, steps, strict=True))}
             found += self._slow(phase, own_s, heartbeats)
         return found
 
@@ -98,11 +96,8 @@ class Stragglers:
         """Return the ranks that are slower than the others. With `sizes`, only ranks with as much work are compared."""
         found = []
         for rank, mine in own_s.items():
-            peers = [
-                seconds
-                for other, seconds in own_s.items()
-                if other != rank and (not sizes or sizes[other] * _ALIKE >= sizes[rank])
-            ]
+            alike = [each for each in own_s if not sizes or sizes[each] * _ALIKE >= sizes[rank]]
+            peers = [own_s[each] for each in alike if each != rank]
             others = median(peers) if peers else mine
             slow = mine > self._launch.straggler_factor * others and mine - others >= self._launch.straggler_s
             if slow and (rank, phase) not in self._reported:

@@ -12,11 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Self
 
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
@@ -36,18 +34,18 @@ def describe_attempt(point: ResumePoint, plans: Plans, *, world_size: int, nodes
     """Return the start of an attempt, for listeners. The plans of its leg have been read before."""
     tables = [
         {
-            "name": source.name,
-            "table": source.table,
-            "snapshot_id": source.snapshot_id,
-            "rows": plans.row(source.plan_id).live_rows,
+            "name": each.name,
+            "table": each.table,
+            "snapshot_id": each.snapshot_id,
+            "rows": plans.row(each.plan_id).live_rows,
         }
-        for source in Leg.from_json(point.leg).sources
+        for each in Leg.from_json(point.leg).sources
     ]
     start = {"event": "claimed", "attempt": point.attempt, "step": point.step, "resumed_from": point.checkpoint_id}
     return {**start, "tables": tables, "world_size": world_size, "nodes": nodes, "folder": str(folder or "")}
 
 
-class ListenerProcess:
+class ListenerProcess(AbstractContextManager["ListenerProcess"]):
     """The process of one launch's listeners. It starts with the first event, so a node that never leads has none."""
 
     def __init__(self, spec: JobSpec, *, launched_by: str = "") -> None:
@@ -57,33 +55,11 @@ class ListenerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: threading.Thread | None = None
 
-    def __enter__(self) -> Self:
-        """Return this process, which is ended with the context."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Report the error that ends the launch, if any, and end the process."""
-        if self._writer is not None:
-            self.send(
-                {"event": "closed"} if err is None else {"event": "error", "message": f"{type(err).__name__}: {err}"}
-            )
-        self.close()
-
-    def send(self, event: Event) -> None:
-        """Pass on an event of the leader, and return at once."""
-        if not self._spec.listeners.chosen() or self._lines.qsize() >= _MOST_WAITING:
-            return
-        self._lines.put({"at": time.time(), **event})
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="listeners", daemon=True)
-            self._writer.start()
-
-    def close(self) -> None:
-        """End the process once its listeners have received all events, or after `listeners.end_s` seconds."""
+    def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
+        """Report the error that ends the launch, if any. End the process after `listeners.end_s` seconds at the latest."""
         if self._writer is None:
             return
+        self.send({"event": "closed"} if err is None else {"event": "error", "message": f"{type(err).__name__}: {err}"})
         self._lines.put(None)
         deadline = time.monotonic() + self._spec.listeners.end_s + _MARGIN_S
         self._writer.join(deadline - time.monotonic())
@@ -98,14 +74,21 @@ class ListenerProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    def send(self, event: Event) -> None:
+        """Pass on an event of the leader, and return at once."""
+        if not self._spec.listeners.chosen() or self._lines.qsize() >= _MOST_WAITING:
+            return
+        self._lines.put({"at": time.time(), **event})
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="listeners", daemon=True)
+            self._writer.start()
+
     def _write(self) -> None:
         """Start the process, and write events to it until it ends or the queue does."""
         try:
+            # Standard output may be the stream of events.
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=2,  # standard output may be the stream of events
-                start_new_session=True,
+                [sys.executable, "-m", _PROGRAM], stdin=subprocess.PIPE, stdout=2, start_new_session=True
             )
             assert process.stdin is not None
             with process.stdin as stream:

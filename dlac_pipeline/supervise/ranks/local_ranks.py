@@ -54,18 +54,11 @@ class Exit(RankError):
 
     def __str__(self) -> str:
         if self.code < 0:
-            return f"rank {self.rank} was killed by {signal_name(-self.code)}"
+            names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
+            return f"rank {self.rank} was killed by {names.get(-self.code, f'signal {-self.code}')}"
         status = self.detail.get("status", self.code)
         reason = f" of {self.kind}: {self.message}" if self.kind else f" with exit status {status}"
         return f"rank {self.rank} died{reason}"
-
-
-def signal_name(number: int) -> str:
-    """Return a signal's name. Most real-time signals have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 class RankGroup:
@@ -75,19 +68,9 @@ class RankGroup:
         """Watch the ranks and their logs. `log_mb` is the largest size of a rank's log (MiB), 0 for no bound."""
         self.folder = folder
         self.ranks = processes.ranks
+        self.processes = processes
         self.started_at = time.time()
-        self._processes = processes
         self._logs = LogBound({rank: log_file(folder, rank) for rank in self.ranks}, log_mb * 2**20)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids in rank order, 0 for a rank that could not be started. Waits until all have started."""
-        return self._processes.pids
-
-    @property
-    def is_started(self) -> bool:
-        """True if the process ids are known."""
-        return self._processes.is_started
 
     def heartbeats(self) -> list[RankHeartbeat | None]:
         """Return the last heartbeat of each rank, in rank order."""
@@ -99,7 +82,7 @@ class RankGroup:
         If a rank failed, also return the running ranks that have recorded a reason, because it may be the cause.
         """
         ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
-        running = [rank for rank in self.ranks if self._processes.exit_code(rank) is None]
+        running = [rank for rank in self.ranks if self.processes.exit_code(rank) is None]
         failing = (Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank)))
         return ended and [*ended, *failing]
 
@@ -109,7 +92,7 @@ class RankGroup:
 
     def all_exited(self) -> bool:
         """Return True if no rank is running."""
-        return all(self._processes.exit_code(rank) is not None for rank in self.ranks)
+        return all(self.processes.exit_code(rank) is not None for rank in self.ranks)
 
     @property
     def has_notice(self) -> bool:
@@ -128,7 +111,7 @@ class RankGroup:
 
     def request_stop(self) -> None:
         """Send SIGTERM: each rank takes a checkpoint at the next step boundary and exits."""
-        self._processes.signal(signal.SIGTERM)
+        self.processes.signal(signal.SIGTERM)
 
     def request_checkpoint(self) -> bool:
         """Ask all ranks of the attempt to exit after a checkpoint, without a deadline. Return True if that was written."""
@@ -138,12 +121,9 @@ class RankGroup:
         return False
 
     def end(self) -> None:
-        """Kill every rank's process group with SIGKILL, and wait until all are gone.
-
-        Raise `TrainingFailed` if a rank is not gone, because the kernel waits for a device or a file system on its behalf.
-        """
-        self._processes.signal(signal.SIGKILL)
-        running = self._processes.wait_until_gone(_KILLED_WITHIN_S)
+        """Kill the process groups of all ranks, and wait until they are gone. Raise `TrainingFailed` if the kernel keeps one."""
+        self.processes.signal(signal.SIGKILL)
+        running = self.processes.wait_until_gone(_KILLED_WITHIN_S)
         self._logs.close()
         if running:
             raise TrainingFailed(
@@ -152,7 +132,7 @@ class RankGroup:
             )
 
     def _exits(self) -> list[Exit]:
-        codes = {rank: self._processes.exit_code(rank) for rank in self.ranks}
+        codes = {rank: self.processes.exit_code(rank) for rank in self.ranks}
         return [Exit(rank=rank, code=code, **self._reason(rank)) for rank, code in codes.items() if code is not None]
 
     def _reason(self, rank: int) -> Reason:
@@ -160,7 +140,7 @@ class RankGroup:
         with contextlib.suppress(FileNotFoundError, ValueError):
             reason: Reason = json.loads(reason_file(self.folder, rank).read_bytes())
             return reason
-        return self._processes.reason(rank)
+        return self.processes.reason(rank)
 
     def _was_done(self, rank: int) -> bool:
         heartbeat = read_heartbeat(self.folder, rank)

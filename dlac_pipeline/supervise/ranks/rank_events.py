@@ -19,22 +19,18 @@ class EventWriter:
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._rank = rank
-        self._receive: Callable[[Event], None] | None = None
-        self._path: Path | None = None
+        self.receive: Callable[[Event], None] | None = None
+        """Receives each event as well."""
         self.open(folder)
 
     def open(self, folder: Path | None) -> None:
         """Write to this launch folder from now on."""
         self._path = None if folder is None or self._rank != 0 else folder / _FILE
 
-    def pass_to(self, receive: Callable[[Event], None]) -> None:
-        """Also pass each event to `receive` from now on."""
-        self._receive = receive
-
     def write(self, event: Mapping[str, object]) -> None:
         """Append one event."""
-        if self._receive is not None:
-            self._receive(dict(event))
+        if self.receive is not None:
+            self.receive(dict(event))
         if self._path is not None:
             with self._path.open("a") as stream:
                 stream.write(json.dumps({**event, "at": time.time()}) + "\n")

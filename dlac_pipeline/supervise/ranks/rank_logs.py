@@ -1,8 +1,4 @@
-"""Logs of ranks: a bound on their size while ranks write, and reading them.
-
-Ranks write into their logs directly and do not know the bound. So it also holds for their libraries and children, and a rank
-outlives the process that enforces it.
-"""
+"""Logs of ranks: how to read them, and a bound on their size, which also holds for the children and libraries of ranks."""
 
 import ctypes
 import os
@@ -73,10 +69,7 @@ class LogBound:
 
 
 def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
-    """Remove the middle of a file, so that half of the allowed size remains. Return the number of removed bytes.
-
-    `before` is the number of bytes that were removed there earlier.
-    """
+    """Cut the middle of a file out, to half of the allowed size. Return the removed bytes. `before` were removed earlier."""
     head = max(_BLOCK_BYTES, max_bytes // 4 // _BLOCK_BYTES * _BLOCK_BYTES)
     descriptor = os.open(path, os.O_RDWR)
     try:

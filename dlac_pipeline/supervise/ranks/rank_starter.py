@@ -32,10 +32,7 @@ class RankStarter:
         self._may_import.set()
 
     def begin(self, spec: JobSpec) -> None:
-        """Let the fork server import the libraries of ranks, before it is known if any rank will start.
-
-        PyTorch is imported here once the run is claimed (`import_agent`).
-        """
+        """Let the fork server import the libraries of ranks. PyTorch is imported here once the run is claimed."""
         self._may_import.clear()
         with suppress(OSError):  # an unavailable folder or script is reported at its first use
             if Path(spec.launch.script).is_file():
