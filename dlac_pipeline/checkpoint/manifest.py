@@ -19,10 +19,13 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, FormatTooNew, Stor
 from dlac_pipeline.lakehouse.ledger.older_ledger import commit_mark, mark_in
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
 from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, path_at
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _THREADS = 4
+_TRAINING = {"source", "mixture", "sequences", "order", "params"}
+"""Sections that determine training. Places, the number of ranks and their supervision change no model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +62,7 @@ class Manifest:
     ledger_rows: list[dict[str, Any]]
     """The run's ledger rows since the parent's checkpoint, and this one's, without what only the commit decides."""
     config_digest: str = ""
-    """Digest of what the model is trained with (`config.config_digest`). Empty in older manifests."""
+    """Digest of what the model is trained with (`config_digest`). Empty in older manifests."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -71,6 +74,17 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The manifest as it is stored."""
         return json.dumps(asdict(self), sort_keys=True, default=str, separators=(",", ":")).encode()
+
+
+def config_digest(spec: JobSpec) -> str:
+    """BLAKE3 of the spec's training sections and of the script with its arguments, as hex: what the model is trained with."""
+    config = spec.model_dump(mode="json", include=_TRAINING)
+    for source in (config["source"], *config["mixture"]):
+        source["row_filter"] = source["row_filter"] or ""  # as earlier versions wrote a missing filter
+    config |= {"script": None, "args": spec.launch.args}
+    with suppress(OSError):  # as when another launcher was given another script
+        config["script"] = blake3(Path(spec.launch.script).read_bytes()).hexdigest()
+    return blake3(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> None:

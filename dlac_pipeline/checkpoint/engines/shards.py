@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from dlac_pipeline.checkpoint.engines.plain_state import plain_state
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
-from dlac_pipeline.checkpoint.engines.plain_state import plain_state
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
 
 
