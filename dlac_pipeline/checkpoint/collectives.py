@@ -1,7 +1,6 @@
 """Votes up and decisions down a binomial tree of ranks: depth and messages per rank are O(log n).
 
-Over torch.distributed's point-to-point messages on a CPU (gloo) group of DLAC's own, so nothing interleaves with training.
-Trees of several threads share a group: each one's messages have a tag.
+Messages travel over a CPU (gloo) group of DLAC's own. Trees of several threads share a group, and each one's messages have a tag.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Interval between checkpoints: a fixed time, or the optimum of what checkpoints cost and failures lose.
-
-Only rank 0 decides. The other ranks receive its decision with a step message.
-"""
+"""Rank 0's choice of the interval between checkpoints: fixed, or the optimum of what checkpoints cost and failures lose."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,7 @@
-"""Checkpoint Manager: stage, seal, vote, manifest, commit, decision (design.md section 6), at once or in the background.
+"""Checkpoint Manager: one rank's part in staging, sealing and committing a checkpoint, at once or in a thread of its own.
 
-A checkpoint exists if, and only if, its rows are in the ledger. Until then its files mean nothing.
-
-Synchronous: training waits for all of it. Asynchronous: training waits while the state is copied. The rest happens in a
-thread, over a tree of its own, one checkpoint at a time. Rows consumed after the copied step belong to the next checkpoint.
+Asynchronous: training waits while the state is copied, and rows consumed after that step belong to the next checkpoint. One
+checkpoint at a time is in progress. Until its rows are in the ledger, its files mean nothing.
 """
 
 import threading

@@ -1,12 +1,8 @@
 """Messages of all ranks per step: a small asynchronous all-reduce about every two seconds carries losses and notices.
 
-It adds no barrier. A message that is sent after step n is read after step n+1, and has arrived long before. Every rank sees
-the same message at the same step, so all ranks stop, and take a checkpoint, at the same optimizer-step boundary. The number
-of steps until the next message follows from the message itself.
-
-A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank has such
-a loss, the messages of all ranks cover the steps up to the one before the last. The first message announces it, and waits for
-the loss of the first step. A flush waits for every loss.
+A message that is sent after step n is read after step n+1, at the same step by every rank, so that all ranks stop at the same
+boundary. A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank
+has such a loss, the messages of all ranks cover the steps up to the one before the last. A flush waits for every loss.
 """
 
 import time

@@ -1,9 +1,7 @@
-"""Drain of this node: its training runs end before it is shut down.
+"""Drain of this node before it is shut down: `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
 
-The command is `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
-
-Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the
-sensors request its recovery, which runs where the launcher of the queue starts it. First stop all launchers of this node.
+Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the sensors
+request its recovery. First stop all launchers of this node.
 """
 
 import sys

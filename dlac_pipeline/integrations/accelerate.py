@@ -1,15 +1,4 @@
-"""Accelerate: `save_state` and `load_state` as the state of a checkpoint, in a loop of the script's own.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        accelerator = Accelerator()
-        model, optimizer = accelerator.prepare(model, optimizer)
-        run.restore(accelerator_files(accelerator, model))
-        for batch in run.batches(device=accelerator.device):
-            ...
-            run.step_done(loss)
-
-The accelerator does not prepare the batches: each rank has its share already.
-"""
+"""Accelerate: `save_state` and `load_state` as the state of a checkpoint, in a loop of the script's own. See docs/trainers.md."""
 
 from pathlib import Path
 from typing import Any

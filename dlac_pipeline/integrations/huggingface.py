@@ -1,11 +1,4 @@
-"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        trainer = Trainer(model=model, args=TrainingArguments(..., max_steps=run.total_steps))
-        trainer.train(resume_from_checkpoint=attach(trainer, run, to_model))
-
-The Trainer keeps its loop and its format. A subclass of it stays as it is.
-"""
+"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed. See docs/trainers.md."""
 
 from collections.abc import Callable
 from pathlib import Path

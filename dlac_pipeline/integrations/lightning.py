@@ -1,12 +1,4 @@
-"""Lightning: the batches of a training run as a data module, and its checkpoints by a callback.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        data, checkpoints = DlacDataModule(run, to_model), DlacCheckpoint(run, model)
-        trainer = Trainer(max_steps=run.total_steps, callbacks=[checkpoints], enable_checkpointing=False)
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
-
-A `ModelCheckpoint` of the user may save as well. Its files are not committed.
-"""
+"""Lightning: the batches of a training run as a data module, and its checkpoints by a callback. See docs/trainers.md."""
 
 import signal
 from collections.abc import Callable, Mapping

@@ -1,10 +1,4 @@
-"""torchtitan: the batches of a training run as its data loader, and its checkpoints as those of the run.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        config.dataloader = RunDataLoader(run, to_model)
-        trainer = config.build()
-        attach_run(trainer, run)
-        trainer.train()
+"""torchtitan: the batches of a training run as its data loader, and its checkpoints as those of the run. See docs/trainers.md.
 
 Nothing of torchtitan is imported: its trainer, its loader and its checkpoint manager are known by their methods.
 """

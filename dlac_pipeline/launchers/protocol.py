@@ -1,8 +1,7 @@
 """Launchers: they run a job to its end, on the target that `launch.on` names. And their interface to the scheduler of a cluster.
 
-In: a request. Out: events, and the end of the run. Recovery happens beside the ranks, in the supervisor. The launcher of a
-cluster submits a job in which every node runs a supervisor, and follows it. Settings that a scheduler would ignore, cut, or lose
-with a pod are refused by name.
+The launcher of a cluster submits a job in which every node runs a supervisor, and follows it. Settings that a scheduler would
+ignore, cut, or lose with a pod are refused by name.
 """
 
 import math

@@ -1,11 +1,10 @@
 """The supervisor as a process, for an orchestrator: `python -m dlac_pipeline.launchers.supervisor_process < request`.
 
-- Standard input: one line of JSON (the request). It is closed when the orchestrator dies, which ends the run in order.
+- Standard input: one line of JSON (the request). When it is closed, the run ends in order.
 - Standard output: one event per line of JSON, among them `alive` every few seconds. Other output goes to standard error.
 - Exit status: 0, or that of the error (dlac_pipeline/lakehouse/errors.py).
 
-For a cluster (`launch.on`) it submits the job and follows it. It exits once another launch has claimed the run. Little is
-imported before the request is read: the ranks' imports run beside those of the supervisor.
+Little is imported before the request is read: the ranks' imports run beside those of the supervisor.
 """
 
 import sys

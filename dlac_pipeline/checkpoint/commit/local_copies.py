@@ -1,7 +1,4 @@
-"""Local copies of checkpoints: the newest stay on this node for a quick restart, the others are removed.
-
-The first checkpoint of an attempt records the nodes that have them, so that the next job is placed there.
-"""
+"""Local copies of checkpoints: the newest stay on this node for a quick restart, and the next job is placed where they are."""
 
 import logging
 import os

@@ -1,8 +1,7 @@
 """Retention: the choice of a run's checkpoints to keep, and the removal of the others' files.
 
-A row retires a checkpoint in the append that makes a newer one the head. Its files are removed after that append. A removal
-that failed is tried again after the next checkpoint. The first one of an attempt includes what replaced attempts had staged
-and never committed.
+A row retires a checkpoint in the append that makes a newer one the head, and its files are removed after it. What failed is
+tried again after the next checkpoint. The first removal includes what replaced attempts staged and never committed.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Streamed file: a state is written once, front to back, and digested on the way, so that nothing is read again.
 
-Large files bypass the page cache (O_DIRECT) where the file system can. That takes half of the CPU time, and does not evict what
-training reads.
+Large files bypass the page cache (O_DIRECT) where the file system can: that saves CPU time, and keeps what training reads.
 """
 
 import errno

@@ -1,7 +1,6 @@
 """Alerts about DLAC's runs, by Dagster's own sensors: to the log, or as JSON to a command that you name.
 
-`dlac_alerts()` makes them for your own `Definitions`, with a function of yours in place of the command if you like. Hooks of a
-job would run in the process of the run, and are silent when that is killed: hence sensors. Each tick sends at most one alert,
+Hooks would run in the process of the run, and are silent when that is killed: hence sensors. Each tick sends at most one alert,
 about one ended run, or fails and is repeated as a whole. No alert is lost, and none is sent twice.
 """
 

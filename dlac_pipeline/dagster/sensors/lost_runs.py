@@ -1,7 +1,4 @@
-"""Dagster runs whose process is gone, with the code server or the whole node, although Dagster waits for them.
-
-A sensor finds them by their heartbeats and marks them as ended. The sensors in recovery.py decide what follows.
-"""
+"""Sensor that finds, by heartbeats, Dagster runs whose process is gone, and marks them as ended: recovery.py decides the rest."""
 
 import importlib
 import json

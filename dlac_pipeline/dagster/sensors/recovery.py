@@ -1,7 +1,6 @@
 """Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests another one.
 
-A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
-not. The sensor in lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
+It recovers a run that failed, and one that was cancelled because its node is shut down, but none that a person cancelled.
 """
 
 import logging

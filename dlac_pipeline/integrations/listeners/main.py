@@ -1,7 +1,6 @@
 """The process of a run's listeners, each with a thread of its own: `python -m dlac_pipeline.integrations.listeners.main`.
 
-Standard input: the job spec and the orchestrator's run as one line of JSON, then one event per line. The process ends with its
-standard input. Logs go to standard error.
+Standard input: the job spec and the orchestrator's run as one line of JSON, then one event per line, until the process ends.
 """
 
 import json
