@@ -149,10 +149,7 @@ class CheckpointManager:
         return committed
 
     def begin(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed | None:
-        """Copy the state after `tracker.step`, and commit it in the background. Return the one before, if it was in progress.
-
-        Raises as `settle`, of the checkpoint before.
-        """
+        """Copy the state after `tracker.step`, and commit it in the background. Returns and raises as `settle` before it."""
         started = time.monotonic()
         before = self.settle()
         staged = self._stage(engine, tracker, note, started, in_background=True)
@@ -229,7 +226,6 @@ class CheckpointManager:
             raise
 
     def _complete(self, staged: _Staged, tree: RankTree) -> Committed:
-        """Write, vote, and receive the decision."""
         vote = self._vote(staged)
         with staged.phases.of("vote"):
             votes = tree.gather(msgpack.packb(vote))

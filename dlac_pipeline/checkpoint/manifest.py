@@ -1,7 +1,4 @@
-"""The manifest: everything in a checkpoint with sizes and digests, and the ledger rows that make it exist.
-
-Format version 1. Promise: later versions read it.
-"""
+"""The manifest: a checkpoint's files with digests, and the ledger rows that make it exist. Later versions read format 1."""
 
 import json
 import logging
@@ -88,10 +85,7 @@ def config_digest(spec: JobSpec) -> str:
 
 
 def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> None:
-    """Replace the run's commit mark after the commit of this checkpoint. A failure is logged.
-
-    The mark outlives the ledger: it shows that a ledger without the checkpoint is older.
-    """
+    """Replace the run's commit mark, which shows that a ledger without this checkpoint is older. A failure is logged."""
     mark = commit_mark(
         ledger_uuid=manifest.ledger_uuid, run=manifest.run, checkpoint_id=manifest.checkpoint_id, step=manifest.step
     )

@@ -60,10 +60,7 @@ class Tiers:
         self.files.put(source, below(copy, path), within=self.durable_run())
 
     def check_writable(self) -> None:
-        """Make the run's folders and prove that they can be written, on every node before its part of an attempt.
-
-        Raise `StoreUnavailable` if one cannot be written.
-        """
+        """Make the run's folders, on every node before an attempt. Raise `StoreUnavailable` if one cannot be written."""
         folder = self.local / self.run
         with storing(folder):
             make_folder_durably(folder)

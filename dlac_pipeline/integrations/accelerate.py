@@ -12,9 +12,6 @@ def accelerator_files(accelerator: Accelerator, *models: Any) -> TrainerFiles:
     """Return the engine for `TrainingRun.restore`: all that the accelerator has prepared or registered.
 
     `models` are checked for NaN before each checkpoint. A step that the loss scaler skipped is recorded as skipped.
-
-    To accumulate gradients over G micro-batches, iterate over `run.loader(inputs, micro_batches=G)`, and call `run.step_done`
-    with the sum of their losses divided by G, when `accelerator.sync_gradients` is true.
     """
 
     def save(folder: Path) -> Path:

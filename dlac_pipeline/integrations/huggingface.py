@@ -18,11 +18,8 @@ def attach(trainer: Trainer, run: TrainingRun, inputs: Callable[[Batch], Any]) -
     """Let a `Trainer` read the batches of a run, and commit a checkpoint at each of its saves.
 
     `inputs` makes the keyword arguments of the model of a batch. It masks empty slots, as `batch.valid` marks them. Return the
-    folder for `trainer.train(resume_from_checkpoint=...)`, or None at the start of the run.
-
-    Raises:
-        SpecInvalid: settings of the Trainer with which it could not resume exactly.
-        DlacError: from `TrainingRun.restore`.
+    folder for `trainer.train(resume_from_checkpoint=...)`, or None at the start of the run. Raise `SpecInvalid` for settings with
+    which the Trainer could not resume exactly. Otherwise raises as `TrainingRun.restore`.
     """
     args = trainer.args
     _check_arguments(args, run)

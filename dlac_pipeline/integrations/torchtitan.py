@@ -25,11 +25,7 @@ class RunDataLoader:
         self._run, self._inputs = run, inputs
 
     def build(self, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **others: Any) -> RunLoader:
-        """Return the loader, which has the state of torchtitan's protocol.
-
-        Raises:
-            SpecInvalid: ranks that share a batch, or a local batch size that does not divide a rank's batch.
-        """
+        """Return the loader. Raise `SpecInvalid` if ranks share a batch, or the local batch size does not divide a rank's."""
         run = self._run
         if (dp_rank, dp_world_size) != (run.rank, run.world_size):
             raise SpecInvalid(

@@ -103,9 +103,7 @@ Launcher: TypeAlias = "Supervisor | ClusterJob"
 def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:
     """Return the launcher that the job spec names in `launch.on`. `starter`, if set, imports for the ranks already.
 
-    Raises:
-        SpecInvalid: the scheduler cannot do what the job spec requests.
-        BadInput: the client of Kubernetes is not installed.
+    Raise `SpecInvalid` if the scheduler cannot do what the job spec requests, `BadInput` without the client of Kubernetes.
     """
     if request.spec.launch.on == "here":
         return Supervisor(request, on_event=on_event, starter=starter)

@@ -55,15 +55,10 @@ class Removal:
                 return
             self._under_way = True
         # Not a daemon: after the last checkpoint of a run no attempt would remove the rest.
-        threading.Thread(target=self._work, name="retention").start()
+        threading.Thread(target=self.work, name="retention").start()
 
-    def now(self) -> None:
-        """Remove these folders at once. No thread is running."""
-        self._under_way = True
-        self._work()
-
-    def _work(self) -> None:
-        """New ones first: however many fail, they do not wait for those."""
+    def work(self) -> None:
+        """Remove the folders that are due, new ones first: however many fail, they do not wait for those."""
         failing_s = 0.0 if self._swept else self._sweep()
         again = min(len(self._failed), AGAIN_AT_ONCE)
         while True:
@@ -178,14 +173,11 @@ class Retention:
         self._removal.begin([folder_uri(found[each].manifest_uri) for each in gone])
 
     def sweep(self) -> None:
-        """Remove the remains of retired checkpoints, now."""
-        self._removal.now()
+        """Remove the remains of retired checkpoints now. No thread is running."""
+        self._removal.work()
 
     def _left_over(self) -> Iterator[str]:
-        """Return the folders of retired checkpoints, and those of earlier attempts that no checkpoint has.
-
-        Their names identify them, at any mount point, because no other launch can have used them.
-        """
+        """Yield the folders of retired checkpoints, and of earlier attempts those that no checkpoint has, by unique names."""
         out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
         named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoint_rows(self._rows).values()}
         known = set(named.values())

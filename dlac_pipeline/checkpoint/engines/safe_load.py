@@ -98,7 +98,6 @@ class _Unpickler(_weights_only_unpickler.Unpickler):
         self._memory = memory
 
     def persistent_load(self, pid: int) -> Any:
-        """The memory."""
         return self._memory[pid]
 
 

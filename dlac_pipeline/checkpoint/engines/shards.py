@@ -39,16 +39,13 @@ class _AsPlanned:
         """Do nothing. One is made for every checkpoint."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Return the plans."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False."""
         return False
 
 

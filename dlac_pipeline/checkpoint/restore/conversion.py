@@ -153,7 +153,6 @@ def _seal(stage: Path) -> None:
 
 
 def _holds(target: Path) -> bool:
-    """Return True if a conversion exists, whole and unaltered."""
     try:
         record = json.loads((target / _RECORD).read_bytes())
         if record["format_version"] != _FORMAT_VERSION:

@@ -153,7 +153,6 @@ class _Files(FileSystem):
         self._files = files
 
     def ls(self, path: Any) -> list[str]:
-        """Return these files."""
         return self._files
 
 
@@ -173,7 +172,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes DCP's records only. None of them does anything when it is made."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class by its name. Raise `pickle.UnpicklingError` if it is not one of DCP's records."""
         if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
             return PurePosixPath
         value = getattr(torch, name, None)
@@ -190,10 +188,7 @@ _RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serializat
 
 
 def _read(folder: Path, reader: FileSystemReader) -> dict[str, Any]:
-    """Return the state, of which each tensor has all of its elements.
-
-    Raise `SpecInvalid` if a part of it is missing or occurs twice, `CheckpointUnsafe` as `only_tensors`.
-    """
+    """Return the whole state. Raise `SpecInvalid` if a part is missing or occurs twice, `CheckpointUnsafe` as `only_tensors`."""
     state: dict[str, Any] = {}
     everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with only_tensors(folder):

@@ -27,10 +27,7 @@ _LAUNCHED_BY_TAG = ".dagster/grpc_info"
     description="Fails Dagster runs that train and whose process has ended, for example with its code server or its node.",
 )
 def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-    """Compare each run's heartbeat with what was seen at the ticks before.
-
-    The cursor has the newest heartbeat of each run, and the time for which it has been the newest while the sensor looked.
-    """
+    """Compare each run's heartbeat with the cursor, which has the newest one, and for how long it was that while looked at."""
     settings, now = settings_or_defaults(context.log).recovery, time.time()
     mine = context.code_location_origin
     location = None if mine is None else mine.location_name

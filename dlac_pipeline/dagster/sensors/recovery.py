@@ -98,8 +98,7 @@ def decide_recoveries(
 ) -> list[dg.RunRequest | dg.SkipReason]:
     """Return the recovery of each training run of a Dagster run that has ended, or why it has none. It only reads.
 
-    Raises:
-        RecoveryDeferred: this code location does not define a training run. A new job file may not be loaded yet.
+    Raise `RecoveryDeferred` if this code location does not define a training run. A new job file may not be loaded yet.
     """
     defined, names = runs.defined_runs, runs.names_of_training(instance, dead)
     missing = [name for name in names if name not in defined]
