@@ -121,9 +121,7 @@ def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy:
         check_there(manifest_uri, files)
         raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
     if content_digest(content) != digest:
-        raise CheckpointDamaged(
-            f"expected the manifest {manifest_uri!r} to have digest {digest}, found another content"
-        )
+        raise CheckpointDamaged(f"expected the manifest {manifest_uri!r} to have digest {digest}, found other content")
     return content
 
 
@@ -136,9 +134,7 @@ def parse_manifest(content: bytes, *, origin: str) -> Manifest:
         raw = json.loads(content)
         version = int(raw["format_version"])
     except (ValueError, TypeError, KeyError) as err:
-        raise CheckpointDamaged(
-            f"expected a manifest in {origin!r}, found other content ({type(err).__name__})"
-        ) from err
+        raise CheckpointDamaged(f"expected a manifest in {origin!r}, found {type(err).__name__}: {err}") from err
     if version > FORMAT_VERSION:
         raise FormatTooNew(
             f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {FORMAT_VERSION}"
@@ -173,9 +169,7 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
     else:  # an object store has no empty folders
         exists = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
     if not exists:
-        raise StoreUnavailable(
-            f"expected checkpoints at {attempt!r} in the checkpoint store, found nothing: mount the store"
-        )
+        raise StoreUnavailable(f"expected checkpoints at {attempt!r} in the store, found nothing: mount the store")
 
 
 def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done = lambda done, total: None) -> None:

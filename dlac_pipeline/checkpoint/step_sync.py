@@ -28,12 +28,7 @@ class ReadLoss:
     number: torch.Tensor | float
     """The number, or where it will be in host memory."""
     copied: torch.Event | None
-    """The end of its copy, or None if none is in progress."""
-
-    @property
-    def is_late(self) -> bool:
-        """True if the number is waited for, because an accelerator computes it."""
-        return self.copied is not None
+    """The end of its copy, or None if no accelerator computes it."""
 
     def wait(self) -> float:
         """Return the number, as soon as it is known."""
@@ -134,7 +129,7 @@ class StepSyncs:
         self._sent_at = now
         count = len(self._losses) - late_steps
         losses = [loss.wait() for loss in self._losses[:count]]
-        report, is_late = self._report, any(loss.is_late for loss in self._losses)
+        report, is_late = self._report, any(loss.copied is not None for loss in self._losses)
         numbers = [
             *(self._step, elapsed_s, report.notice_age_s, report.due, report.needed_s, report.makes_room, is_late),
             *(report.notice == each for each in NOTICES),

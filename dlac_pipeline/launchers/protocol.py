@@ -143,9 +143,7 @@ def check_cluster(spec: JobSpec) -> None:
         return
     _refuse(spec.cluster, _OF_SLURM, "kubernetes")
     if not spec.cluster.image:
-        raise SpecInvalid(
-            "expected cluster.image, the container image of the nodes, found none: name one with DLAC in it"
-        )
+        raise SpecInvalid("expected cluster.image, the image of the nodes, found none: name one with DLAC in it")
     _check_pod(spec.cluster)
     _check_mounted(spec)
 
@@ -155,9 +153,7 @@ def store_in_doubt(spec: JobSpec) -> str | None:
     store = str((home_folder() / "checkpoints").resolve())
     if spec.launch.on != "slurm" or spec.checkpoint.store not in ("", store):
         return None
-    return (
-        f"expected checkpoint.store, which all nodes must reach, found none: checkpoints go to {store!r} of each node"
-    )
+    return f"expected checkpoint.store, which all nodes reach, found none: checkpoints go to {store!r} of each node"
 
 
 def _check_options(cluster: ClusterSpec) -> None:

@@ -11,8 +11,8 @@ import sys
 
 from pydantic import ValidationError
 
-from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.launchers.orchestrator import Orchestrator, keep_events_apart
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
+from dlac_pipeline.launchers.orchestrator import Orchestrator, keep_events_apart, on_ending_signals, report
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
@@ -30,9 +30,16 @@ def main() -> int:
     orchestrator = Orchestrator()
     if request.spec.launch.on == "here":
         starter.begin(request.spec)
-    from dlac_pipeline.launchers.serve import serve
+    from dlac_pipeline.launchers.protocol import launcher_for
+    from dlac_pipeline.launchers.serve import report_error, run_and_report
 
-    return serve(request, starter, orchestrator)
+    try:
+        launcher = launcher_for(request, report, starter)
+    except DlacError as err:
+        return report_error(err)
+    on_ending_signals(launcher.stop)
+    orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
+    return run_and_report(launcher, request)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,10 @@ class Prepared:
     """Of the checkpoint, in its run's folder."""
     engine: str
     taken: ReaderStateTracker
-    waited_s: float
-    """For the votes of all ranks."""
     note: Mapping[str, Any]
     """Further facts for its row."""
+    waited_s: float = 0.0
+    """For the votes of all ranks."""
     rows: Sequence[typed_rows.ForkRow] = ()
     """Further rows of its append, of this checkpoint."""
 

@@ -58,9 +58,7 @@ class DeepSpeedState:
         with only_tensors(folder, safe_classes()), _loading_universal(self._engine) if converted else nullcontext():
             path, _ = self._engine.load_checkpoint(str(folder), tag=self.TAG)
         if path is None:
-            raise CheckpointDamaged(
-                f"expected a DeepSpeed checkpoint in {str(folder)!r}, DeepSpeed found none that it can load"
-            )
+            raise CheckpointDamaged(f"expected a checkpoint in {str(folder)!r}, DeepSpeed found none that it can load")
         if converted:
             _load_rest(self._engine, folder / self.TAG)
 
@@ -69,9 +67,8 @@ class DeepSpeedState:
         engine = self._engine
         if saved_world_size == dist.get_world_size() or not engine.save_zero_checkpoint:
             return None
-        if engine.zero_optimization_partition_weights() and not all(
-            p.requires_grad for p in engine.module.parameters()
-        ):
+        is_frozen = not all(each.requires_grad for each in engine.module.parameters())
+        if engine.zero_optimization_partition_weights() and is_frozen:
             raise WorldSizeUnsupported(
                 f"expected {saved_world_size} ranks, as when this ZeRO 3 checkpoint with frozen parameters was saved, found "
                 f"{dist.get_world_size()}: resume with world_size = {saved_world_size}"

@@ -52,9 +52,8 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
     optimizer: Weights = {}
     if engine == DistributedState.name:
         # The script has the optimizer's settings.
-        values = [
-            name for name in ShardReader(folder).index["values"] if not name.startswith("optimizer.param_groups.")
-        ]
+        names = ShardReader(folder).index["values"]
+        values = [name for name in names if not name.startswith("optimizer.param_groups.")]
         if values:
             raise CheckpointError(
                 f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "

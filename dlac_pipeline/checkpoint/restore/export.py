@@ -119,9 +119,7 @@ def _target(path: Path, *, is_folder: bool) -> Path:
         raise SpecInvalid(f"expected a file or folder to write, found {str(path)!r} ({err}): name one") from err
     if unusable:
         wanted, example = ("a new or empty folder", "my-model") if is_folder else ("a file", "weights.safetensors")
-        raise SpecInvalid(
-            f"expected {wanted} to write, no mount point, found {str(path)!r}: name one, such as {example}"
-        )
+        raise SpecInvalid(f"expected {wanted} to write, no mount point, found {str(path)!r}: name one like {example}")
     return target
 
 
@@ -140,18 +138,14 @@ def _check_config(config: Path) -> None:
         )
 
 
-def _hold_of(path: Path) -> str:
-    """The name that keeps a checkpoint while it is exported to `path`: exporting there again takes over what was killed."""
-    return f"export:{socket.gethostname()}:{path}"
-
-
 def _export(
     lakehouse: Lakehouse, tiers: Tiers, path: Path, step: int | None, part: str, read: _Read, write: _Write
 ) -> Exported:
     """Verify the checkpoint, make `path` of it, and record the written files as those of `part`."""
     ledger = Ledger(lakehouse)
+    hold = f"export:{socket.gethostname()}:{path}"  # exporting there again takes over what was killed
     with (
-        keep_checkpoint(ledger, tiers.run, _hold_of(path), step=step) as row,
+        keep_checkpoint(ledger, tiers.run, hold, step=step) as row,
         TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
     ):
         found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)

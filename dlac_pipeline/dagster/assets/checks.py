@@ -37,9 +37,7 @@ _AUDITED = {
 _RESTORABLE = "checkpoint_restorable"
 _RESTORABLE_ABOUT = "The files of the newest checkpoint exist, and have the committed digests when they are read again."
 _REHEARSAL = "rehearsal_identical"
-_REHEARSAL_ABOUT = (
-    "In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit."
-)
+_REHEARSAL_ABOUT = "In a sandbox, steps after the newest checkpoint with a successor repeat their losses, bit for bit."
 _REHEARSED = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")
 _IMPOSSIBLE = (
     errors.NothingToRehearse,

@@ -124,9 +124,9 @@ def main() -> int:
         for event in translator.poll() if line is None else translator.translate(json.loads(line)):
             for each in subscriptions:
                 each.put(event)
-    for event in (*translator.end("lost", reason="the supervisor was lost"), None):
+    for last in (*translator.end("lost", reason="the supervisor was lost"), None):
         for each in subscriptions:
-            each.put(event)
+            each.put(last)
     deadline = time.monotonic() + spec.listeners.end_s
     for each in subscriptions:
         each.join(deadline)
