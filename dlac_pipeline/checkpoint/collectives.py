@@ -13,6 +13,9 @@ import torch.distributed as dist
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
+Named = tuple[str, str]
+"""Class of an error of ours, and its message."""
+
 
 class RankTree:
     """The ranks of one attempt. Rank 0 is the root, the coordinator."""
@@ -77,10 +80,6 @@ class RankTree:
         if len(payload):
             dist.recv(payload, source, group=self._group, tag=self._tag)
         return payload.numpy().tobytes()
-
-
-Named = tuple[str, str]
-"""Class of an error of ours, and its message."""
 
 
 def name_failure(err: Exception, *, doing: str) -> Named:

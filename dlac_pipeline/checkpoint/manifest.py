@@ -20,6 +20,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Done = Callable[[int, int], None]
+"""Receiver of the progress: how many bytes of files are done, and of how many."""
 _THREADS = 4
 _TRAINING = {"source", "mixture", "sequences", "order", "params"}
 """Sections that determine training. Places, the number of ranks and their supervision change no model."""
@@ -32,10 +34,6 @@ class FileEntry:
     path: str
     bytes: int
     digest: str
-
-
-Done = Callable[[int, int], None]
-"""Receiver of the progress: how many bytes of files are done, and of how many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,15 +99,12 @@ def content_digest(content: bytes) -> str:
 
 
 def read_manifest(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> Manifest:
-    """Return the manifest at this address, or the same from the folder `copy`. Raises as `parse_manifest` and `check_there`.
-
-    Raise `CheckpointDamaged` if it is missing or differs from the committed one.
-    """
+    """Return the manifest at this address, or from the folder `copy`. Raises as `manifest_content` and `parse_manifest`."""
     return parse_manifest(manifest_content(manifest_uri, digest, files, copy=copy), origin=manifest_uri)
 
 
 def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> bytes:
-    """Return the manifest as it is stored. Raises as `read_manifest`."""
+    """Return the manifest as it is stored. Raise `CheckpointDamaged` if it is missing or altered, or as `check_there`."""
     if copy is not None:
         with suppress(OSError):
             content = (copy / MANIFEST).read_bytes()
@@ -175,8 +170,7 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
 def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done = lambda done, total: None) -> None:
     """Re-read every file in the folder at this address, and compare size and digest. `done` receives the progress.
 
-    Raise `CheckpointDamaged` with the first file that is missing, truncated or altered, `StoreUnavailable` if a file cannot be
-    read for another reason.
+    Raise `CheckpointDamaged` with the first file that is missing or altered, `StoreUnavailable` if one cannot be read.
     """
     with store_there(below(folder, MANIFEST), files):
         verify_entries(manifest.files, folder, files, done)

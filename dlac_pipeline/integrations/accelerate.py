@@ -13,15 +13,9 @@ def accelerator_files(accelerator: Accelerator, *models: Any) -> TrainerFiles:
 
     `models` are checked for NaN before each checkpoint. A step that the loss scaler skipped is recorded as skipped.
     """
-
-    def save(folder: Path) -> Path:
-        return Path(accelerator.save_state(str(folder)))
-
-    def load(folder: Path) -> None:
-        accelerator.load_state(str(folder))
-
-    def applied() -> bool:
-        return not accelerator.optimizer_step_was_skipped
-
-    named = {f"model{index or ''}": model for index, model in enumerate(models)}
-    return TrainerFiles(save, load, modules=named, applied=applied)
+    return TrainerFiles(
+        lambda folder: Path(accelerator.save_state(str(folder))),
+        lambda folder: accelerator.load_state(str(folder)),
+        modules={f"model{index or ''}": model for index, model in enumerate(models)},
+        applied=lambda: not accelerator.optimizer_step_was_skipped,
+    )

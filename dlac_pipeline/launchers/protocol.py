@@ -25,6 +25,8 @@ from dlac_pipeline.supervise.supervisor import Supervisor
 if TYPE_CHECKING:
     from dlac_pipeline.launchers.cluster_job import ClusterJob
 
+Launcher: TypeAlias = "Supervisor | ClusterJob"
+"""Runs one request, by `run`. From any thread, `stop` asks for an orderly end of the run, and `leave` of this node's part."""
 UNFINISHED_EXIT_CODE = 3
 """Exit status of a node that was asked to exit before the run was finished. Less than the status of every DlacError."""
 FIRST_NODE_VARIABLE = "DLAC_FIRST_NODE"
@@ -94,10 +96,6 @@ def job_name(request: Request) -> str:
 def leave_s(request: Request) -> int:
     """Return the whole seconds from SIGTERM until a node is gone."""
     return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
-
-
-Launcher: TypeAlias = "Supervisor | ClusterJob"
-"""Runs one request, by `run`. From any thread, `stop` asks for an orderly end of the run, and `leave` of this node's part."""
 
 
 def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:

@@ -35,10 +35,7 @@ Place = tuple[Any, ...]
 
 @contextmanager
 def only_tensors(folder: Path, classes: Sequence[Any] = ()) -> Iterator[None]:
-    """Let `torch.load` refuse everything but tensors, plain values and `classes` while inside, for every caller.
-
-    Raise `CheckpointUnsafe` if a file of `folder` contains something else.
-    """
+    """Make every `torch.load` inside raise `CheckpointUnsafe` if a file has more than tensors, plain values and `classes`."""
     before = os.environ.get(_FORCED)
     os.environ[_FORCED] = "1"  # also where a library asks for weights_only=False
     try:

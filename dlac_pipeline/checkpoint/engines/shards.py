@@ -50,10 +50,7 @@ class _AsPlanned:
 
 
 class ShardWriter(_AsPlanned, StorageWriter):
-    """Passes every rank's parts, and at the coordinator the index, to `write`.
-
-    A failure is kept, not raised. DCP would continue without this rank's answer, and the vote reports it later.
-    """
+    """Passes every rank's parts, and at the coordinator the index, to `write`. A failure is kept for the vote: DCP continues."""
 
     def __init__(self, folder: Path, write: Write, *, adopted: bool = False) -> None:
         """`adopted`: another program saved the state, which may lack parts that a script has."""
@@ -176,9 +173,7 @@ class ShardReader(_AsPlanned, StorageReader):
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def set_up_storage_reader(
-        self, metadata: metadatas.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the index is read."""
 
 

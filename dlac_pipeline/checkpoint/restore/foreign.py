@@ -29,6 +29,9 @@ from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
+_RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
+    (metadatas.__name__, name) for name in (*metadatas.__all__, "_MEM_FORMAT_ENCODING")
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,11 +183,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) not in _RECORDS:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
-
-
-_RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
-    (metadatas.__name__, name) for name in (*metadatas.__all__, "_MEM_FORMAT_ENCODING")
-}
 
 
 def _read(folder: Path, reader: FileSystemReader) -> dict[str, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DUE_TAG = "dlac/due"
 """Tag of a requested run: its pending work, and the head at that moment (see `due_key`)."""
 _GOES_ON = (
-    "it continues when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
+    "it continues when something is appended, its job spec or script changes, or it is rewound or launched by hand"
 )
 _PAGE = 100
 """Dagster runs of one read."""

@@ -47,7 +47,7 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         silent_s = silent_before_s + passed_s if known == mark else 0.0
         seen[run.run_id] = (mark, silent_s)
         if beat is None:
-            reason = _lost_before_it_beat(context.instance, run, silent_s, settings)
+            reason = _lost_early(context.instance, run, silent_s, settings)
         else:
             reason = _reason_lost(beat, silent_s, settings)
         if reason and _end(context.instance, run, reason):
@@ -71,9 +71,7 @@ def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings
     return f"its process {beat.pid} on {beat.machine.split()[0]} sent no heartbeat for {silent_s:.0f} s"
 
 
-def _lost_before_it_beat(
-    instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings
-) -> str:
+def _lost_early(instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings) -> str:
     """Return why a run without a heartbeat will never have one: its starter here, or its process, is gone. Empty: it may."""
     if silent_s < settings.gone_after_s:
         return ""

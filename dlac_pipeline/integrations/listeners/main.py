@@ -89,8 +89,7 @@ class Subscription:
 
     def _take(self) -> RunEvent | None:
         with self._changed:
-            while not self._waiting:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._waiting)
             return self._waiting.popleft()
 
     def _call(self, method: Callable[..., None], *arguments: RunEvent) -> None:
