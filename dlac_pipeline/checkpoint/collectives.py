@@ -1,7 +1,6 @@
 """Votes up and decisions down a binomial tree of ranks: depth and messages per rank are O(log n).
 
-Over torch.distributed's point-to-point messages on a CPU (gloo) group of DLAC's own, so nothing interleaves with training.
-Trees of several threads share a group: each one's messages have a tag.
+Messages travel over a CPU (gloo) group of DLAC's own. Trees of several threads share a group, and each one's messages have a tag.
 """
 
 from collections.abc import Iterator
@@ -13,6 +12,9 @@ import torch.distributed as dist
 
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
+
+Named = tuple[str, str]
+"""Class of an error of ours, and its message."""
 
 
 class RankTree:
@@ -78,10 +80,6 @@ class RankTree:
         if len(payload):
             dist.recv(payload, source, group=self._group, tag=self._tag)
         return payload.numpy().tobytes()
-
-
-Named = tuple[str, str]
-"""Class of an error of ours, and its message."""
 
 
 def name_failure(err: Exception, *, doing: str) -> Named:

@@ -44,9 +44,7 @@ class FinitenessCheck:
             return
         for name, tensor in _weights(engine):
             if not _is_finite(tensor):
-                self._report(
-                    f"expected finite weights of run {self._run!r} after step {step}, found others in {name!r}"
-                )
+                self._report(f"expected finite weights of run {self._run!r} at step {step}, found others in {name!r}")
 
     def _report(self, found: str) -> None:
         if self._policy == "stop":

@@ -1,7 +1,4 @@
-"""Interval between checkpoints: a fixed time, or the optimum of what checkpoints cost and failures lose.
-
-Only rank 0 decides. The other ranks receive its decision with a step message.
-"""
+"""Rank 0's choice of the interval between checkpoints: fixed, or the optimum of what checkpoints cost and failures lose."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,10 +42,7 @@ class Failures:
 
     @classmethod
     def of_rows(cls, rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> "Failures":
-        """Count the attempts before the last claim.
-
-        An attempt that ended with a checkpoint, at its end or on request, did not fail. Neither did one that a rewind ended.
-        """
+        """Count the attempts before the last claim, but those that ended with a checkpoint on purpose, or by a rewind."""
         seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
         claims = [row for row in rows if isinstance(row, ClaimRow) and row.trains][:-1]
         rewound = {row.replaces for row in rows if isinstance(row, ClaimRow) and row.purpose == "rewinds"}

@@ -10,10 +10,8 @@ from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger import typed_rows
-from dlac_pipeline.lakehouse.ledger.commits import names_of
+from dlac_pipeline.lakehouse.ledger import commits, run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, lineage_of
 from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 
 
@@ -53,15 +51,15 @@ class Verification:
 def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     """Return all checkpoints of a run, oldest first. Raise `NoSuchRun` if the ledger has no row of it."""
     rows = Ledger(lakehouse).head_rows(run)
-    head = fence_of_rows(rows).head  # from these rows, because the run may commit more
-    checkpoints = checkpoint_rows(rows)
-    states = dict.fromkeys(checkpoints, "left") | dict.fromkeys(lineage_of(rows, head), "kept")
+    head = run_rows.fence_of_rows(rows).head  # from these rows, because the run may commit more
+    checkpoints = run_rows.checkpoint_rows(rows)
+    states = dict.fromkeys(checkpoints, "left") | dict.fromkeys(run_rows.lineage_of(rows, head), "kept")
     states |= {row.checkpoint_id: "head" for row in checkpoints.values() if row.checkpoint_id == head}
     states |= {row.checkpoint_id: "retired" for row in rows if isinstance(row, typed_rows.RetireRow)}
     states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, typed_rows.QuarantinedCheckpointRow)}
     claims = {row.attempt: row for row in rows if isinstance(row, typed_rows.ClaimRow)}
     verified = _verified(rows)
-    names = names_of(rows)
+    names = commits.names_of(rows)
     return [
         ListedCheckpoint(
             run=row.run,
@@ -154,7 +152,7 @@ def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
         raise NoSuchCheckpoint(
             f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
         )
-    checkpoint = checkpoint_rows(Ledger(lakehouse).head_rows(row.run))[row.checkpoint_id]
+    checkpoint = run_rows.checkpoint_rows(Ledger(lakehouse).head_rows(row.run))[row.checkpoint_id]
     return {
         "digest": digest,
         "run": row.run,

@@ -1,16 +1,14 @@
-"""Checkpoint Manager: stage, seal, vote, manifest, commit, decision (design.md section 6), at once or in the background.
+"""Checkpoint Manager: one rank's part in staging, sealing and committing a checkpoint, at once or in a thread of its own.
 
-A checkpoint exists if, and only if, its rows are in the ledger. Until then its files mean nothing.
-
-Synchronous: training waits for all of it. Asynchronous: training waits while the state is copied. The rest happens in a
-thread, over a tree of its own, one checkpoint at a time. Rows consumed after the copied step belong to the next checkpoint.
+Asynchronous: training waits while the state is copied, and rows consumed after that step belong to the next checkpoint. One
+checkpoint at a time is in progress. Until its rows are in the ledger, its files mean nothing.
 """
 
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +47,8 @@ class Committed:
     losses: list[float]
     """Of each step since the parent, where it was known."""
     phases: dict[str, float]
-    """Seconds of each phase, of the slowest rank.
-
-    - copy: asynchronous only;
-    - write, and within it digest;
-    - seal: the time of sealing past that of writing;
-    - sync or upload, by threads;
-    - vote and commit;
-    - stall: the wait of training;
-    - total.
-    """
+    """Seconds of each phase, of the slowest rank: copy (asynchronous only), write and within it digest, seal (past the write),
+    sync or upload (by threads), vote, commit, stall (the wait of training), and total."""
     note: Mapping[str, Any]
     """Facts for its row: why it was taken."""
 
@@ -84,15 +74,12 @@ class Committed:
 class _Staged:
     """One rank's part of a checkpoint, handed to its writer."""
 
-    name: str
+    prepared: Prepared
     folder: Path
-    engine: str
     writer: Writer
     sealer: DurableWriter
-    taken: ReaderStateTracker
     failure: tuple[str, str] | None
     started: float
-    note: Mapping[str, Any]
     phases: Phases
 
 
@@ -151,10 +138,7 @@ class CheckpointManager:
         return committed
 
     def begin(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed | None:
-        """Copy the state after `tracker.step`, and commit it in the background. Return the one before, if it was in progress.
-
-        Raises as `settle`, of the checkpoint before.
-        """
+        """Copy the state after `tracker.step`, and commit it in the background. Returns and raises as `settle` before it."""
         started = time.monotonic()
         before = self.settle()
         staged = self._stage(engine, tracker, note, started, in_background=True)
@@ -210,15 +194,12 @@ class CheckpointManager:
                 failure = failure or name_failure(err, doing="saving")
             writer.handed_over()
         return _Staged(
-            name=name,
+            prepared=Prepared(name=name, engine=engine.name, taken=tracker.take(), note=note),
             folder=folder,
-            engine=engine.name,
             writer=writer,
             sealer=sealer,
-            taken=tracker.take(),
             failure=failure,
             started=started,
-            note=note,
             phases=phases,
         )
 
@@ -231,22 +212,21 @@ class CheckpointManager:
             raise
 
     def _complete(self, staged: _Staged, tree: RankTree) -> Committed:
-        """Write, vote, and receive the decision."""
         vote = self._vote(staged)
         with staged.phases.of("vote"):
             votes = tree.gather(msgpack.packb(vote))
-        answer, taken, note = None, staged.taken, staged.note
+        answer, taken = None, staged.prepared.taken
         if votes is not None:
-            waited_s = staged.phases["vote"]
-            prepared = Prepared(name=staged.name, engine=staged.engine, taken=taken, waited_s=waited_s, note=note)
+            prepared = replace(staged.prepared, waited_s=staged.phases["vote"])
             answer = msgpack.packb(self._committer.decide([msgpack.unpackb(each) for each in votes], prepared))
         decision = msgpack.unpackb(tree.broadcast(answer))
         if decision["error"] is not None:
             raise failure_named(decision["error"])
         self.head = decision["checkpoint_id"]
-        self._copies.committed(staged.name)
+        self._copies.committed(staged.prepared.name)
         phases = {**staged.phases, **decision.pop("phases"), "total": time.monotonic() - staged.started}
         del decision["error"]
+        note = staged.prepared.note
         return Committed(step=taken.step, losses=list(taken.losses), phases=phases, note=note, **decision)
 
     def _vote(self, staged: _Staged) -> Vote:
@@ -267,7 +247,7 @@ class CheckpointManager:
         finally:
             staged.sealer.close()
             self.own_s += sum(staged.phases.get(name, 0.0) for name in ("copy", "write", "seal"))
-        taken = staged.taken
+        taken = staged.prepared.taken
         return {
             "failure": failure,
             "node": node_name(),

@@ -1,7 +1,4 @@
-"""The manifest: everything in a checkpoint with sizes and digests, and the ledger rows that make it exist.
-
-Format version 1. Promise: later versions read it.
-"""
+"""The manifest: a checkpoint's files with digests, and the ledger rows that make it exist. Later versions read format 1."""
 
 import json
 import logging
@@ -19,10 +16,15 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, FormatTooNew, Stor
 from dlac_pipeline.lakehouse.ledger.older_ledger import commit_mark, mark_in
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
 from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, path_at
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Done = Callable[[int, int], None]
+"""Receiver of the progress: how many bytes of files are done, and of how many."""
 _THREADS = 4
+_TRAINING = {"source", "mixture", "sequences", "order", "params"}
+"""Sections that determine training. Places, the number of ranks and their supervision change no model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +34,6 @@ class FileEntry:
     path: str
     bytes: int
     digest: str
-
-
-Done = Callable[[int, int], None]
-"""Receiver of the progress: how many bytes of files are done, and of how many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +57,7 @@ class Manifest:
     ledger_rows: list[dict[str, Any]]
     """The run's ledger rows since the parent's checkpoint, and this one's, without what only the commit decides."""
     config_digest: str = ""
-    """Digest of what the model is trained with (`config.config_digest`). Empty in older manifests."""
+    """Digest of what the model is trained with (`config_digest`). Empty in older manifests."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -73,11 +71,19 @@ class Manifest:
         return json.dumps(asdict(self), sort_keys=True, default=str, separators=(",", ":")).encode()
 
 
-def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> None:
-    """Replace the run's commit mark after the commit of this checkpoint. A failure is logged.
+def config_digest(spec: JobSpec) -> str:
+    """BLAKE3 of the spec's training sections and of the script with its arguments, as hex: what the model is trained with."""
+    config = spec.model_dump(mode="json", include=_TRAINING)
+    for source in (config["source"], *config["mixture"]):
+        source["row_filter"] = source["row_filter"] or ""  # as earlier versions wrote a missing filter
+    config |= {"script": None, "args": spec.launch.args}
+    with suppress(OSError):  # as when another launcher was given another script
+        config["script"] = blake3(Path(spec.launch.script).read_bytes()).hexdigest()
+    return blake3(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
-    The mark outlives the ledger: it shows that a ledger without the checkpoint is older.
-    """
+
+def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> None:
+    """Replace the run's commit mark, which shows that a ledger without this checkpoint is older. A failure is logged."""
     mark = commit_mark(
         ledger_uuid=manifest.ledger_uuid, run=manifest.run, checkpoint_id=manifest.checkpoint_id, step=manifest.step
     )
@@ -93,15 +99,12 @@ def content_digest(content: bytes) -> str:
 
 
 def read_manifest(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> Manifest:
-    """Return the manifest at this address, or the same from the folder `copy`. Raises as `parse_manifest` and `check_there`.
-
-    Raise `CheckpointDamaged` if it is missing or differs from the committed one.
-    """
+    """Return the manifest at this address, or from the folder `copy`. Raises as `manifest_content` and `parse_manifest`."""
     return parse_manifest(manifest_content(manifest_uri, digest, files, copy=copy), origin=manifest_uri)
 
 
 def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> bytes:
-    """Return the manifest as it is stored. Raises as `read_manifest`."""
+    """Return the manifest as it is stored. Raise `CheckpointDamaged` if it is missing or altered, or as `check_there`."""
     if copy is not None:
         with suppress(OSError):
             content = (copy / MANIFEST).read_bytes()
@@ -113,9 +116,7 @@ def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy:
         check_there(manifest_uri, files)
         raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
     if content_digest(content) != digest:
-        raise CheckpointDamaged(
-            f"expected the manifest {manifest_uri!r} to have digest {digest}, found another content"
-        )
+        raise CheckpointDamaged(f"expected the manifest {manifest_uri!r} to have digest {digest}, found other content")
     return content
 
 
@@ -128,9 +129,7 @@ def parse_manifest(content: bytes, *, origin: str) -> Manifest:
         raw = json.loads(content)
         version = int(raw["format_version"])
     except (ValueError, TypeError, KeyError) as err:
-        raise CheckpointDamaged(
-            f"expected a manifest in {origin!r}, found other content ({type(err).__name__})"
-        ) from err
+        raise CheckpointDamaged(f"expected a manifest in {origin!r}, found {type(err).__name__}: {err}") from err
     if version > FORMAT_VERSION:
         raise FormatTooNew(
             f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {FORMAT_VERSION}"
@@ -165,16 +164,13 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
     else:  # an object store has no empty folders
         exists = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
     if not exists:
-        raise StoreUnavailable(
-            f"expected checkpoints at {attempt!r} in the checkpoint store, found nothing: mount the store"
-        )
+        raise StoreUnavailable(f"expected checkpoints at {attempt!r} in the store, found nothing: mount the store")
 
 
 def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done = lambda done, total: None) -> None:
     """Re-read every file in the folder at this address, and compare size and digest. `done` receives the progress.
 
-    Raise `CheckpointDamaged` with the first file that is missing, truncated or altered, `StoreUnavailable` if a file cannot be
-    read for another reason.
+    Raise `CheckpointDamaged` with the first file that is missing or altered, `StoreUnavailable` if one cannot be read.
     """
     with store_there(below(folder, MANIFEST), files):
         verify_entries(manifest.files, folder, files, done)

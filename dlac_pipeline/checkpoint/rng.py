@@ -28,12 +28,14 @@ def rng_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+    devices, module = _accelerators()
+    states = [module.get_rng_state(device) for device in devices] if hasattr(module, "get_rng_state") else []
     return {
         "python": [version, list(internal), gauss],
         "numpy": [str(name), numpy_keys, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         "cuda": [],  # expected by DLAC 0.1, whichever accelerator there is
-        **_accelerator_states(),
+        **({devices[0].type: states} if states else {}),
     }
 
 
@@ -53,14 +55,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     # Fewer accelerators than saved are allowed. Those of another type keep their own state.
     for device, generator in zip(devices, state.get(devices[0].type, []) if devices else [], strict=False):
         module.set_rng_state(generator, device)
-
-
-def _accelerator_states() -> dict[str, list[torch.Tensor]]:
-    """Return the type of this node's accelerators, with the state of each one's generator."""
-    devices, module = _accelerators()
-    if not hasattr(module, "get_rng_state"):
-        return {}
-    return {devices[0].type: [module.get_rng_state(device) for device in devices]}
 
 
 def _accelerators() -> tuple[list[torch.device], Any]:

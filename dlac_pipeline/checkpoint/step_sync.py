@@ -1,12 +1,8 @@
 """Messages of all ranks per step: a small asynchronous all-reduce about every two seconds carries losses and notices.
 
-It adds no barrier. A message that is sent after step n is read after step n+1, and has arrived long before. Every rank sees
-the same message at the same step, so all ranks stop, and take a checkpoint, at the same optimizer-step boundary. The number
-of steps until the next message follows from the message itself.
-
-A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank has such
-a loss, the messages of all ranks cover the steps up to the one before the last. The first message announces it, and waits for
-the loss of the first step. A flush waits for every loss.
+A message that is sent after step n is read after step n+1, at the same step by every rank, so that all ranks stop at the same
+boundary. A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank
+has such a loss, the messages of all ranks cover the steps up to the one before the last. A flush waits for every loss.
 """
 
 import time
@@ -32,12 +28,7 @@ class ReadLoss:
     number: torch.Tensor | float
     """The number, or where it will be in host memory."""
     copied: torch.Event | None
-    """The end of its copy, or None if none is in progress."""
-
-    @property
-    def is_late(self) -> bool:
-        """True if the number is waited for, because an accelerator computes it."""
-        return self.copied is not None
+    """The end of its copy, or None if no accelerator computes it."""
 
     def wait(self) -> float:
         """Return the number, as soon as it is known."""
@@ -138,7 +129,7 @@ class StepSyncs:
         self._sent_at = now
         count = len(self._losses) - late_steps
         losses = [loss.wait() for loss in self._losses[:count]]
-        report, is_late = self._report, any(loss.is_late for loss in self._losses)
+        report, is_late = self._report, any(loss.copied is not None for loss in self._losses)
         numbers = [
             *(self._step, elapsed_s, report.notice_age_s, report.due, report.needed_s, report.makes_room, is_late),
             *(report.notice == each for each in NOTICES),

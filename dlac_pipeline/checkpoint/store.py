@@ -1,8 +1,7 @@
 """Places of a run's checkpoints: made in a local folder, copied to the store, under the same names in both.
 
-If the store is that local folder, one copy exists. Otherwise a checkpoint exists only by its copy in the store, and the one
-in the local folder makes a restart on the same node faster. Nothing is ever overwritten. The run's folder is made before an
-attempt and never later: if it is missing then, its mount is gone.
+If the store is that local folder, one copy exists. Nothing is ever overwritten. The run's folder is made before an attempt and
+never later: if it is missing then, its mount is gone.
 """
 
 import secrets
@@ -61,10 +60,7 @@ class Tiers:
         self.files.put(source, below(copy, path), within=self.durable_run())
 
     def check_writable(self) -> None:
-        """Make the run's folders and prove that they can be written, on every node before its part of an attempt.
-
-        Raise `StoreUnavailable` if one cannot be written.
-        """
+        """Make the run's folders, on every node before an attempt. Raise `StoreUnavailable` if one cannot be written."""
         folder = self.local / self.run
         with storing(folder):
             make_folder_durably(folder)

@@ -1,9 +1,7 @@
-"""Drain of this node: its training runs end before it is shut down.
+"""Drain of this node before it is shut down: `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
 
-The command is `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
-
-Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the
-sensors request its recovery, which runs where the launcher of the queue starts it. First stop all launchers of this node.
+Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the sensors
+request its recovery. First stop all launchers of this node.
 """
 
 import sys
@@ -74,9 +72,7 @@ def _preempt(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> t
 
 def drain_node(
     reason: Annotated[str, Option(help="Why, for the runs' tag.")] = "drained",
-    within_s: Annotated[
-        float, Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
-    ] = 60.0,
+    within_s: Annotated[float, Option(help="Seconds they get; more than launch.deadline_s (unset: grace_s).")] = 60.0,
 ) -> None:
     """Preempt the training runs of this node. Exit status 0 only if all have exited."""
     with dg.DagsterInstance.get() as instance:

@@ -1,10 +1,7 @@
 """Heartbeat of a Dagster run's process, for a sensor that finds runs whose process is gone, and the end of that process.
 
-Dagster interrupts a run's process through the code server that started it. If that server is dead, the process reads from the
-run's own status, at each heartbeat, that the run must end or has ended.
-
-Heartbeats are kept in Dagster's key-value storage, which all its processes share. Run tags cannot hold them: Dagster writes
-all tags of a run at once, and two writers can lose each other's.
+If the code server that would interrupt the process is dead, the process reads its run's status at each heartbeat. Heartbeats
+are in Dagster's key-value storage: run tags are written all at once, and two writers can lose each other's.
 """
 
 import json

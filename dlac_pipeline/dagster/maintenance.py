@@ -68,9 +68,7 @@ class VerifyConfig(Section, dg.Config):
     """Hours for which a verified checkpoint is not read again."""
 
 
-@dg.op(
-    description="Reads the newest checkpoint of each run again, and records in the ledger whether its digests match."
-)
+@dg.op(description="Reads the newest checkpoint of each run again, and records in the ledger if its digests match.")
 def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:

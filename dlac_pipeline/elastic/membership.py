@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dlac_pipeline.checkpoint.training_config import config_digest
+from dlac_pipeline.checkpoint.manifest import config_digest
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, Share, usable_ranks
 from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, free_port, interface_of

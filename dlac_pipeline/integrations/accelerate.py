@@ -1,15 +1,4 @@
-"""Accelerate: `save_state` and `load_state` as the state of a checkpoint, in a loop of the script's own.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        accelerator = Accelerator()
-        model, optimizer = accelerator.prepare(model, optimizer)
-        run.restore(accelerator_files(accelerator, model))
-        for batch in run.batches(device=accelerator.device):
-            ...
-            run.step_done(loss)
-
-The accelerator does not prepare the batches: each rank has its share already.
-"""
+"""Accelerate: `save_state` and `load_state` as the state of a checkpoint, in a loop of the script's own. See docs/trainers.md."""
 
 from pathlib import Path
 from typing import Any
@@ -23,19 +12,10 @@ def accelerator_files(accelerator: Accelerator, *models: Any) -> TrainerFiles:
     """Return the engine for `TrainingRun.restore`: all that the accelerator has prepared or registered.
 
     `models` are checked for NaN before each checkpoint. A step that the loss scaler skipped is recorded as skipped.
-
-    To accumulate gradients over G micro-batches, iterate over `run.loader(inputs, micro_batches=G)`, and call `run.step_done`
-    with the sum of their losses divided by G, when `accelerator.sync_gradients` is true.
     """
-
-    def save(folder: Path) -> Path:
-        return Path(accelerator.save_state(str(folder)))
-
-    def load(folder: Path) -> None:
-        accelerator.load_state(str(folder))
-
-    def applied() -> bool:
-        return not accelerator.optimizer_step_was_skipped
-
-    named = {f"model{index or ''}": model for index, model in enumerate(models)}
-    return TrainerFiles(save, load, modules=named, applied=applied)
+    return TrainerFiles(
+        lambda folder: Path(accelerator.save_state(str(folder))),
+        lambda folder: accelerator.load_state(str(folder)),
+        modules={f"model{index or ''}": model for index, model in enumerate(models)},
+        applied=lambda: not accelerator.optimizer_step_was_skipped,
+    )

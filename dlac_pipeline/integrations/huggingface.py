@@ -1,11 +1,4 @@
-"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        trainer = Trainer(model=model, args=TrainingArguments(..., max_steps=run.total_steps))
-        trainer.train(resume_from_checkpoint=attach(trainer, run, to_model))
-
-The Trainer keeps its loop and its format. A subclass of it stays as it is.
-"""
+"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed. See docs/trainers.md."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +18,8 @@ def attach(trainer: Trainer, run: TrainingRun, inputs: Callable[[Batch], Any]) -
     """Let a `Trainer` read the batches of a run, and commit a checkpoint at each of its saves.
 
     `inputs` makes the keyword arguments of the model of a batch. It masks empty slots, as `batch.valid` marks them. Return the
-    folder for `trainer.train(resume_from_checkpoint=...)`, or None at the start of the run.
-
-    Raises:
-        SpecInvalid: settings of the Trainer with which it could not resume exactly.
-        DlacError: from `TrainingRun.restore`.
+    folder for `trainer.train(resume_from_checkpoint=...)`, or None at the start of the run. Raise `SpecInvalid` for settings with
+    which the Trainer could not resume exactly. Otherwise raises as `TrainingRun.restore`.
     """
     args = trainer.args
     _check_arguments(args, run)

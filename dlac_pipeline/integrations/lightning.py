@@ -1,12 +1,4 @@
-"""Lightning: the batches of a training run as a data module, and its checkpoints by a callback.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        data, checkpoints = DlacDataModule(run, to_model), DlacCheckpoint(run, model)
-        trainer = Trainer(max_steps=run.total_steps, callbacks=[checkpoints], enable_checkpointing=False)
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
-
-A `ModelCheckpoint` of the user may save as well. Its files are not committed.
-"""
+"""Lightning: the batches of a training run as a data module, and its checkpoints by a callback. See docs/trainers.md."""
 
 import signal
 from collections.abc import Callable, Mapping
@@ -37,10 +29,7 @@ class DlacDataModule(LightningDataModule):  # type: ignore[misc]  # lightning is
 
 
 class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyzed
-    """Checkpoints of a run whose files Lightning writes: when the job spec asks for them, at the end of an optimizer step.
-
-    The model optimizes automatically, with one optimizer.
-    """
+    """Checkpoints of a run whose files Lightning writes, after optimizer steps. The model optimizes automatically, with one."""
 
     def __init__(self, run: TrainingRun, model: LightningModule) -> None:
         """Restore the run. `path` then names Lightning's checkpoint to resume from. Raises as `TrainingRun.restore`."""
@@ -54,11 +43,7 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
         self.path: str | None = None if files.folder is None else str(files.folder / _FILE)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the settings with which a run cannot be recorded exactly.
-
-        Raises:
-            SpecInvalid: one of them is set.
-        """
+        """Raise `SpecInvalid` if a setting keeps a run from being recorded exactly."""
         self._trainer = trainer
         if self._run.total_steps is None:
             raise SpecInvalid(

@@ -1,10 +1,4 @@
-"""torchtitan: the batches of a training run as its data loader, and its checkpoints as those of the run.
-
-    with dlac_pipeline.training_run("job.toml") as run:
-        config.dataloader = RunDataLoader(run, to_model)
-        trainer = config.build()
-        attach_run(trainer, run)
-        trainer.train()
+"""torchtitan: the batches of a training run as its data loader, and its checkpoints as those of the run. See docs/trainers.md.
 
 Nothing of torchtitan is imported: its trainer, its loader and its checkpoint manager are known by their methods.
 """
@@ -31,11 +25,7 @@ class RunDataLoader:
         self._run, self._inputs = run, inputs
 
     def build(self, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **others: Any) -> RunLoader:
-        """Return the loader, which has the state of torchtitan's protocol.
-
-        Raises:
-            SpecInvalid: ranks that share a batch, or a local batch size that does not divide a rank's batch.
-        """
+        """Return the loader. Raise `SpecInvalid` if ranks share a batch, or the local batch size does not divide a rank's."""
         run = self._run
         if (dp_rank, dp_world_size) != (run.rank, run.world_size):
             raise SpecInvalid(

@@ -1,7 +1,6 @@
 """Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request, rendered from templates.
 
-An affinity of the pods prefers nodes that hold the newest checkpoint, if `checkpoint.local` is on a host mount, where copies
-outlive pods. Kubernetes ignores it where those nodes have no room.
+Pods prefer nodes that hold the newest checkpoint, if `checkpoint.local` is on a host mount, where copies outlive pods.
 """
 
 import json

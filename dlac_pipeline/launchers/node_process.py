@@ -1,9 +1,7 @@
-"""The process on each node of a cluster job: `python -m dlac_pipeline.launchers.node_process`.
+"""The process on each node of a cluster job: `python -m dlac_pipeline.launchers.node_process`. It supervises the node's ranks.
 
-It supervises the ranks of its node. The request is in the environment. Standard output: one event per line of JSON. Output of
-libraries and users' code goes to standard error. SIGTERM, by which schedulers preempt, evict and cancel, makes the node exit
-after a checkpoint. The run continues if enough other nodes are left. Exit status: 0 if the run is finished,
-UNFINISHED_EXIT_CODE if the node exited before, or the status of the error.
+The request is in the environment. Standard output has one event per line of JSON, and standard error all else. SIGTERM makes the
+node exit after a checkpoint. Exit status: 0 if the run is finished, UNFINISHED_EXIT_CODE if not, or that of the error.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Launchers: they run a job to its end, on the target that `launch.on` names. And their interface to the scheduler of a cluster.
 
-In: a request. Out: events, and the end of the run. Recovery happens beside the ranks, in the supervisor. The launcher of a
-cluster submits a job in which every node runs a supervisor, and follows it. Settings that a scheduler would ignore, cut, or lose
-with a pod are refused by name.
+The launcher of a cluster submits a job in which every node runs a supervisor, and follows it. Settings that a scheduler would
+ignore, cut, or lose with a pod are refused by name.
 """
 
 import math
@@ -26,6 +25,8 @@ from dlac_pipeline.supervise.supervisor import Supervisor
 if TYPE_CHECKING:
     from dlac_pipeline.launchers.cluster_job import ClusterJob
 
+Launcher: TypeAlias = "Supervisor | ClusterJob"
+"""Runs one request, by `run`. From any thread, `stop` asks for an orderly end of the run, and `leave` of this node's part."""
 UNFINISHED_EXIT_CODE = 3
 """Exit status of a node that was asked to exit before the run was finished. Less than the status of every DlacError."""
 FIRST_NODE_VARIABLE = "DLAC_FIRST_NODE"
@@ -97,16 +98,10 @@ def leave_s(request: Request) -> int:
     return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
 
 
-Launcher: TypeAlias = "Supervisor | ClusterJob"
-"""Runs one request, by `run`. From any thread, `stop` asks for an orderly end of the run, and `leave` of this node's part."""
-
-
 def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:
     """Return the launcher that the job spec names in `launch.on`. `starter`, if set, imports for the ranks already.
 
-    Raises:
-        SpecInvalid: the scheduler cannot do what the job spec requests.
-        BadInput: the client of Kubernetes is not installed.
+    Raise `SpecInvalid` if the scheduler cannot do what the job spec requests, `BadInput` without the client of Kubernetes.
     """
     if request.spec.launch.on == "here":
         return Supervisor(request, on_event=on_event, starter=starter)
@@ -146,9 +141,7 @@ def check_cluster(spec: JobSpec) -> None:
         return
     _refuse(spec.cluster, _OF_SLURM, "kubernetes")
     if not spec.cluster.image:
-        raise SpecInvalid(
-            "expected cluster.image, the container image of the nodes, found none: name one with DLAC in it"
-        )
+        raise SpecInvalid("expected cluster.image, the image of the nodes, found none: name one with DLAC in it")
     _check_pod(spec.cluster)
     _check_mounted(spec)
 
@@ -158,9 +151,7 @@ def store_in_doubt(spec: JobSpec) -> str | None:
     store = str((home_folder() / "checkpoints").resolve())
     if spec.launch.on != "slurm" or spec.checkpoint.store not in ("", store):
         return None
-    return (
-        f"expected checkpoint.store, which all nodes must reach, found none: checkpoints go to {store!r} of each node"
-    )
+    return f"expected checkpoint.store, which all nodes reach, found none: checkpoints go to {store!r} of each node"
 
 
 def _check_options(cluster: ClusterSpec) -> None:

@@ -9,22 +9,10 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
-from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, on_ending_signals, report
-from dlac_pipeline.launchers.protocol import Launcher, launcher_for
+from dlac_pipeline.launchers.orchestrator import MARGIN_S, report
+from dlac_pipeline.launchers.protocol import Launcher
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claims import launcher_of
-from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-
-
-def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:
-    """Serve a request of the orchestrator. Return the exit status."""
-    try:
-        launcher = launcher_for(request, report, starter)
-    except DlacError as err:
-        return report_error(err)
-    on_ending_signals(launcher.stop)
-    orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
-    return run_and_report(launcher, request)
 
 
 def run_and_report(launcher: Launcher, request: Request, *, stopped: int = 0) -> int:

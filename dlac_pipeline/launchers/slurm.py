@@ -1,8 +1,7 @@
 """Slurm: one batch script, rendered from `job.sbatch`, and the commands that submit, look at, requeue and cancel its job.
 
-Nodes that hold the newest checkpoint are preferred. Slurm has no option for that: `--prefer` names features, and for the nodes of
-`--nodelist` a job waits without an end if one is down. So the job requires those that are idle when it is submitted, until it
-has been pending for half a minute (`scontrol update ReqNodeList=`).
+Slurm has no option to prefer nodes. So a job requires those of the nodes with the newest checkpoint that are idle when it is
+submitted, until it has been pending for half a minute (`scontrol update ReqNodeList=`).
 """
 
 import re

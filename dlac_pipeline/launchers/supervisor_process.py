@@ -1,19 +1,18 @@
 """The supervisor as a process, for an orchestrator: `python -m dlac_pipeline.launchers.supervisor_process < request`.
 
-- Standard input: one line of JSON (the request). It is closed when the orchestrator dies, which ends the run in order.
+- Standard input: one line of JSON (the request). When it is closed, the run ends in order.
 - Standard output: one event per line of JSON, among them `alive` every few seconds. Other output goes to standard error.
 - Exit status: 0, or that of the error (dlac_pipeline/lakehouse/errors.py).
 
-For a cluster (`launch.on`) it submits the job and follows it. It exits once another launch has claimed the run. Little is
-imported before the request is read: the ranks' imports run beside those of the supervisor.
+Little is imported before the request is read: the ranks' imports run beside those of the supervisor.
 """
 
 import sys
 
 from pydantic import ValidationError
 
-from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.launchers.orchestrator import Orchestrator, keep_events_apart
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
+from dlac_pipeline.launchers.orchestrator import Orchestrator, keep_events_apart, on_ending_signals, report
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
@@ -31,9 +30,16 @@ def main() -> int:
     orchestrator = Orchestrator()
     if request.spec.launch.on == "here":
         starter.begin(request.spec)
-    from dlac_pipeline.launchers.serve import serve
+    from dlac_pipeline.launchers.protocol import launcher_for
+    from dlac_pipeline.launchers.serve import report_error, run_and_report
 
-    return serve(request, starter, orchestrator)
+    try:
+        launcher = launcher_for(request, report, starter)
+    except DlacError as err:
+        return report_error(err)
+    on_ending_signals(launcher.stop)
+    orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
+    return run_and_report(launcher, request)
 
 
 if __name__ == "__main__":

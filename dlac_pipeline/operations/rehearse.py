@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.audit.losses import bits_of
+from dlac_pipeline.checkpoint.manifest import config_digest
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
-from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

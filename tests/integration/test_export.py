@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +143,8 @@ def test_what_an_export_holds_is_let_go_of(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=25)
     out = arena.home / "weights.safetensors"
-    name_checkpoint(Ledger(arena.lakehouse), "r", export._hold_of(out), step=10)  # as one leaves it that was killed
+    hold = f"export:{socket.gethostname()}:{out}"
+    name_checkpoint(Ledger(arena.lakehouse), "r", hold, step=10)  # as one leaves it that was killed
     with pytest.raises(CheckpointError, match="named 'student'"):
         export_weights(arena.lakehouse, tiers_of(spec), out, part="student")
     assert names_of(arena.rows("r", NameRow)) == {}

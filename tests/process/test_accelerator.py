@@ -112,4 +112,4 @@ def test_host_loss_is_read_at_once() -> None:
     reading = start_reading(loss)
     with torch.no_grad():
         loss.zero_()
-    assert (reading.is_late, reading.wait()) == (False, 1.5)
+    assert (reading.copied, reading.wait()) == (None, 1.5)

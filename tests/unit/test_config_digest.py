@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.checkpoint.manifest import Manifest, parse_manifest
-from dlac_pipeline.checkpoint.training_config import config_digest
+from dlac_pipeline.checkpoint.manifest import Manifest, config_digest, parse_manifest
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 

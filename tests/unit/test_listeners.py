@@ -125,7 +125,7 @@ def test_oldest_progress_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     for event in (progress(1), ENDED, progress(2), progress(3), progress(4), ENDED, ENDED, ENDED):
         subscription.put(event)
     gate.opened.set()
-    subscription.close()
+    subscription.put(None)
     subscription.join(time.monotonic() + 10)
     assert gate.received == [ENDED, ENDED, progress(3), progress(4), ENDED, ENDED, ENDED]
     assert "'gate' ended: 0 errors, 2 progress events dropped, 0 events left" in caplog.text
@@ -143,7 +143,7 @@ def test_errors_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     subscription = Subscription("fails", lambda: fails, most_waiting=9)
     for _ in range(3):
         subscription.put(ENDED)
-    subscription.close()
+    subscription.put(None)
     subscription.join(time.monotonic() + 10)
     assert (len(fails.received), caplog.text.count("RuntimeError: full")) == (3, 1)
     assert "'fails' ended: 3 errors, 0 progress events dropped" in caplog.text
@@ -157,7 +157,7 @@ def test_failed_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
     subscription = Subscription("broken", make, most_waiting=9)
     subscription.put(ENDED)
-    subscription.close()
+    subscription.put(None)
     subscription.join(time.monotonic() + 10)
     assert "'broken' did not start, and receives no events" in caplog.text
 

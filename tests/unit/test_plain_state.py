@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.engines.plain_state import plain_state
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, refusal
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state, refusal
 from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlac_pipeline import DistributedState
+from dlac_pipeline.checkpoint.engines.deepspeed_state import moments_in
 from dlac_pipeline.checkpoint.engines.shards import PlainSavePlanner, ShardWriter
-from dlac_pipeline.checkpoint.engines.universal import moments_in
 from dlac_pipeline.checkpoint.engines.weights import state_of, weights_of
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, write_state

@@ -12,9 +12,8 @@ from dlac_pipeline.checkpoint.collectives import failure_named, name_failure
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vote, agreed_reader_state
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of, nodes_of_ranks
 from dlac_pipeline.checkpoint.commit.retention import Retention
-from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, config_digest, content_digest, mark_committed
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_uri, storing
-from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -38,10 +37,10 @@ class Prepared:
     """Of the checkpoint, in its run's folder."""
     engine: str
     taken: ReaderStateTracker
-    waited_s: float
-    """For the votes of all ranks."""
     note: Mapping[str, Any]
     """Further facts for its row."""
+    waited_s: float = 0.0
+    """For the votes of all ranks."""
     rows: Sequence[typed_rows.ForkRow] = ()
     """Further rows of its append, of this checkpoint."""
 

@@ -1,7 +1,4 @@
-"""The ledger rows and the reader state of a checkpoint, from the votes of the ranks.
-
-Nothing is committed where ranks, or the order, disagree about the reader state.
-"""
+"""The ledger rows and the reader state of a checkpoint, from the votes of the ranks. All ranks, and the order, must agree."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

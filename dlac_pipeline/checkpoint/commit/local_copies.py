@@ -1,7 +1,4 @@
-"""Local copies of checkpoints: the newest stay on this node for a quick restart, the others are removed.
-
-The first checkpoint of an attempt records the nodes that have them, so that the next job is placed there.
-"""
+"""Local copies of checkpoints: the newest stay on this node for a quick restart, and the next job is placed where they are."""
 
 import logging
 import os
@@ -44,7 +41,13 @@ class LocalCopies:
             each = f"{folder.parent.name}/{folder.name}"
             if each < name and each not in self._kept and self._is_copy(each, folder):
                 self._copied.discard(each)
-                _remove(folder)
+                try:
+                    discard_conversion(folder)
+                    shutil.rmtree(folder)
+                except OSError as err:
+                    _log.warning(
+                        "expected to remove the local copy %s, found %s; the next checkpoint tries again", folder, err
+                    )
 
     def _is_copy(self, name: str, folder: Path) -> bool:
         """Return True if the store has it too. A folder from before the store was configured may be the only one."""
@@ -55,14 +58,6 @@ class LocalCopies:
             return MANIFEST in self._tiers.files.children(copy)
         except StoreUnavailable:
             return False
-
-
-def _remove(folder: Path) -> None:
-    try:
-        discard_conversion(folder)
-        shutil.rmtree(folder)
-    except OSError as err:
-        _log.warning("expected to remove the local copy %s, found %s; the next checkpoint tries again", folder, err)
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
@@ -80,10 +75,7 @@ def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def nodes_of_ranks(votes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return the nodes of the ranks in order, each with its number of consecutive ranks. `votes` are in order of ranks.
-
-    A checkpoint that no rank trained has none.
-    """
+    """Return each node with its number of consecutive ranks, by the votes in order of ranks. Empty if no rank trained."""
     return [(node, len(list(same))) for node, same in groupby(vote["node"] for vote in votes) if node]
 
 

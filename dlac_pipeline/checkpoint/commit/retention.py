@@ -1,8 +1,7 @@
 """Retention: the choice of a run's checkpoints to keep, and the removal of the others' files.
 
-A row retires a checkpoint in the append that makes a newer one the head. Its files are removed after that append. A removal
-that failed is tried again after the next checkpoint. The first one of an attempt includes what replaced attempts had staged
-and never committed.
+A row retires a checkpoint in the append that makes a newer one the head, and its files are removed after it. What failed is
+tried again after the next checkpoint. The first removal includes what replaced attempts staged and never committed.
 """
 
 import logging
@@ -16,11 +15,7 @@ from contextlib import suppress
 
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_name_of, folder_uri
-from dlac_pipeline.lakehouse.ledger import typed_rows
-from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
-from dlac_pipeline.lakehouse.ledger.commits import names_of
-from dlac_pipeline.lakehouse.ledger.older_ledger import proven_parent
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, out_of
+from dlac_pipeline.lakehouse.ledger import branches, commits, older_ledger, run_rows, typed_rows
 from dlac_pipeline.lakehouse.store_files import below
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
@@ -28,6 +23,9 @@ AGAIN_AT_ONCE = 16
 """Earlier failures that are tried again after one checkpoint."""
 _FAILING_S = 10.0
 """Seconds that failures may take after one checkpoint, because the end of the process waits for them."""
+_OUT = (typed_rows.RetireRow, typed_rows.QuarantinedCheckpointRow)
+_KINDS = (typed_rows.CheckpointRow, typed_rows.NameRow, typed_rows.RewindRow, *_OUT)
+_STAGED = re.compile(r"/step-\d+-(\w+)$")
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +54,10 @@ class Removal:
                 return
             self._under_way = True
         # Not a daemon: after the last checkpoint of a run no attempt would remove the rest.
-        threading.Thread(target=self._work, name="retention").start()
+        threading.Thread(target=self.work, name="retention").start()
 
-    def now(self) -> None:
-        """Remove these folders at once. No thread is running."""
-        self._under_way = True
-        self._work()
-
-    def _work(self) -> None:
-        """New ones first: however many fail, they do not wait for those."""
+    def work(self) -> None:
+        """Remove the folders that are due, new ones first: however many fail, they do not wait for those."""
         failing_s = 0.0 if self._swept else self._sweep()
         again = min(len(self._failed), AGAIN_AT_ONCE)
         while True:
@@ -118,11 +111,6 @@ class Removal:
             )
 
 
-_OUT = (typed_rows.RetireRow, typed_rows.QuarantinedCheckpointRow)
-_KINDS = (typed_rows.CheckpointRow, typed_rows.NameRow, typed_rows.RewindRow, *_OUT)
-_STAGED = re.compile(r"/step-\d+-(\w+)$")
-
-
 class Retention:
     """Retention at the coordinator of one attempt. `rows` are the run's when the attempt began."""
 
@@ -154,10 +142,10 @@ class Retention:
         keep_last, every = self._settings.keep_last, self._settings.keep_every_steps
         if not keep_last:
             return []
-        checkpoints = checkpoint_rows(self._rows)
-        out = out_of(self._rows)
+        checkpoints = run_rows.checkpoint_rows(self._rows)
+        out = run_rows.out_of(self._rows)
         kept, steps = {checkpoint_id}, {step}
-        abandoned = left_by_rewinds(self._rows) - set(lineage_of(self._rows, parent))
+        abandoned = branches.left_by_rewinds(self._rows) - set(run_rows.lineage_of(self._rows, parent))
         while parent is not None:
             row = checkpoints[parent]
             before = checkpoints[row.parent].step if row.parent in checkpoints else 0
@@ -168,27 +156,25 @@ class Retention:
                 kept.add(parent)
                 steps.add(row.step)
             parent = row.parent
-        needed = kept | abandoned | out | set(names_of(self._rows).values())
+        needed = kept | abandoned | out | set(commits.names_of(self._rows).values())
         return [each for each in checkpoints if each not in needed]
 
     def committed(self, checkpoint: typed_rows.CheckpointRow, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
         gone = list(retired)
         self._rows += [checkpoint, *(typed_rows.RetireRow(checkpoint_id=each) for each in gone)]
-        found = checkpoint_rows(self._rows)
+        found = run_rows.checkpoint_rows(self._rows)
         self._removal.begin([folder_uri(found[each].manifest_uri) for each in gone])
 
     def sweep(self) -> None:
-        """Remove the remains of retired checkpoints, now."""
-        self._removal.now()
+        """Remove the remains of retired checkpoints now. No thread is running."""
+        self._removal.work()
 
     def _left_over(self) -> Iterator[str]:
-        """Return the folders of retired checkpoints, and those of earlier attempts that no checkpoint has.
-
-        Their names identify them, at any mount point, because no other launch can have used them.
-        """
+        """Yield the folders of retired checkpoints, and of earlier attempts those that no checkpoint has, by unique names."""
         out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
-        named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoint_rows(self._rows).values()}
+        checkpoints = run_rows.checkpoint_rows(self._rows).values()
+        named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoints}
         known = set(named.values())
         files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]
@@ -201,7 +187,7 @@ class Retention:
 
     def _never_committed(self, folder: str, known: set[str]) -> bool:
         """Return True if a folder that no row names has no committed checkpoint. In doubt, as without commit marks, it stays."""
-        proof, nonce = proven_parent(folder, self._files), folder.rpartition("-")[2]
+        proof, nonce = older_ledger.proven_parent(folder, self._files), folder.rpartition("-")[2]
         if proof is not None and proof.checkpoint_id not in known:
             return False
         return nonce in self._marking or MANIFEST not in self._files.children(folder)

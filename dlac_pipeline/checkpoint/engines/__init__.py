@@ -1,7 +1,6 @@
 """Engine adapters: model, optimizer and schedule, into a checkpoint's folder and back.
 
-An adapter saves what its rank owns. Durability, completeness and commit belong to the manager. An adapter only ever receives a
-folder whose digests are verified.
+An adapter saves what its rank owns, and loads from verified folders only. Durability and commit belong to the manager.
 """
 
 import sys

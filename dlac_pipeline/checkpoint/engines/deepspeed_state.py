@@ -1,8 +1,14 @@
-"""DeepSpeed engines, through their own save path."""
+"""DeepSpeed engines, through their own save path, and Universal Checkpoints: ZeRO ones for another number of ranks.
 
+DeepSpeed converts and loads most of a Universal Checkpoint. Buffers and frozen parameters are loaded here, and at ZeRO 3 the
+settings of parameter groups after the first.
+"""
+
+import io
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.engines.engine import Convert
-from dlac_pipeline.checkpoint.engines.plain_state import plain_state
-from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
-from dlac_pipeline.checkpoint.engines.universal import INFO, load_rest, loading_universal, safe_classes, to_universal
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors, plain_state
+from dlac_pipeline.checkpoint.engines.torch_state import unwrapped_name
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid, WorldSizeUnsupported
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, SpecInvalid, WorldSizeUnsupported
 from dlac_pipeline.lakehouse.store_files import make_below
+
+_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+"""Facts that a checkpoint must contain to be converted."""
 
 
 class DeepSpeedState:
@@ -37,7 +45,7 @@ class DeepSpeedState:
         # DeepSpeed's copy of its conversion script writes past the recorder, and raises before the barrier.
         engine._copy_recovery_script = lambda *_: None
         try:
-            engine.save_checkpoint(str(folder), tag=self.TAG, client_state={} if has_info else INFO, save_latest=False)
+            engine.save_checkpoint(str(folder), tag=self.TAG, client_state={} if has_info else _INFO, save_latest=False)
         finally:
             engine.checkpoint_engine = original
             del engine._copy_recovery_script
@@ -47,31 +55,25 @@ class DeepSpeedState:
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load the shards of this rank, or its part of a converted checkpoint: tensors and a few known classes only."""
         converted = self.conversion(saved_world_size) is not None
-        with only_tensors(folder, safe_classes()), loading_universal(self._engine) if converted else nullcontext():
+        with only_tensors(folder, safe_classes()), _loading_universal(self._engine) if converted else nullcontext():
             path, _ = self._engine.load_checkpoint(str(folder), tag=self.TAG)
         if path is None:
-            raise CheckpointDamaged(
-                f"expected a DeepSpeed checkpoint in {str(folder)!r}, DeepSpeed found none that it can load"
-            )
+            raise CheckpointDamaged(f"expected a checkpoint in {str(folder)!r}, DeepSpeed found none that it can load")
         if converted:
-            load_rest(self._engine, folder / self.TAG)
+            _load_rest(self._engine, folder / self.TAG)
 
     def conversion(self, saved_world_size: int) -> Convert | None:
         """To a Universal Checkpoint, where ranks keep different shards. DeepSpeed converts no frozen parameters at ZeRO 3."""
         engine = self._engine
         if saved_world_size == dist.get_world_size() or not engine.save_zero_checkpoint:
             return None
-        if engine.zero_optimization_partition_weights() and not all(
-            p.requires_grad for p in engine.module.parameters()
-        ):
+        is_frozen = not all(each.requires_grad for each in engine.module.parameters())
+        if engine.zero_optimization_partition_weights() and is_frozen:
             raise WorldSizeUnsupported(
                 f"expected {saved_world_size} ranks, as when this ZeRO 3 checkpoint with frozen parameters was saved, found "
                 f"{dist.get_world_size()}: resume with world_size = {saved_world_size}"
             )
-        return self._convert
-
-    def _convert(self, source: Path, target: Path) -> None:
-        to_universal(source / self.TAG, target / self.TAG)
+        return lambda source, target: to_universal(source / self.TAG, target / self.TAG)
 
     def modules(self) -> Mapping[str, Any]:
         """Return the engine's module."""
@@ -128,3 +130,88 @@ def _recorder(folder: Path, write: Write) -> Any:
             return True
 
     return Recorder()
+
+
+def safe_classes() -> list[Any]:
+    """The classes that DeepSpeed's files have in them, none of which does anything when it is made."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def to_universal(source: Path, target: Path) -> None:
+    """Convert DeepSpeed's folder `source`, in this process, so that the conversion ends with it. Raises as `only_tensors`.
+
+    Raise `WorldSizeUnsupported` if DeepSpeed does not know how to convert this.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    options = Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,  # more would fork a process that has threads
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=False,
+    )
+    with only_tensors(source, safe_classes()), redirect_stdout(io.StringIO()):
+        try:
+            ds_to_universal.main(options)
+        except (AssertionError, KeyError, IndexError, ValueError, NotImplementedError) as err:
+            raise WorldSizeUnsupported(
+                f"expected a DeepSpeed checkpoint in {str(source)!r} that can be converted to another number of ranks, "
+                f"DeepSpeed found {type(err).__name__}: {err}; resume with the number of ranks that saved it"
+            ) from err
+
+
+@contextmanager
+def _loading_universal(engine: Any) -> Iterator[None]:
+    """While inside, `engine.load_checkpoint` takes converted checkpoints."""
+    before, engine._config.load_universal_checkpoint = engine._config.load_universal_checkpoint, True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = before
+
+
+def _load_rest(engine: Any, folder: Path) -> None:
+    """Load what DeepSpeed's load of a converted checkpoint leaves unchanged."""
+    with _loading_universal(engine):
+        names = engine._get_all_ckpt_names(str(folder.parent), folder.name)
+    state = load_tensors(Path(names[engine.checkpoint_mp_rank]), safe_classes(), mmap=True)
+    wanted = set(state["buffer_names"])
+    if not engine.zero_optimization_partition_weights():
+        trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+        wanted |= state["module"].keys() - trained
+    engine.module.load_state_dict({name: state["module"][name] for name in wanted}, strict=False)
+    if engine.zero_optimization_partition_weights():  # DeepSpeed gave every parameter group the settings of the first
+        optimizer = load_tensors(folder / "zero" / "optimizer_state.pt", safe_classes(), mmap=True)
+        saved = optimizer["optimizer_state_dict"]["param_groups"]
+        for group, settings in zip(engine.optimizer.param_groups, saved, strict=True):
+            group.update({name: value for name, value in settings.items() if name != "params"})
+
+
+def moments_in(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what the optimizer of a converted checkpoint keeps of each parameter, by the names of `get_state_dict`.
+
+    Raise `CheckpointError` if groups of parameters differ in their steps, because the parameters of each are unknown.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / "zero").glob("*/*.pt")):
+        name, key = unwrapped_name(path.parent.name), path.stem
+        if key == "fp32":
+            continue
+        value = load_tensors(path, safe_classes())
+        tensor = torch.as_tensor(value["param"] if isinstance(value, dict) else value)
+        found[f"state.{name}.{key}"] = tensor if key == "step" else tensor.reshape(weights[name].shape)
+    common = load_tensors(folder / "zero" / "optimizer_state.pt", safe_classes()).get("optimizer_state_dict")
+    if common is not None:  # ZeRO 3, which keeps the step of a group only
+        steps = {float(group["step"]) for group in common["state"].values() if "step" in group}
+        if len(steps) > 1:
+            raise CheckpointError(f"expected one step of all parameters in the checkpoint, found {sorted(steps)!r}")
+        trained = {name.rpartition(".")[0] for name in found}
+        found |= {f"{name}.step": torch.tensor(step) for name in trained for step in steps}
+    return found

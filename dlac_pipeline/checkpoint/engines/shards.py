@@ -1,8 +1,7 @@
 """Reading and writing of a checkpoint's folder by torch.distributed.checkpoint (DCP), which plans the parts of each rank.
 
-Each rank's tensors are a safetensors file in the layout of DCP's `HuggingFaceStorageWriter`, which DCP and safetensors open
-without DLAC. Plain values and other types of elements are a list in a second file of the rank. An index in plain values
-records all places.
+Each rank's tensors are a safetensors file in the layout of DCP's `HuggingFaceStorageWriter`. Plain values and other types of
+elements are a list in a second file of the rank. An index in plain values records all places.
 """
 
 import json
@@ -21,8 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from dlac_pipeline.checkpoint.engines.plain_state import plain_state
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
@@ -41,24 +39,18 @@ class _AsPlanned:
         """Do nothing. One is made for every checkpoint."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Return the plans."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False."""
         return False
 
 
 class ShardWriter(_AsPlanned, StorageWriter):
-    """Passes every rank's parts, and at the coordinator the index, to `write`.
-
-    A failure is kept, not raised. DCP would continue without this rank's answer, and the vote reports it later.
-    """
+    """Passes every rank's parts, and at the coordinator the index, to `write`. A failure is kept for the vote: DCP continues."""
 
     def __init__(self, folder: Path, write: Write, *, adopted: bool = False) -> None:
         """`adopted`: another program saved the state, which may lack parts that a script has."""
@@ -181,9 +173,7 @@ class ShardReader(_AsPlanned, StorageReader):
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def set_up_storage_reader(
-        self, metadata: metadatas.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the index is read."""
 
 

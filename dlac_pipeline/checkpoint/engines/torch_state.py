@@ -9,9 +9,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
-from dlac_pipeline.checkpoint.engines.plain_state import plain_state
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
+
+_WRAPPER = "module."
+"""Prefix of data-parallel wrappers before the names of the model inside."""
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap. No model uses them."""
 
 
 class TorchState(Engine):
@@ -72,14 +76,6 @@ class TorchState(Engine):
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""
         return self._parts
-
-
-_WRAPPER = "module."
-"""Prefix of data-parallel wrappers before the names of the model inside."""
-
-
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap. No model uses them."""
 
 
 def unwrapped_name(name: str) -> str:

@@ -54,7 +54,10 @@ class TrainerFiles(Engine):
         target = folder / FOLDER
         with failing_together(self._tree, doing="making the folder of the trainer's files"), storing(folder):
             make_below(folder, target)
-        written = self._let_trainer_save(target) or target
+        try:
+            written = self._save(target) or target
+        except OSError as err:  # no vote: other ranks wait in the trainer's own collectives, and the launcher ends them
+            raise RuntimeError(f"the trainer could not save its checkpoint: {type(err).__name__}: {err}") from err
         for name in self._assigned_files(written):
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,26 +81,17 @@ class TrainerFiles(Engine):
         """Return False if the trainer skipped the last step."""
         return self._applied()
 
-    def _let_trainer_save(self, target: Path) -> Path | None:
-        try:
-            return self._save(target)
-        except OSError as err:  # no vote: other ranks wait in the trainer's own collectives, and the launcher ends them
-            raise RuntimeError(f"the trainer could not save its checkpoint: {type(err).__name__}: {err}") from err
-
     def _assigned_files(self, folder: Path) -> list[str]:
         """Return the files that this rank passes on. Each one belongs to the first rank whose node has it. Collective."""
         tree = self._tree
         tree.gather(b"")
         tree.broadcast(b"" if tree.rank == 0 else None)  # every rank has saved
-        listings = tree.gather(json.dumps(list_files(folder) if self._lists else []).encode())
+        files = folder.rglob("*") if self._lists else ()
+        names = sorted(str(path.relative_to(folder)) for path in files if path.is_file())
+        listings = tree.gather(json.dumps(names).encode())
         owners = None if listings is None else json.dumps(_owners(list(map(json.loads, listings)))).encode()
         found: list[list[str]] = json.loads(tree.broadcast(owners))
         return found[tree.rank]
-
-
-def list_files(folder: Path) -> list[str]:
-    """Return the paths of all files below a folder, relative to it."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _owners(listings: list[list[str]]) -> list[list[str]]:

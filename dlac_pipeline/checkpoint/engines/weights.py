@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
+from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, moments_in, safe_classes, to_universal
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
 from dlac_pipeline.checkpoint.engines.shards import ShardReader, whole_tensors
 from dlac_pipeline.checkpoint.engines.torch_state import WRAPPERS, TorchState, unwrapped_name
-from dlac_pipeline.checkpoint.engines.universal import moments_in, safe_classes, to_universal
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
@@ -53,9 +52,8 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
     optimizer: Weights = {}
     if engine == DistributedState.name:
         # The script has the optimizer's settings.
-        values = [
-            name for name in ShardReader(folder).index["values"] if not name.startswith("optimizer.param_groups.")
-        ]
+        names = ShardReader(folder).index["values"]
+        values = [name for name in names if not name.startswith("optimizer.param_groups.")]
         if values:
             raise CheckpointError(
                 f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "

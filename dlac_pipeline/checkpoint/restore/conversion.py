@@ -1,12 +1,7 @@
 """Checkpoints converted to another number of ranks: made once, verified, never partial.
 
-A conversion is made under a unique name, and renamed to `<run>/converted/<checkpoint>/` when it is whole.
-
-- A conversion that is killed is made again.
-- Of two at the same time, one waits and uses the result of the other.
-- One that makes no progress, because it is frozen, is not waited for: both make it, and the last one uses what exists.
-
-No ledger row names it: it can always be made again, and is removed with its checkpoint.
+A conversion is made under a unique name, and renamed to `<run>/converted/<checkpoint>/` when it is whole. Of two processes, one
+waits for the other while that makes progress. No ledger row names it: it is removed with its checkpoint.
 """
 
 import fcntl
@@ -158,7 +153,6 @@ def _seal(stage: Path) -> None:
 
 
 def _holds(target: Path) -> bool:
-    """Return True if a conversion exists, whole and unaltered."""
     try:
         record = json.loads((target / _RECORD).read_bytes())
         if record["format_version"] != _FORMAT_VERSION:

@@ -33,6 +33,8 @@ _Read = Callable[[Restored, Path], Weights]
 _Write = Callable[[Weights, Path, dict[str, str]], WrittenFiles]
 """Writes tensors to a path, with texts about them."""
 _CONFIG = "config.json"
+_ABOUT = ("run", "checkpoint_id", "step", "model_digest", "ledger_uuid")
+"""Facts of the manifest that each file of weights has in its header."""
 _DESCRIPTIONS = (
     *("generation_config.json", "*processor_config.json", "chat_template.*"),
     *("*token*.json", "vocab.*", "merges.txt", "*.model"),
@@ -94,10 +96,7 @@ def export_weights(
 
 
 def export_tensors(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int | None = None) -> Exported:
-    """Write the tensors of model and optimizer into a new folder that torch.distributed.checkpoint loads.
-
-    Raises as `export_weights`.
-    """
+    """Write the tensors of model and optimizer into a new folder that DCP loads. Raises as `export_weights`."""
 
     def read(found: Restored, scratch: Path) -> Weights:
         with storing(scratch, "the folder of the conversion"):
@@ -120,9 +119,7 @@ def _target(path: Path, *, is_folder: bool) -> Path:
         raise SpecInvalid(f"expected a file or folder to write, found {str(path)!r} ({err}): name one") from err
     if unusable:
         wanted, example = ("a new or empty folder", "my-model") if is_folder else ("a file", "weights.safetensors")
-        raise SpecInvalid(
-            f"expected {wanted} to write, no mount point, found {str(path)!r}: name one, such as {example}"
-        )
+        raise SpecInvalid(f"expected {wanted} to write, no mount point, found {str(path)!r}: name one like {example}")
     return target
 
 
@@ -141,18 +138,14 @@ def _check_config(config: Path) -> None:
         )
 
 
-def _hold_of(path: Path) -> str:
-    """The name that keeps a checkpoint while it is exported to `path`: exporting there again takes over what was killed."""
-    return f"export:{socket.gethostname()}:{path}"
-
-
 def _export(
     lakehouse: Lakehouse, tiers: Tiers, path: Path, step: int | None, part: str, read: _Read, write: _Write
 ) -> Exported:
     """Verify the checkpoint, make `path` of it, and record the written files as those of `part`."""
     ledger = Ledger(lakehouse)
+    hold = f"export:{socket.gethostname()}:{path}"  # exporting there again takes over what was killed
     with (
-        keep_checkpoint(ledger, tiers.run, _hold_of(path), step=step) as row,
+        keep_checkpoint(ledger, tiers.run, hold, step=step) as row,
         TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
     ):
         found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)
@@ -164,7 +157,8 @@ def _export(
             made = finished / path.name
             tensors = read(found, Path(folder))
             with storing(path, "the file of weights"):
-                written = write(tensors, made, _about(found))
+                about = {f"dlac.{name}": str(getattr(found.manifest, name)) for name in _ABOUT}
+                written = write(tensors, made, about)
             files = [
                 ExportRow(checkpoint_id=row.checkpoint_id, digest=each.digest, bytes=each.bytes, file=name, part=part)
                 for name, each in written.items()
@@ -182,17 +176,6 @@ def _export(
         step=row.step,
         files=[each.file for each in files],
     )
-
-
-def _about(found: Restored) -> dict[str, str]:
-    manifest = found.manifest
-    return {
-        "dlac.run": manifest.run,
-        "dlac.checkpoint_id": manifest.checkpoint_id,
-        "dlac.step": str(manifest.step),
-        "dlac.model_digest": manifest.model_digest,
-        "dlac.ledger_uuid": manifest.ledger_uuid,
-    }
 
 
 def write_file(weights: Weights, path: Path, about: Mapping[str, str]) -> WrittenFiles:
@@ -260,7 +243,6 @@ def _config_of(config: Path, weights: Weights) -> str:
 
 
 def _split(weights: Weights, shard_bytes: int) -> dict[str, Weights]:
-    """Return the weights by the names of their files."""
     shards: list[Weights] = [{}]
     room = shard_bytes
     for name, tensor in sorted(weights.items()):

@@ -19,17 +19,19 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
+from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, safe_classes
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
 from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
-from dlac_pipeline.checkpoint.engines.universal import safe_classes
 from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
+_RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
+    (metadatas.__name__, name) for name in (*metadatas.__all__, "_MEM_FORMAT_ENCODING")
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +156,6 @@ class _Files(FileSystem):
         self._files = files
 
     def ls(self, path: Any) -> list[str]:
-        """Return these files."""
         return self._files
 
 
@@ -174,7 +175,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes DCP's records only. None of them does anything when it is made."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class by its name. Raise `pickle.UnpicklingError` if it is not one of DCP's records."""
         if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
             return PurePosixPath
         value = getattr(torch, name, None)
@@ -185,16 +185,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
-    (metadatas.__name__, name) for name in (*metadatas.__all__, "_MEM_FORMAT_ENCODING")
-}
-
-
 def _read(folder: Path, reader: FileSystemReader) -> dict[str, Any]:
-    """Return the state, of which each tensor has all of its elements.
-
-    Raise `SpecInvalid` if a part of it is missing or occurs twice, `CheckpointUnsafe` as `only_tensors`.
-    """
+    """Return the whole state. Raise `SpecInvalid` if a part is missing or occurs twice, `CheckpointUnsafe` as `only_tensors`."""
     state: dict[str, Any] = {}
     everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with only_tensors(folder):

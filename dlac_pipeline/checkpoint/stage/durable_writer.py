@@ -16,6 +16,10 @@ from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.durable_io import fsync_path
 
+_THREADS = 4
+_NICE = 10
+"""Niceness of writing in the background: low, but a busy node still gets to it."""
+
 
 class Phases(dict[str, float]):
     """Seconds by phase, of all threads that were in it."""
@@ -37,11 +41,6 @@ class Phases(dict[str, float]):
         """Count these to a phase."""
         with self._adding:
             self[name] = self.get(name, 0.0) + seconds
-
-
-_THREADS = 4
-_NICE = 10
-"""Niceness of writing in the background: low, but a busy node still gets to it."""
 
 
 class DurableWriter:

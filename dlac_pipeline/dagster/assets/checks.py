@@ -37,9 +37,7 @@ _AUDITED = {
 _RESTORABLE = "checkpoint_restorable"
 _RESTORABLE_ABOUT = "The files of the newest checkpoint exist, and have the committed digests when they are read again."
 _REHEARSAL = "rehearsal_identical"
-_REHEARSAL_ABOUT = (
-    "In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit."
-)
+_REHEARSAL_ABOUT = "In a sandbox, steps after the newest checkpoint with a successor repeat their losses, bit for bit."
 _REHEARSED = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")
 _IMPOSSIBLE = (
     errors.NothingToRehearse,
@@ -124,13 +122,9 @@ def verify_head(
 ) -> "Verification | None":
     """Read the files of the run's head again, and record the result.
 
-    None: the run has no checkpoint yet, or the digests of its head have held since `not_since`.
-
-    Raises:
-        NoSuchRun: the run does not exist.
-        NoSuchCheckpoint: its head was retired while it was read.
-        NoRestorableCheckpoint: every checkpoint is damaged.
-        StoreUnavailable: the store does not answer. That is no damage, and nothing is recorded.
+    None: the run has no checkpoint yet, or the digests of its head have held since `not_since`. Raise `NoSuchRun`,
+    `NoSuchCheckpoint` if its head was retired while it was read, `NoRestorableCheckpoint` if every checkpoint is damaged, or
+    `StoreUnavailable` if the store does not answer. That is no damage, and nothing is recorded.
     """
     from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
     from dlac_pipeline.lakehouse.ledger.commits import record_verified

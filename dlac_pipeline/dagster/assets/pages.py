@@ -4,10 +4,7 @@ import math
 from dataclasses import asdict, fields
 from typing import Any
 
-from dlac_pipeline.audit.audit import open_run
-from dlac_pipeline.audit.lakehouse_sql import rows_of
-from dlac_pipeline.audit.losses import read_losses
-from dlac_pipeline.audit.plots import draw_costs, draw_coverage, draw_losses
+from dlac_pipeline.audit import audit, lakehouse_sql, losses, plots
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.metadata import picture, sql_metadata, table
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -28,13 +25,14 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     loss = status["loss"]
     if loss is not None and not math.isfinite(loss):
         loss = str(loss)  # Dagster stores metadata as JSON
-    with open_run(lakehouse, run) as connection:
-        found = rows_of(connection, "FROM recoveries WHERE run = ? ORDER BY seq DESC LIMIT ?", [run, _SHOWN])
-        curves = [read_losses(connection, run)]
+    with audit.open_run(lakehouse, run) as connection:
+        newest = "FROM recoveries WHERE run = ? ORDER BY seq DESC LIMIT ?"
+        found = lakehouse_sql.rows_of(connection, newest, [run, _SHOWN])
+        curves = [losses.read_losses(connection, run)]
         pictures = {
-            "loss_curve": picture("Loss on the surviving lineage; recoveries are marked", draw_losses(curves)),
-            "coverage": picture("Coverage of files and row groups", draw_coverage(connection, run)),
-            "checkpoint_cost": picture("Cost of each checkpoint", draw_costs(connection, run)),
+            "loss_curve": picture("Loss on the surviving lineage; recoveries are marked", plots.draw_losses(curves)),
+            "coverage": picture("Coverage of files and row groups", plots.draw_coverage(connection, run)),
+            "checkpoint_cost": picture("Cost of each checkpoint", plots.draw_costs(connection, run)),
         }
     incidents = [Recovery(**row) for row in found]
     checkpoints = [asdict(each) for each in reversed(list_checkpoints(lakehouse, run)[-_SHOWN:])]

@@ -159,7 +159,6 @@ def _refuse_if_trained(context: dg.AssetExecutionContext, run: str, *, is_tagged
 
 
 def _link_recovery(context: dg.AssetExecutionContext, recovered: str) -> None:
-    """Add a link to this Dagster run to the page of the one that it recovers, if it recovers one."""
     with suppress(Exception):  # a link must not keep a run from its recovery
         if dead := context.instance.get_run_by_id(recovered):
             link = EngineEventData({"recovery": dg.MetadataValue.dagster_run(context.run_id)})

@@ -9,10 +9,7 @@ from pydantic import Field
 from dlac_pipeline.dagster import maintenance
 from dlac_pipeline.dagster.components.training_run import build_runs_job
 from dlac_pipeline.dagster.resources import LakehouseResource
-from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
-from dlac_pipeline.dagster.sensors.continual import build_continual_schedule, build_new_snapshot_sensor
-from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.recovery import build_recovery_sensors
+from dlac_pipeline.dagster.sensors import alerts, continual, lost_runs, recovery
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _MAINTENANCE = {"upkeep_job": "17 3 * * *", "verify_job": "41 4 * * *", "rehearse_job": "23 5 * * *"}
@@ -40,13 +37,13 @@ class Recovery(dg.Component, dg.Model, dg.Resolvable):
         runs_job, lakehouse = build_runs_job(), LakehouseResource(**self.lakehouse)
         return dg.Definitions(
             jobs=[runs_job, maintenance.register_job, *jobs.values()],
-            schedules=[*schedules, build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
+            schedules=[*schedules, continual.build_continual_schedule(runs_job, cron_schedule=self.continual_cron)],
             sensors=[
-                *build_recovery_sensors(runs_job),
-                lost_run_sensor,
-                build_new_snapshot_sensor(runs_job),
+                *recovery.build_recovery_sensors(runs_job),
+                lost_runs.lost_run_sensor,
+                continual.build_new_snapshot_sensor(runs_job),
                 maintenance.build_registration_sensor(lakehouse),
-                *dlac_alerts(),
+                *alerts.dlac_alerts(),
             ],
             resources={"lakehouse": lakehouse},
         )

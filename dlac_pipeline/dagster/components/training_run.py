@@ -180,9 +180,7 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
             run = read_spec(path).run
             step = runs.model_key(run).to_python_identifier()  # of a-b and of a_b as well
             if step in found:
-                raise SpecInvalid(
-                    f"expected a name that Dagster can tell from those of other files, found {run!r} again"
-                )
+                raise SpecInvalid(f"expected a name that Dagster can tell from those of others, found {run!r} again")
             found[step] = component.build_in(folder)
         except (SpecInvalid, dg.DagsterInvalidDefinitionError) as err:
             problems.append(f"{path} defines no training run: {err}")

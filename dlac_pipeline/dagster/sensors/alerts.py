@@ -1,7 +1,6 @@
 """Alerts about DLAC's runs, by Dagster's own sensors: to the log, or as JSON to a command that you name.
 
-`dlac_alerts()` makes them for your own `Definitions`, with a function of yours in place of the command if you like. Hooks of a
-job would run in the process of the run, and are silent when that is killed: hence sensors. Each tick sends at most one alert,
+Hooks would run in the process of the run, and are silent when that is killed: hence sensors. Each tick sends at most one alert,
 about one ended run, or fails and is repeated as a whole. No alert is lost, and none is sent twice.
 """
 
@@ -158,10 +157,7 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
 
 
 def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
-    """Return one alert for all failed checks of a run, with the severity of the worst.
-
-    It reads the run's own log: across runs Dagster's default storage, which has a database for each, cannot be queried.
-    """
+    """Return one alert for all failed checks of a run, by its own log: Dagster's default storage has a database for each run."""
     entries = context.instance.all_logs(context.dagster_run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
     answers: list[Any] = [entry.dagster_event.event_specific_data for entry in entries if entry.dagster_event]
     last = {(answer.asset_key, answer.check_name): answer for answer in answers}  # of a step that was tried again

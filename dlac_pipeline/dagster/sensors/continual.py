@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DUE_TAG = "dlac/due"
 """Tag of a requested run: its pending work, and the head at that moment (see `due_key`)."""
 _GOES_ON = (
-    "it continues when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
+    "it continues when something is appended, its job spec or script changes, or it is rewound or launched by hand"
 )
 _PAGE = 100
 """Dagster runs of one read."""
@@ -181,7 +181,7 @@ def due_key(spec: JobSpec, found: "Due") -> str:
 
 def _purpose(spec: JobSpec, found: "Due") -> str:
     """Return the snapshots to train, the last rewind, and the spec and script of the training."""
-    from dlac_pipeline.checkpoint.training_config import config_digest  # of the script as well
+    from dlac_pipeline.checkpoint.manifest import config_digest  # of the script as well
 
     digest = blake3((spec.model_dump_json() + config_digest(spec)).encode()).hexdigest(length=16)
     return f"{spec.run}@{','.join(map(str, found.snapshot_ids))}@{found.rewound}@{digest}"

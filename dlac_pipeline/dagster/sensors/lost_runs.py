@@ -1,7 +1,4 @@
-"""Dagster runs whose process is gone, with the code server or the whole node, although Dagster waits for them.
-
-A sensor finds them by their heartbeats and marks them as ended. The sensors in recovery.py decide what follows.
-"""
+"""Sensor that finds, by heartbeats, Dagster runs whose process is gone, and marks them as ended: recovery.py decides the rest."""
 
 import importlib
 import json
@@ -30,10 +27,7 @@ _LAUNCHED_BY_TAG = ".dagster/grpc_info"
     description="Fails Dagster runs that train and whose process has ended, for example with its code server or its node.",
 )
 def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-    """Compare each run's heartbeat with what was seen at the ticks before.
-
-    The cursor has the newest heartbeat of each run, and the time for which it has been the newest while the sensor looked.
-    """
+    """Compare each run's heartbeat with the cursor, which has the newest one, and for how long it was that while looked at."""
     settings, now = settings_or_defaults(context.log).recovery, time.time()
     mine = context.code_location_origin
     location = None if mine is None else mine.location_name
@@ -53,7 +47,7 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         silent_s = silent_before_s + passed_s if known == mark else 0.0
         seen[run.run_id] = (mark, silent_s)
         if beat is None:
-            reason = _lost_before_it_beat(context.instance, run, silent_s, settings)
+            reason = _lost_early(context.instance, run, silent_s, settings)
         else:
             reason = _reason_lost(beat, silent_s, settings)
         if reason and _end(context.instance, run, reason):
@@ -77,9 +71,7 @@ def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings
     return f"its process {beat.pid} on {beat.machine.split()[0]} sent no heartbeat for {silent_s:.0f} s"
 
 
-def _lost_before_it_beat(
-    instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings
-) -> str:
+def _lost_early(instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings) -> str:
     """Return why a run without a heartbeat will never have one: its starter here, or its process, is gone. Empty: it may."""
     if silent_s < settings.gone_after_s:
         return ""

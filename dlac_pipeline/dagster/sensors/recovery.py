@@ -1,7 +1,6 @@
 """Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests another one.
 
-A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
-not. The sensor in lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
+It recovers a run that failed, and one that was cancelled because its node is shut down, but none that a person cancelled.
 """
 
 import logging
@@ -99,8 +98,7 @@ def decide_recoveries(
 ) -> list[dg.RunRequest | dg.SkipReason]:
     """Return the recovery of each training run of a Dagster run that has ended, or why it has none. It only reads.
 
-    Raises:
-        RecoveryDeferred: this code location does not define a training run. A new job file may not be loaded yet.
+    Raise `RecoveryDeferred` if this code location does not define a training run. A new job file may not be loaded yet.
     """
     defined, names = runs.defined_runs, runs.names_of_training(instance, dead)
     missing = [name for name in names if name not in defined]

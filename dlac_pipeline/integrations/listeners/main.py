@@ -1,7 +1,6 @@
 """The process of a run's listeners, each with a thread of its own: `python -m dlac_pipeline.integrations.listeners.main`.
 
-Standard input: the job spec and the orchestrator's run as one line of JSON, then one event per line. The process ends with its
-standard input. Logs go to standard error.
+Standard input: the job spec and the orchestrator's run as one line of JSON, then one event per line, until the process ends.
 """
 
 import json
@@ -50,8 +49,8 @@ class Subscription:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, event: RunEvent) -> None:
-        """Add an event, and return at once. If too many wait, the oldest progress event is dropped."""
+    def put(self, event: RunEvent | None) -> None:
+        """Add an event, or None as the last one, and return at once. If too many wait, the oldest progress event is dropped."""
         with self._changed:
             if isinstance(event, ProgressMade) and len(self._waiting) >= self._most_waiting:
                 self.dropped += 1
@@ -60,12 +59,6 @@ class Subscription:
                     return
                 self._waiting.remove(oldest)
             self._waiting.append(event)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Let the listener end after the events that wait."""
-        with self._changed:
-            self._waiting.append(None)
             self._changed.notify()
 
     def join(self, deadline: float) -> None:
@@ -96,8 +89,7 @@ class Subscription:
 
     def _take(self) -> RunEvent | None:
         with self._changed:
-            while not self._waiting:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._waiting)
             return self._waiting.popleft()
 
     def _call(self, method: Callable[..., None], *arguments: RunEvent) -> None:
@@ -131,12 +123,10 @@ def main() -> int:
         for event in translator.poll() if line is None else translator.translate(json.loads(line)):
             for each in subscriptions:
                 each.put(event)
-    for event in translator.end("lost", reason="the supervisor was lost"):
+    for last in (*translator.end("lost", reason="the supervisor was lost"), None):
         for each in subscriptions:
-            each.put(event)
+            each.put(last)
     deadline = time.monotonic() + spec.listeners.end_s
-    for each in subscriptions:
-        each.close()
     for each in subscriptions:
         each.join(deadline)
     return 0

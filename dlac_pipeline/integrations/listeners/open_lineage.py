@@ -80,9 +80,8 @@ class OpenLineageListener:
     def _input(self, name: str) -> event_v2.InputDataset:
         """Return a table with the rows of its plan, and with those that the attempt has consumed."""
         table, dataset = self._tables[name]
-        planned = facet_v2.data_quality_metrics_input_dataset.DataQualityMetricsInputDatasetFacet(
-            {}, rowCount=table.rows
-        )
+        quality = facet_v2.data_quality_metrics_input_dataset
+        planned = quality.DataQualityMetricsInputDatasetFacet({}, rowCount=table.rows)
         consumed = facet_v2.input_statistics_input_dataset.InputStatisticsInputDatasetFacet(rowCount=self._rows[name])
         return event_v2.InputDataset(
             dataset.namespace,
@@ -104,9 +103,7 @@ class OpenLineageListener:
         try:
             location = _place_of(connect(config).load(table.table).location())
         except DlacError as err:
-            _log.warning(
-                "the location of table %r is unknown, so its name in the catalog is its dataset: %s", table, err
-            )
+            _log.warning("the location of table %r is unknown, its name in the catalog is its dataset: %s", table, err)
             location = catalog, table.table
         return event_v2.Dataset(*location, facets={"version": version, "symlinks": symlinks})
 

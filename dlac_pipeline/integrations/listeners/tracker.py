@@ -1,7 +1,6 @@
 """Tracking of experiments: one tracked run per training run, over all recoveries and launches.
 
-`loss` has each committed step once, with the loss that the ledger has. `progress/loss` is sampled while training, and has
-repeated steps twice.
+`loss` has each committed step once. `progress/loss` is sampled while training, and has repeated steps twice.
 """
 
 from abc import ABC, abstractmethod
