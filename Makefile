@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py tests/unit/test_reference.py
 
 unit: setup
-	$(BIN)/pytest -m "not soak" -n 4 --dist loadgroup --no-loadscope-reorder --durations 30
+	$(BIN)/pytest -m "not soak" -n 6 --dist loadgroup --no-loadscope-reorder --durations 30
 
 demo-on-seaweedfs demo-on-postgres: setup  ## the demo on real servers: an Iceberg REST catalog, or PostgreSQL, and an S3 store
 	$(BIN)/python -m tests.served_lakehouses $(@:demo-on-%=%)
