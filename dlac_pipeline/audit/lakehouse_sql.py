@@ -78,7 +78,7 @@ _OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
 _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
-_LISTING = re.compile(r"\b(show|pragma|information_schema|query_table|(duckdb|sqlite)_\w+)\b")
+_LISTING = re.compile(r"\b(show|describe|pragma|information_schema|query_table|(duckdb|sqlite|pg)_\w+)\b")
 """Words of a query that may use any table or view without its name."""
 _READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
 """Texts of a query, one of which occurs where it reads a data file."""

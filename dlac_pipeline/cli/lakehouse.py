@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -10,9 +10,6 @@ from typer import Argument, Option
 from dlac_pipeline.audit.wording import format_age, format_bytes, format_count, table_columns
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer()
 

@@ -3,7 +3,6 @@
 import sys
 from decimal import Decimal
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,11 +59,23 @@ def sql(
         write_database(lakehouse, database)
         if not query:
             return
+
+    def ask(connection: duckdb.DuckDBPyConnection) -> tuple[list[str], list[Any]]:
+        if "rows_of_step" in query.casefold():
+            from dlac_pipeline.operations.step_rows import define_rows_of_step
+
+            define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
+        return _answer(connection, lakehouse, query, allow_files)
+
+    connection = open_audit(lakehouse) if allow_files else open_query(lakehouse, query)
     try:
         try:
-            names, rows = _answer(open_query(lakehouse, query), lakehouse, query, allow_files)
-        except duckdb.CatalogException:  # it suggests names of all that are defined
-            names, rows = _answer(open_audit(lakehouse), lakehouse, query, allow_files)
+            names, rows = ask(connection)
+        except duckdb.CatalogException:
+            if allow_files:
+                raise
+            # It has written no file. Among all names DuckDB finds one to suggest.
+            names, rows = ask(open_audit(lakehouse))
     except duckdb.Error as err:
         raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{_advice(err)}") from err
     if as_json:
@@ -80,10 +91,6 @@ def _answer(
     from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse
 
     with connection:
-        if "rows_of_step" in query.casefold():
-            from dlac_pipeline.operations.step_rows import define_rows_of_step
-
-            define_rows_of_step(connection, lakehouse, query)
         if not connection.extract_statements(query):
             raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
         if not allow_files:
@@ -149,12 +156,17 @@ def rows(
             str(each.row_group),
             str(each.row),
             _items(each.first_item, each.end_item),
-            *([shorten(str(each.value), _TEXT_LENGTH, placeholder="…")] if text else ()),
+            *([_start_of(str(each.value))] if text else ()),
         )
         for each in mine
     ]
     columns = table_columns(tuple(names), right=("rank", "slot", "row group", "row"), long=("file",))
     ui.show_table(columns, cells, empty=f"rank {rank} trained no row in step {step}")
+
+
+def _start_of(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_LENGTH else line[: _TEXT_LENGTH - 1] + "…"
 
 
 def _items(first: int | None, end: int | None) -> str:

@@ -51,8 +51,9 @@ class CommittedSteps:
         """
         covering = [each for each in self._lineage if each.step >= step]
         if not covering or step < 1:
+            known = f"1 to {self.last}" if self.last else "of which it has none yet"
             raise SpecInvalid(
-                f"expected a committed step of run {self._run!r}, 1 to {self.last}, found {step}: name one of these"
+                f"expected a committed step of run {self._run!r}, {known}, found {step}: name another step"
             )
         checkpoint = covering[-1]
         parent = self._checkpoints.get(checkpoint.parent or "")

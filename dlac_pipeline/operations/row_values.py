@@ -15,19 +15,22 @@ from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.step_rows import SampleRow
 
 
-def values_of(plans: Plans, leg: Leg, samples: Sequence[SampleRow], column: str) -> list[Any]:
-    """Return the values of a column, one for each row.
+def values_of(plans: Plans, leg: Leg, tables: Sequence[str], samples: Sequence[SampleRow], column: str) -> list[Any]:
+    """Return the values of a column, one for each row. `tables` has the present names of the leg's tables.
 
     Raises:
         NoSuchColumn: a source has no such column.
-        PinLost, UnitUnreadable: data files are gone.
+        NoSuchTable, TableReplaced: a table is gone, or is not the planned one.
+        UnitUnreadable: a data file is gone.
     """
     values: list[Any] = [None] * len(samples)
     parts: dict[tuple[int, str], list[int]] = {}
     for index, each in enumerate(samples):
         parts.setdefault((each.source, each.plan_id), []).append(index)
     for (source, plan_id), mine in parts.items():
-        decoder = _decoder(plans, leg.sources[source], column)
+        # Each row group is decoded once.
+        mine.sort(key=lambda index: (samples[index].unit, samples[index].unit_row))
+        decoder = _decoder(plans, replace(leg.sources[source], table=tables[source]), column)
         ones = np.ones(len(mine), dtype=np.int64)
         chosen, first = (np.array([getattr(samples[i], name) for i in mine]) for name in ("unit", "unit_row"))
         table = decoder.decode(plans.read(plan_id).units, Slices(chosen, first, ones, ones))

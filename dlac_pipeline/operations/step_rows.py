@@ -5,7 +5,7 @@ packed or transformed one is read again from the last checkpoint before the step
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any
@@ -49,19 +49,25 @@ _TEXTS = ("run", "node", "source_table", "plan_id", "file_path")
 _VIEW = pa.schema([(name, pa.string() if name in _TEXTS else pa.int64()) for name in _NAMES if name != "value"])
 _SAMPLE = [each.name for each in fields(SampleRow)]
 _MACRO = "rows_of_step"
+_ANY_CALL = re.compile(_MACRO + r"\s*\(", re.IGNORECASE)
 _CALL = re.compile(_MACRO + r"\s*\(\s*'((?:[^']|'')+)'\s*,\s*(\d+)\s*\)", re.IGNORECASE)
 
 
-def define_rows_of_step(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, query: str) -> None:
+def define_rows_of_step(
+    connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, query: str, spec_of: Callable[[str], JobSpec | None]
+) -> None:
     """Define the macro `rows_of_step('RUN', STEP)` for the calls in a query, with the columns of `StepRow` but `value`.
+
+    `spec_of` returns the job spec that is given for a run.
 
     Raises:
         SpecInvalid: its arguments are no literals.
     """
-    calls = {(run.replace("''", "'"), int(step)) for run, step in _CALL.findall(query)}
-    if not calls:
+    found = _CALL.findall(query)
+    if not found or len(found) < len(_ANY_CALL.findall(query)):
         raise SpecInvalid(f"expected literals as in FROM {_MACRO}('my-run', 4210), found other arguments in {query!r}")
-    rows = [row.to_json() for run, step in sorted(calls) for row in StepRows(lakehouse, run).of(step)]
+    calls = sorted({(run.replace("''", "'"), int(step)) for run, step in found})
+    rows = [row.to_json() for run, step in calls for row in StepRows(lakehouse, run, spec=spec_of(run)).of(step)]
     connection.register("computed_rows_of_steps", pa.Table.from_pylist(rows, schema=_VIEW))
     connection.execute(
         f"CREATE OR REPLACE MACRO {_MACRO}(of_run, of_step) AS TABLE "
@@ -93,7 +99,8 @@ class StepRows:
             SpecInvalid: the run has not trained the step, or not committed it, or trained it without that rank.
             NoSuchJobSpec: the step is of a packed or transformed leg, and its job spec is not on this node.
             NoSuchColumn: a source has no such column.
-            PinLost, UnitUnreadable: data files that are read are gone.
+            TableReplaced, PinLost: the table of such a leg, or one with the column, is not the planned one, or lost its pin.
+            UnitUnreadable: a data file that is read is gone.
         """
         found = self._steps.find(step)
         ranks, batch_size = found.checkpoint.world_size, found.leg.batch_size
@@ -101,10 +108,14 @@ class StepRows:
             raise SpecInvalid(
                 f"expected one of the ranks 0 to {ranks - 1} of step {step}, found {rank}: name one of these"
             )
-        samples = [each for each in self._samples(found) if rank in (None, each.slot * ranks // batch_size)]
+        slots = (
+            range(batch_size) if rank is None else range(batch_size // ranks * rank, batch_size // ranks * (rank + 1))
+        )
+        samples = self._samples(found, slots)
         values: Sequence[Any] = [None] * len(samples)
         if column is not None:
-            values = values_of(self._plans, found.leg, samples, column)
+            names = [each.table for each in (self._spec or found.leg).sources]
+            values = values_of(self._plans, found.leg, names, samples, column)
         return [
             StepRow(
                 run=self._run,
@@ -118,15 +129,16 @@ class StepRows:
             for each, value in zip(samples, values, strict=True)
         ]
 
-    def _samples(self, found: CommittedStep) -> list[SampleRow]:
+    def _samples(self, found: CommittedStep, slots: range) -> list[SampleRow]:
         leg, step = found.leg, found.step
         if not any(leg.streamed):
             order = self._order(leg)
             state = order.reader_state(step - 1) if step - 1 > leg.start_step else start_of(leg)
-            return list(sample_rows(order, step, since=step - 1, state=state, open_stream=undecoded_streams(order)))
-        return self._streamed_samples(found)
+            streams = undecoded_streams(order)
+            return list(sample_rows(order, step, slots, since=step - 1, state=state, open_stream=streams))
+        return self._streamed_samples(found, slots)
 
-    def _streamed_samples(self, found: CommittedStep) -> list[SampleRow]:
+    def _streamed_samples(self, found: CommittedStep, slots: range) -> list[SampleRow]:
         """Return the rows of a step that reading alone can show."""
         # They import PyTorch, which takes longer than the rows of a step of a counted leg.
         from dlac_pipeline.read.opening.open_leg import open_leg
@@ -139,7 +151,7 @@ class StepRows:
         budget = spec.read.budget_mb * 2**20
         with closing(Prefetcher(threads=spec.read.threads, budget_bytes=budget)) as prefetch:
             streams = open_streams(opened, prefetch)
-            return list(sample_rows(opened.order, found.step, since=since, state=state, open_stream=streams))
+            return list(sample_rows(opened.order, found.step, slots, since=since, state=state, open_stream=streams))
 
     def _order(self, leg: Leg) -> LegOrder:
         """Return the order of a counted leg. It needs no table and no pin."""

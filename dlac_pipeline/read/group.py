@@ -116,6 +116,11 @@ class GroupReader:
         self._at += self._slots
         return batch
 
+    def close(self) -> None:
+        """Release the blocks of the streams."""
+        for stream in self._streams.values():
+            stream.close()
+
     def ready_batches(self, limit: int) -> int:
         """Return how many batches, up to `limit`, the blocks being read are sure to fill."""
         here = [index for index, active in enumerate(self._active) if active]

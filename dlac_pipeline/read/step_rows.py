@@ -73,12 +73,15 @@ def undecoded_streams(order: LegOrder) -> OpenStream:
 
 
 def sample_rows(
-    order: LegOrder, step: int, *, since: int, state: ReaderState, open_stream: OpenStream
+    order: LegOrder, step: int, slots: range, *, since: int, state: ReaderState, open_stream: OpenStream
 ) -> Iterator[SampleRow]:
-    """Yield the rows of the samples of a step, by slot. `state` has the cursors after step `since`, which is before `step`."""
+    """Yield the rows of the samples in some slots of a step, by slot.
+
+    `state` has the cursors after step `since`, which is before `step`.
+    """
     per_group = order.settings.samples_per_group
     at_once = per_group if order.counted else 1  # one advance may be about several samples of a streamed source
-    for group in range(order.settings.key_groups):
+    for group in range(slots.start // per_group, -(-slots.stop // per_group)):
         reader = GroupReader(
             order.mixture,
             order.active,
@@ -91,13 +94,15 @@ def sample_rows(
             reader.take(give=False)
         for first in range(group * per_group, (group + 1) * per_group, at_once):
             taken = reader.take()
-            slots = [_slots_of(taken, source, first, counted=order.counted) for source in range(len(state))]
+            places = [_slots_of(taken, source, first, counted=order.counted) for source in range(len(state))]
             rows = [
                 row
                 for source, advance in taken.advances
-                for row in _rows_of(order.sources[source], source, group, slots[source], advance)
+                for row in _rows_of(order.sources[source], source, group, places[source], advance)
+                if row.slot in slots
             ]
             yield from sorted(rows, key=lambda each: each.slot)
+        reader.close()
 
 
 def _slots_of(taken: GroupBatch, source: int, first: int, *, counted: bool) -> Iterator[int]:

@@ -70,8 +70,10 @@ def test_steps_are_listed_and_queried(lake: Lake, here: Command) -> None:
     assert json.loads(asked.stdout) == [{name: row[name] for name in ("file_path", "row")} for row in rows]
     table = here("rows", "reference", "--step", "9", "--text", "row_id", home=lake.home).stdout
     assert str(rows[0]["value"]) in table
-    refused = here("sql", "FROM rows_of_step((SELECT 'reference'), 9)", home=lake.home)
-    assert (refused.returncode, "expected literals" in refused.stderr) == (64, True)
+    for step in ("(SELECT 9)", "8 + 1"):
+        query = f"FROM rows_of_step('reference', 9) UNION ALL FROM rows_of_step('reference', {step})"
+        refused = here("sql", query, home=lake.home)
+        assert (refused.returncode, "expected literals" in refused.stderr) == (64, True)
 
 
 def test_bad_steps_are_refused(lake: Lake, workshop: Workshop) -> None:

@@ -51,7 +51,10 @@ class Merged:
 
 
 def compact(lakehouse: Lakehouse, name: str = "consumption") -> Merged:
-    """Merge the small data files of each partition of an own table. Raises as `run_upkeep`, and `CommitConflict`."""
+    """Merge the small data files of each partition of an own table.
+
+    Raises CatalogUnreachable, CommitConflict, or LakehouseError if files that the table names are missing.
+    """
     files = into = 0
     for partition in sorted(lakehouse.look(name, _small_files), key=str):
         while step := _merge(lakehouse, name, partition):
