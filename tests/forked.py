@@ -16,6 +16,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import runpy
@@ -130,6 +131,7 @@ def _fork_here(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
             if callable(handler) and not isinstance(handler, signal.Handlers | type(signal.default_int_handler)):
                 signal.signal(number, signal.SIG_DFL)
         sys.modules.pop(_PRELOAD, None)  # it imports for each server
+        multiprocessing.forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the caller holds it
         os._exit(_status_of(lambda: _run(list(args[-2:]))))
     return pid
 
@@ -157,7 +159,7 @@ def _server() -> socket.socket:
 def _serve(requests: socket.socket) -> dict[str, Any]:
     """Fork once for each request. Return in each program, with its request. The server itself never returns."""
     while True:
-        content, streams, _, _ = socket.recv_fds(requests, 1 << 20, 5)
+        content, streams, _, _ = socket.recv_fds(requests, 1 << 20, 16)
         if not content:
             os._exit(0)
         stdin_end, stdout_end = os.pipe()

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dlac_pipeline.checkpoint.manifest import config_digest
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, Share, usable_ranks
 from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
@@ -71,6 +70,9 @@ class Membership:
     @classmethod
     def of_job(cls, spec: JobSpec, *, ledger: str) -> Membership:
         """Return the membership in a job's run. `ledger` identifies it among runs of the same name in other lakehouses."""
+        # torch imports this module with its rendezvous, in programs that use neither a ledger nor DLAC.
+        from dlac_pipeline.checkpoint.manifest import config_digest
+
         config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
         return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
 

@@ -67,7 +67,7 @@ def test_schedulers_name_nodes() -> None:
 
 
 def test_largest_holder_is_first() -> None:
-    """Nodes are ordered by the bytes that their ranks wrote. Ranks whose local folder is the store have no copy."""
+    """Nodes are ordered by the bytes that their ranks wrote. An adopted checkpoint has no rank."""
     votes = [{"node": node, "files": [{"bytes": size}]} for node, size in (("a", 5), ("b", 4), ("b", 4), ("", 99))]
     assert holders_of(votes) == ["b", "a"]
 

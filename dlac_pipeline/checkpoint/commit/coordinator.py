@@ -64,7 +64,7 @@ class Committer:
         self._tiers = tiers
         self._retention: Retention | None = None
         self._nodes_known = False
-        """True if a row of this attempt records the nodes with local copies."""
+        """True if a row of this attempt records its nodes."""
         self._seq = 0
         """The run's last that is known here."""
 
@@ -109,6 +109,9 @@ class Committer:
         advances = self._maker.advances(taken, votes)
         self._slices.write(advances)
         checkpoint = self._maker.checkpoint(taken, checkpoint_id=checkpoint_id, parent=parent, world_size=len(votes))
+        if not self._nodes_known:
+            holders = () if self._tiers.store is None else holders_of(votes)
+            checkpoint = replace(checkpoint, nodes=holders, rank_nodes=nodes_of_ranks(votes))
         retention = self._retention
         assert retention is not None, "made before the first commit"
         retired = retention.due(checkpoint_id, taken.step, parent)
@@ -128,8 +131,6 @@ class Committer:
             model_digest=manifest.model_digest,
             bytes=sum(entry.bytes for entry in manifest.files),
             phases=dict(phases),
-            nodes=() if self._nodes_known or self._tiers.store is None else holders_of(votes),
-            rank_nodes=() if self._nodes_known else nodes_of_ranks(votes),
             **prepared.note,
         )
         started = time.monotonic()

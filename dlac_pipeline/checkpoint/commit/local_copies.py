@@ -66,7 +66,7 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the nodes whose ranks wrote local copies, those with the most bytes first."""
+    """Return the nodes of the ranks, those with the most bytes first. They have local copies if the store is elsewhere."""
     bytes_of: dict[str, int] = {}
     for vote in votes:
         if node := vote["node"]:

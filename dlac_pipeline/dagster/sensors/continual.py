@@ -4,7 +4,8 @@ Both are off until a person turns them on. A run whose end needs a person is not
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 import dagster as dg
@@ -73,8 +74,8 @@ def _requests(
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
     """Yield what is due for each training run, or why nothing is. Job files that define none are named."""
     yield from runs.wrong_job_files
-    trainers = _trainers(instance)
-    for name, run in runs.defined_runs.items():
+    trainers = cache(lambda: _trainers(instance))
+    for name, run in list(runs.defined_runs.items()):
         try:
             yield _look(instance, run.job_spec(), trainers, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
@@ -93,15 +94,15 @@ def _trainers(instance: dg.DagsterInstance) -> dict[str, str]:
 
 
 def _look(
-    instance: dg.DagsterInstance, spec: JobSpec, trainers: Mapping[str, str], log: logging.Logger
+    instance: dg.DagsterInstance, spec: JobSpec, trainers: Callable[[], Mapping[str, str]], log: logging.Logger
 ) -> "tuple[JobSpec, Due] | str":
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.operations.pending_work import due
 
     if not any(source.follow == "appends" for source in spec.sources):
         return f"{spec.run} follows no table"
-    if spec.run in trainers:
-        return f"{spec.run} is trained by Dagster run {trainers[spec.run]}"
+    if trainer := trainers().get(spec.run):
+        return f"{spec.run} is trained by Dagster run {trainer}"
     lakehouse = connect(spec.lakehouse)
     found = due(lakehouse, spec)
     obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""

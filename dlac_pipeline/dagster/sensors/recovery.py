@@ -100,7 +100,7 @@ def decide_recoveries(
 
     Raise `RecoveryDeferred` if this code location does not define a training run. A new job file may not be loaded yet.
     """
-    defined, names = runs.defined_runs, runs.names_of_training(instance, dead)
+    defined, names = dict(runs.defined_runs), runs.names_of_training(instance, dead)
     missing = [name for name in names if name not in defined]
     if missing and ended_s_ago(instance, dead) < _LOADED_WITHIN_S:
         raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")

@@ -147,7 +147,7 @@ def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table |
         found = "one with its own files" if before is None else f"that of {before!r}"
         raise errors.SpecInvalid(
             f"expected {identifier!r} to be a new table, or that of {location.pattern!r}, found {found}: choose another name "
-            "for the table"
+            "(dlac init: --table)"
         )
     return table
 

@@ -82,9 +82,10 @@ class RankGroup:
         If a rank failed, also return the running ranks that have recorded a reason, because it may be the cause.
         """
         ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
+        if not ended:
+            return []
         running = [rank for rank in self.ranks if self.processes.exit_code(rank) is None]
-        failing = (Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank)))
-        return ended and [*ended, *failing]
+        return [*ended, *(Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank)))]
 
     def suppressed_errors(self) -> list[Exit]:
         """Return the ranks that ended well although they recorded a failure, because the script suppressed the exception."""
