@@ -50,6 +50,8 @@ NEW_FORK_SERVER = "TESTS_NEW_FORK_SERVER"
 _PRELOAD = "dlac_pipeline.elastic.preload"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOCK = threading.Lock()
+_LEFT: list[object] = []
+"""Streams of the program that a fork server was forked from. To end them needs locks that nobody releases here."""
 
 
 class Forked(subprocess.Popen[Any]):
@@ -114,8 +116,11 @@ def _fork_apart(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int
 
 
 def _fork_here(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Do as `_fork_apart` in a program that was forked itself, unless it has begun threads since."""
-    if not _is_fork_server(args) or len(os.listdir("/proc/self/task")) > 1:
+    """Do as `_fork_apart` in a program that was forked itself, unless a library has begun threads since.
+
+    A supervisor has two threads of its own by then. They may hold the locks of its streams, and no others.
+    """
+    if not _is_fork_server(args) or not len(os.listdir("/proc/self/task")) == threading.active_count() <= 3:
         return _spawn(path, args, passfds)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -130,6 +135,8 @@ def _fork_here(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
             handler = signal.getsignal(number)
             if callable(handler) and not isinstance(handler, signal.Handlers | type(signal.default_int_handler)):
                 signal.signal(number, signal.SIG_DFL)
+        _LEFT.extend((sys.stdin, sys.stdout, sys.stderr))
+        sys.stdin, sys.stdout, sys.stderr = open(os.devnull), *(open(file, "w", closefd=False) for file in (1, 2))  # noqa: SIM115
         sys.modules.pop(_PRELOAD, None)  # it imports for each server
         multiprocessing.forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the caller holds it
         os._exit(_status_of(lambda: _run(list(args[-2:]))))
