@@ -241,22 +241,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lakehouse", default="embedded", choices=("embedded", "seaweedfs", "postgres"))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Check the marks of every test, and let one worker run all tests that share a fixture: each would make its own."""
+    """Check the marks of every test."""
     for item in items:
         _check_soak_marks(item)
-        if isinstance(item, pytest.Function) and (group := _shared_fixture(item)):
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _shared_fixture(item: pytest.Function) -> str:
-    """Return the fixture that a test shares with others, or its module if the fixture is that one's. Empty: none."""
-    known = item._fixtureinfo.name2fixturedefs
-    shared = {name: each for name, (*_, each) in known.items() if each.scope in ("module", "session")}
-    places = {name: each.baseid for name, each in shared.items() if each.baseid.startswith("tests/")}
-    across = sorted(name for name, place in places.items() if not place.endswith(".py"))
-    return across[-1] if across else next(iter(places.values()), "")
 
 
 def _check_soak_marks(item: pytest.Item) -> None:
