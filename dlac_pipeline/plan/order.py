@@ -148,12 +148,16 @@ class LegOrder:
             return phase.before
         return phase.before + self.mixture.counts(group, phase.start, slots, phase.present)
 
+    @cached_property
+    def _available(self) -> list[Ints | None]:
+        """The rows of each source from the leg's beginning to its end, which no cut changes."""
+        return [source.available() for source in self.sources]
+
     def _phases_of(self, group: int) -> list[_Phase]:
         """The phases of a key group: one more whenever a source is exhausted for it."""
-        available = [source.available() for source in self.sources]
         phase = _Phase(0, np.zeros(len(self.sources), dtype=np.int64), self.active)
         phases = []
-        ends = [None if rows is None else int(rows[group]) for rows in available]
+        ends = [None if rows is None else int(rows[group]) for rows in self._available]
         while True:
             present = tuple(
                 here and (end is None or end > before)
