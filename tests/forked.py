@@ -51,7 +51,7 @@ _PRELOAD = "dlac_pipeline.elastic.preload"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOCK = threading.Lock()
 _LEFT: list[object] = []
-"""Streams of the program that a fork server was forked from. To end them needs locks that nobody releases here."""
+"""Streams of the program that a fork server was forked from. To end them needs locks that no thread releases here."""
 
 
 class Forked(subprocess.Popen[Any]):

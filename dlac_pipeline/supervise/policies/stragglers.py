@@ -96,8 +96,8 @@ class Stragglers:
         """Return the ranks that are slower than the others. With `sizes`, only ranks with as much work are compared."""
         found = []
         for rank, mine in own_s.items():
-            alike = [each for each in own_s if not sizes or sizes[each] * _ALIKE >= sizes[rank]]
-            peers = [own_s[each] for each in alike if each != rank]
+            similar = [each for each in own_s if not sizes or sizes[each] * _ALIKE >= sizes[rank]]
+            peers = [own_s[each] for each in similar if each != rank]
             others = median(peers) if peers else mine
             slow = mine > self._launch.straggler_factor * others and mine - others >= self._launch.straggler_s
             if slow and (rank, phase) not in self._reported:
