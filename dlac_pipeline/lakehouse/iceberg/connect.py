@@ -22,6 +22,7 @@ from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse.iceberg import relocation as relocations
 from dlac_pipeline.lakehouse.iceberg.metadata_files import newest_metadata
+from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.iceberg.safe_commit import MetadataMissing, guarded_catalog
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
@@ -210,11 +211,9 @@ class Lakehouse:
         row_filter: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
         *,
         columns: Sequence[str] = ("*",),
-        limit: int | None = None,
     ) -> Any:
         """Return the current rows of DLAC's own table `name` as an Arrow table. Raises as `look` does."""
-        fields = tuple(columns)
-        return self.look(name, lambda table: table.scan(row_filter, selected_fields=fields, limit=limit).to_arrow())
+        return self.look(name, lambda table: read_rows(table, row_filter, columns=columns))
 
     def create_own_tables(self) -> None:
         """Create DLAC's missing tables, and add new columns to older ones. Safe to race. Raises `CommitConflict` if it loses."""
