@@ -36,7 +36,7 @@ unit: .venv/.rewritten
 	$(BIN)/pytest -m "not soak" -n 6 --dist loadgroup --no-loadscope-reorder --durations 30
 
 .venv/.rewritten: .venv/.ready  # one process rewrites the assertions of all test modules, else each of the six does
-	$(BIN)/pytest --collect-only --quiet > $@
+	$(BIN)/pytest --collect-only --quiet > $@ 2>&1 || { cat $@; rm $@; exit 1; }
 
 demo-on-seaweedfs demo-on-postgres: setup  ## the demo on real servers: an Iceberg REST catalog, or PostgreSQL, and an S3 store
 	$(BIN)/python -m tests.served_lakehouses $(@:demo-on-%=%)
