@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -51,6 +52,12 @@ RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
 R = TypeVar("R", bound=LedgerRow)
 Steps = dict[int, list[int]]
 """Optimizer step -> row ids of its global batch, in slot order."""
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections: each looks at half a million objects otherwise."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass

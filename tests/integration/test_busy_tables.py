@@ -125,13 +125,19 @@ def test_expiry_that_races_with_a_pin(lakehouse: Lakehouse, monkeypatch: pytest.
 
 
 def test_new_columns_beside_busy_writers(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The columns that a table of an older version lacks are added once the others let it; some never do."""
+    """The columns that a table of an older version lacks are added at its first use, once the others let it; some never do."""
     with lakehouse.own("recoveries").update_schema() as update:
         update.delete_column("work_lost_s")
     losing(monkeypatch, repeat(True))
     monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.connect.retrying", partial(retrying, 0.5))
     with pytest.raises(CommitConflict):
-        connect(lakehouse.config)
+        connect(lakehouse.config).own("recoveries")
     monkeypatch.undo()
     losing(monkeypatch, repeat(True, 2))
     assert "work_lost_s" in connect(lakehouse.config).own("recoveries").schema().column_names
+
+
+def test_missing_table_is_made_at_first_use(lakehouse: Lakehouse) -> None:
+    """The process that made the tables of a lakehouse may have been killed before the last one."""
+    lakehouse.catalog.drop_table("dlac.recoveries")
+    assert connect(lakehouse.config, create=False).read_own("recoveries").num_rows == 0

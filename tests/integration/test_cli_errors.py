@@ -88,18 +88,27 @@ def test_looking_makes_nothing(
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off"])
-@pytest.mark.parametrize("table", ["consumption", "plans"])
+@pytest.mark.parametrize(
+    ("table", "commands"),
+    [("consumption", _READS[:3] + _READS[4:7]), ("plans", [("sql", "FROM plans")])],
+    ids=["consumption", "plans"],
+)
 def test_lost_metadata_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], table: str, damage: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    table: str,
+    commands: list[tuple[str, ...]],
+    damage: str,
 ) -> None:
-    """Every command names the table and the file, and says what to do."""
+    """Every command that reads the table names it and the file, and says what to do."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path))
     path = Path(lakehouse.own(table).metadata_location.removeprefix("file://"))
     if damage == "missing":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:100] if damage == "cut off" else b"{}")
-    for arguments in _READS[:3] + _READS[4:7]:
+    for arguments in commands:
         status, _, err = run_here(monkeypatch, capsys, *arguments, "--home", str(tmp_path))
         assert status == 69, (arguments, err)
         assert "MetadataLost" in err

@@ -11,9 +11,9 @@ import requests
 from pyiceberg import exceptions
 from pyiceberg.catalog import Catalog
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
-from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
+from pyiceberg.types import NestedField
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
 from dlac_pipeline.lakehouse import errors, outages
@@ -152,14 +152,30 @@ class Lakehouse:
         return True
 
     def own(self, name: str) -> Table:
-        """Return DLAC's own table `name`, one of `schemas.TABLES`. Raises `FormatTooNew` if a newer DLAC wrote it."""
-        table = self._load_not_older(name)
+        """Return DLAC's own table `name`, one of `schemas.TABLES`. One of an older version gets the columns that it lacks.
+
+        Raises `FormatTooNew` if a newer DLAC wrote it.
+        """
+        try:
+            table = self._load_not_older(name)
+        except errors.NoSuchTable:  # its maker was killed, or is still making it
+            with reachable(self.config.uri):
+                self._create(name)
+            table = self._load_not_older(name)
         found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
         if found > FORMAT_VERSION:
             raise errors.FormatTooNew(
                 f"table {name!r} has format version {found}, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
             )
+        if _lacks(table, TABLES[name][0]):
+            with reachable(self.config.uri):
+                self._evolve(f"{self.config.namespace}.{name}", TABLES[name][0])
+            table = self._load_not_older(name)
         return table
+
+    def uuid_of_own(self, name: str) -> str:
+        """Return the identity of DLAC's own table `name`, which is read once: a later read never finds another table."""
+        return self._seen[name][0] if name in self._seen else str(self.own(name).metadata.table_uuid)
 
     def _load_not_older(self, name: str) -> Table:
         """Load an own table. A history only ever grows: raises `LedgerOlderThanStore` for one of an older catalog."""
@@ -216,20 +232,15 @@ class Lakehouse:
         return self.look(name, lambda table: read_rows(table, row_filter, columns=columns))
 
     def create_own_tables(self) -> None:
-        """Create DLAC's missing tables, and add new columns to older ones. Safe to race. Raises `CommitConflict` if it loses."""
+        """Create DLAC's missing tables. Safe to race. Raises `CommitConflict` if it loses."""
         with reachable(self.config.uri):
             self.create_namespace(self.config.namespace)
-            self._record_place()
-            for name, (schema, spec) in TABLES.items():
-                identifier = f"{self.config.namespace}.{name}"
-                try:
-                    self._evolve(identifier, schema)
-                except FileNotFoundError as err:
-                    raise self._metadata_problem(identifier, err) from err
-                except exceptions.NoSuchTableError:
-                    self._create(identifier, schema, spec)
+            for name in TABLES:
+                if not self.catalog.table_exists(f"{self.config.namespace}.{name}"):
+                    self._create(name)
 
-    def _create(self, identifier: str, schema: Schema, spec: PartitionSpec) -> None:
+    def _create(self, name: str) -> None:
+        identifier, (schema, spec) = f"{self.config.namespace}.{name}", TABLES[name]
         try:
             with suppress(exceptions.TableAlreadyExistsError):
                 self.catalog.create_table(identifier, schema, partition_spec=spec, properties=_TABLE_PROPERTIES)
@@ -240,7 +251,7 @@ class Lakehouse:
                 f"{type(err).__name__}: {err}: correct lakehouse.warehouse or lakehouse.properties"
             ) from err
 
-    def _record_place(self) -> None:
+    def record_place(self) -> None:
         """Record where an SQLite catalog is made, once: by that it is known that it was moved or copied."""
         file, namespace = sqlite_file(self.config.uri), self.config.namespace
         if file is None or relocations.MADE_AT in self.catalog.load_namespace_properties(namespace):
@@ -254,8 +265,7 @@ class Lakehouse:
 
         def once() -> None:
             table = self._load(identifier)
-            known = {field.name for field in table.schema().fields}
-            missing = [field for field in schema.fields if field.name not in known]
+            missing = _lacks(table, schema)
             if missing:
                 with table.update_schema() as update:
                     for field in missing:
@@ -268,6 +278,11 @@ class Lakehouse:
         race = suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError)  # pyiceberg's own
         with reachable(self.config.uri), race:
             self.catalog.create_namespace_if_not_exists(namespace)
+
+
+def _lacks(table: Table, schema: Schema) -> list[NestedField]:
+    known = set(table.schema().column_names)
+    return [field for field in schema.fields if field.name not in known]
 
 
 def last_sequence_number(table: Table) -> int:
@@ -305,9 +320,12 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
     with reachable(config.uri):
         with opening(config.uri, answered=answered):
             lakehouse = Lakehouse(config, _open(config, relocation, create=create), relocation, named=named)
-            if not create and not lakehouse.has_ledger():
+            exists = lakehouse.has_ledger()
+            if not create and not exists:
                 raise _no_lakehouse(config)
-        lakehouse.create_own_tables()
+        if not exists:
+            lakehouse.create_own_tables()
+        lakehouse.record_place()
     return lakehouse
 
 

@@ -72,7 +72,7 @@ class Ledger:
     @property
     def table_uuid(self) -> str:
         """Identity of the ledger table, named by every manifest."""
-        return str(self.lakehouse.own("consumption").metadata.table_uuid)
+        return self.lakehouse.uuid_of_own("consumption")
 
     def state(self, run: str) -> RunState:
         """Return the run's current fence. It is rebuilt from rows where the cached property is absent."""
