@@ -102,7 +102,9 @@ def replay(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
             ranks.end()
     events = launch / "events.jsonl"
     written = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    return next((event for event in written if event["event"] == "rehearsed"), {"losses": [], "skipped": []})
+    return next(
+        (event for event in written if event["event"] == "rehearsed"), {"losses": [], "skipped": [], "samples": []}
+    )
 
 
 def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -> None:

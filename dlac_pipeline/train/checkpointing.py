@@ -1,6 +1,6 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
-import os
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +12,6 @@ from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import rng_state, seed_rng, set_rng_state
 from dlac_pipeline.checkpoint.step_sync import StepSync
-from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
@@ -22,6 +21,7 @@ from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
+from dlac_pipeline.train.sample_losses import SampleLoss, SampleLosses
 
 
 def prepare_process(spec: JobSpec) -> None:
@@ -55,9 +55,11 @@ class Checkpointing:
         self._policy = policy
         self._heartbeat = heartbeat
         self._events = events
+        # A rehearsal keeps those of its last step.
+        self._sample_losses = SampleLosses(communicator.rank, steps=int(attempt.rehearses))
         self._finiteness = FinitenessCheck(
             spec.run,
-            "warn" if REHEARSAL_VARIABLE in os.environ else spec.launch.on_nonfinite_loss,
+            "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss,
             warn=lambda message: self._events.write({"event": "warning", "message": message}),
         )
 
@@ -76,6 +78,15 @@ class Checkpointing:
         if self._generators is not None:
             set_rng_state(self._generators)
             self._generators = None
+
+    def watch(self, batch: Batch) -> Batch:
+        """Return a batch whose losses of samples are kept as long as they may be needed."""
+        return self._sample_losses.watch(batch)
+
+    def gather_sample_losses(self, step: int) -> list[SampleLoss]:
+        """Return the losses of the samples of a step at rank 0, else nothing. Collective."""
+        parts = self._communicator.tree.gather(json.dumps(self._sample_losses.of(step)).encode())
+        return [tuple(sample) for part in parts or () for sample in json.loads(part)]
 
     def record_step(self, batch: Batch, loss: torch.Tensor | float, *, applied: bool | None) -> None:
         """Record that the optimizer step of a batch is done, and receive the messages of all ranks that have arrived."""

@@ -298,7 +298,8 @@ class TrainingRun:
         """Report the losses of a rehearsal. Nothing is committed."""
         self._checkpointing.receive_all()
         tracker = self._attempt.tracker
-        results = {"losses": tracker.losses, "skipped": tracker.skipped}
+        samples = self._checkpointing.gather_sample_losses(tracker.step)
+        results = {"losses": tracker.losses, "skipped": tracker.skipped, "samples": samples}
         self._events.write({"event": "rehearsed", "step": tracker.step, **results})
         self._heartbeat.doing(Phase.DONE, tracker.step)
 
@@ -306,5 +307,5 @@ class TrainingRun:
         """Yield the reader's batches, with a heartbeat before and after each."""
         self._heartbeat.reading()
         for batch in self._attempt.reader:
-            yield self._heartbeat.handed(batch, counted=self._attempt.order.counted)
+            yield self._checkpointing.watch(self._heartbeat.handed(batch, counted=self._attempt.order.counted))
             self._heartbeat.reading()
