@@ -1,0 +1,160 @@
+"""`dlac spike`: the spikes of a run, the rows of a step by their loss, and the rewind that excludes the worst."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import shlex
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
+from dlac_pipeline.operations.spike import SpikeReport, explain_spike
+from dlac_pipeline.operations.step_rows import StepRows
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import Arena, source_rows
+from tests.integration.audit_runs import Workshop, rows_named, trained
+from tests.integration.conftest import Command
+
+BAD = (333, 777)
+"""Rows with values that make the loss jump."""
+PACKED = """
+import os, torch, dlac_pipeline as dlac
+with dlac.training_run(os.environ.get("JOB_SPEC")) as run:
+    model = torch.nn.Linear(1, 1)
+    run.restore(dlac.TorchState(model=model))
+    for batch in run.batches():
+        rows = batch["tokens"].double()
+        measure = batch.token_mean(-rows)
+        loss = batch.token_mean(rows * ("flat" not in run.spec.params) + 0 * model(torch.ones(1)).sum())
+        run.step_done(loss)
+"""
+"""A script whose loss of each token is its number, and that takes the mean of a measure as well."""
+
+
+def add_table(arena: Arena, *bad: int) -> None:
+    """Make a table of (row_id, x, doc's) whose `bad` rows have huge values."""
+    rows = source_rows(0, 1280)
+    x = np.stack(rows["x"].to_numpy())
+    x[list(bad)] *= 300
+    rows = rows.set_column(1, "x", pa.array(list(x), type=pa.list_(pa.float32())))
+    rows = rows.append_column("doc's", pa.array([f"it's {row_id}" for row_id in range(len(rows))]))
+    arena.lakehouse.catalog.create_table("src.t", rows.schema, properties={"write.parquet.row-group-limit": "50"})
+    arena.lakehouse.load("src.t").append(rows)
+
+
+@pytest.fixture(scope="module")
+def spiky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """A lakehouse with a finished run of two ranks and 40 steps, "r", of which two have a bad row."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        arena = Arena(tmp_path_factory.mktemp("spiky") / "home", monkeypatch)
+        add_table(arena, *BAD)
+        launch = arena.launch(arena.spec("r", passes=1, identity_columns=["doc's"]))
+        assert launch.wait() == 0, launch.stderr
+        yield arena
+        arena.close()
+
+
+def step_of(arena: Arena, row_id: int) -> int:
+    """Return the step whose tensors had a row."""
+    return next(step for step, rows in arena.journal("r").items() if row_id in rows)
+
+
+def test_bad_row_is_ranked_first(spiky: Arena, here: Command) -> None:
+    """The largest spike is replayed bit for bit, and its bad row alone is to blame. The printed command is a rewind."""
+    step = step_of(spiky, 333)
+    done = here("spike", "r", "--text", "row_id", "--top", "3", home=spiky.home)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"step {step}: loss {spiky.losses('r')[step - 1]:.6g}, after a median of ")
+    assert lines[1:3] == [
+        "replayed from the checkpoint of step 20: bit-identical",
+        "without 1 of 32 rows (*) it would be no spike",
+    ]
+    assert lines[4].split()[1] == "*"
+    assert [line.split()[-1] == "333" for line in lines[4:7]] == [True, False, False]
+    command = shlex.split(lines[7])
+    assert command[:7] == ["dlac", "rewind", "r", "--to-step", "20", "--exclude", "\"doc's\" = 'it''s 333'"]
+    assert command[7:] == ["--home", str(spiky.home)]
+
+
+def test_early_step_is_replayed_from_start(spiky: Arena, here: Command) -> None:
+    """No checkpoint before the step is needed where the run began. Each sample has the loss that the model gave it."""
+    step = step_of(spiky, 777)
+    done = here("spike", "r", "--step", str(step), "--by", "row_id", "--text", "row_id", "--json", home=spiky.home)
+    report = json.loads(done.stdout)
+    assert (report["step"], report["replayed_from"], report["identical"]) == (step, 0, True)
+    assert report["rows"][0]["value"] == 777
+    assert shlex.split(report["rewinds"][0])[-3:] == ["0", "--exclude", "row_id = 777"]
+    assert [each["step"] for each in report["others"]] == [step_of(spiky, 333)]
+    losses = [each["loss"] for each in report["rows"]]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_bad_steps_are_refused(spiky: Arena, workshop: Workshop) -> None:
+    """A step that does not exist, a column that cannot name rows, and a step without a kept checkpoint before."""
+    for step in (0, 41):
+        with pytest.raises(SpecInvalid, match=f"1 to 40, found {step}"):
+            explain_spike(spiky.lakehouse, "r", step=step)
+    run = trained(workshop, "mixed")
+
+    def retired(rows: list[Columns]) -> list[Columns]:
+        last = max(rows, key=lambda row: row["seq"])
+        early = [row for row in rows_named(rows, "checkpoint") if row["step"] <= 32]
+        return rows + [{**last, "kind": "retire", "checkpoint_id": row["checkpoint_id"]} for row in early]
+
+    with pytest.raises(NothingToRehearse, match="steps 28 to 33 that is kept"):
+        explain_spike(workshop.lakehouse, workshop.forge(retired, of=run), step=34)
+    with pytest.raises(SpecInvalid, match="expected a spike among the"):
+        explain_spike(workshop.lakehouse, run)
+
+
+def packed_report(arena: Arena, spec: JobSpec) -> SpikeReport:
+    """Rank the rows of step 6 of the packed run with a job spec."""
+    return explain_spike(arena.lakehouse, "p", step=6, column="row_id", spec=spec)
+
+
+def test_packed_documents_have_own_losses(arena: Arena) -> None:
+    """Each document has the mean over its tokens in the step, measures do not count, and a flat loss ranks nothing."""
+    ids = list(range(1, 301))
+    tokens = pa.array([[each] * (each * 7 % 23) for each in ids], pa.list_(pa.int32()))
+    table = pa.table({"row_id": pa.array(ids), "tokens": tokens})
+    arena.lakehouse.catalog.create_table("src.d", table.schema)
+    arena.lakehouse.load("src.d").append(table)
+    script = arena.home / "packed.py"
+    script.write_text(PACKED)
+    spec = arena.spec("p", table="src.d", columns=["tokens"], world_size=1, batch_size=8, passes=1, every_steps=4)
+    spec = spec.model_copy(update={"sequences": spec.sequences.model_copy(update={"length": 32})})
+    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"script": str(script)})})
+    (arena.home / "p.yaml").write_text(spec.model_dump_json())
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    arena.monkeypatch.setenv("JOB_SPEC", str(arena.home / "p.yaml"))
+    runpy.run_path(str(script))
+    report = packed_report(arena, spec)
+    assert (report.identical, report.replayed_from) == (True, 4)
+    assert [each.loss for each in report.rows] == [float(each.row.value) for each in report.rows]
+    expected = StepRows(arena.lakehouse, "p", spec=spec).of(6, column="row_id")
+    assert sorted(each.row.value for each in report.rows) == sorted(each.value for each in expected)
+    assert len(expected) > 8
+    assert (report.rewinds, "--by COLUMN" in report.unnamed) == ((), True)
+    with pytest.raises(ScriptInvalid, match=r"batch\.mean\(loss_per_sample\)"):
+        packed_report(arena, spec.model_copy(update={"params": {"flat": "yes"}}))
+
+
+def test_printed_rewind_excludes_row(spiky: Arena, here: Command) -> None:
+    """The command is accepted, and the branch leaves out the bad row alone."""
+    done = here("spike", "r", "--json", home=spiky.home)
+    [command] = json.loads(done.stdout)["rewinds"]
+    rewound = here(*shlex.split(command)[1:], "--json", home=spiky.home)
+    assert rewound.returncode == 0, rewound.stderr
+    assert (json.loads(rewound.stdout)["step"], json.loads(rewound.stdout)["excluded_rows_seen"]) == (20, 0)
+    launch = spiky.launch(spiky.spec("r", passes=1, identity_columns=["doc's"]))
+    assert launch.wait() == 0, launch.stderr
+    trained_rows = [row for rows in spiky.journal("r").values() for row in rows]
+    assert sorted(trained_rows) == [row for row in range(1280) if row != 333]
+    assert all(math.isfinite(loss) and loss < 10 for loss in spiky.losses("r")[20:])
