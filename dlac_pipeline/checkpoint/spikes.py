@@ -46,11 +46,12 @@ class Spike:
 class LossWindow:
     """The losses of the last applied steps. NaN and infinity are left out."""
 
-    def __init__(self, losses: Mapping[int, float] | None = None) -> None:
+    def __init__(self, losses: Mapping[int, float]) -> None:
+        """Begin with the losses of earlier steps."""
         self._losses: deque[float] = deque()
         self._sorted: list[float] = []
-        for step in sorted(losses or ()):
-            self.add((losses or {})[step])
+        for step in sorted(losses):
+            self.add(losses[step])
 
     @property
     def middle(self) -> float:
@@ -80,7 +81,7 @@ class LossWindow:
 
 def find_spikes(losses: Mapping[int, float]) -> list[Spike]:
     """Return the spikes among the losses of applied steps, by step."""
-    window, spikes, previous = LossWindow(), list[Spike](), 0
+    window, spikes, previous = LossWindow({}), list[Spike](), 0
     for step in sorted(losses):
         loss = losses[step]
         if window.is_spike(loss) and spikes and spikes[-1].last_step == previous:

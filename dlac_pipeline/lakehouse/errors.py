@@ -16,7 +16,7 @@ DlacError
 │   ├── StoreUnavailable, CheckpointDamaged, CheckpointUnsafe
 │   └── NoRestorableCheckpoint, CursorMismatch, WorldSizeUnsupported
 └── TrainingFailed
-    ├── NoProgress, LossNotFinite, ScriptFailed, LeftUnfinished, Preempted
+    ├── NoProgress, LossNotFinite, LossSpiked, ScriptFailed, LeftUnfinished, Preempted
     └── NodesMissing, ClusterRefused, ClusterSilent
 """
 
@@ -255,6 +255,10 @@ class NoProgress(TrainingFailed, exit_code=85, transient=False):
 
 class LossNotFinite(TrainingFailed, exit_code=88, transient=False):
     """The loss of a step that was applied is NaN or infinite, or the weights are: training on would waste time."""
+
+
+class LossSpiked(TrainingFailed, exit_code=90, transient=False):
+    """The loss of a step is far above those of the steps before, and `launch.on_spike` does not train on."""
 
 
 class ScriptFailed(TrainingFailed, exit_code=89, transient=False):

@@ -1,6 +1,5 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
-from dlac_pipeline.train.sample_losses import SampleLoss, SampleLosses
+from dlac_pipeline.train.spike_check import SpikeCheck
 
 
 def prepare_process(spec: JobSpec) -> None:
@@ -55,13 +54,9 @@ class Checkpointing:
         self._policy = policy
         self._heartbeat = heartbeat
         self._events = events
-        # A rehearsal keeps those of its last step.
-        self._sample_losses = SampleLosses(communicator.rank, steps=int(attempt.rehearses))
-        self._finiteness = FinitenessCheck(
-            spec.run,
-            "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss,
-            warn=lambda message: self._events.write({"event": "warning", "message": message}),
-        )
+        self.spikes = SpikeCheck(spec, attempt, communicator.tree, self._warn)
+        on_nonfinite = "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss
+        self._finiteness = FinitenessCheck(spec.run, on_nonfinite, warn=self._warn)
 
     def restore(self, engine: object, parts: Mapping[str, Any]) -> None:
         """Take the script's engine, and load the checkpoint of the resume point into it."""
@@ -78,15 +73,6 @@ class Checkpointing:
         if self._generators is not None:
             set_rng_state(self._generators)
             self._generators = None
-
-    def watch(self, batch: Batch) -> Batch:
-        """Return a batch whose losses of samples are kept as long as they may be needed."""
-        return self._sample_losses.watch(batch)
-
-    def gather_sample_losses(self, step: int) -> list[SampleLoss]:
-        """Return the losses of the samples of a step at rank 0, else nothing. Collective."""
-        parts = self._communicator.tree.gather(json.dumps(self._sample_losses.of(step)).encode())
-        return [tuple(sample) for part in parts or () for sample in json.loads(part)]
 
     def record_step(self, batch: Batch, loss: torch.Tensor | float, *, applied: bool | None) -> None:
         """Record that the optimizer step of a batch is done, and receive the messages of all ranks that have arrived."""
@@ -143,7 +129,11 @@ class Checkpointing:
         self._tracker.losses += sync.losses
         self._heartbeat.record_loss(sync.step, sync.losses[-1])
         self._policy.on_sync(sync)
+        self.spikes.check(sync, skipped=self._tracker.skipped)
         self._finiteness.check_losses(sync, skipped=self._tracker.skipped)
+
+    def _warn(self, message: str) -> None:
+        self._events.write({"event": "warning", "message": message})
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:

@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid
+from dlac_pipeline.lakehouse.errors import LossSpiked, NothingToRehearse, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from dlac_pipeline.operations.spike import SpikeReport, explain_spike
+from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.operations.step_rows import StepRows
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, source_rows
@@ -112,6 +113,25 @@ def test_bad_steps_are_refused(spiky: Arena, workshop: Workshop) -> None:
         explain_spike(workshop.lakehouse, workshop.forge(retired, of=run), step=34)
     with pytest.raises(SpecInvalid, match="expected a spike among the"):
         explain_spike(workshop.lakehouse, run)
+
+
+def test_spike_stops_run(spiky: Arena, here: Command) -> None:
+    """No checkpoint has the step, also after a restart, by losses of the ledger. The command of the error ranks its rows."""
+    step = step_of(spiky, 333)
+    for _ in range(2):
+        launch = spiky.launch(spiky.spec("s", passes=1, on_spike="stop"))
+        assert launch.wait() == LossSpiked.exit_code, launch.stderr
+        assert len(launch.of("attempt")) == 1
+        assert f"`dlac spike s --step {step}`" in run_status(spiky.lakehouse, "s")["gave_up"]
+        assert spiky.lineage("s")[-1].step == 20 == step // 10 * 10 - 10
+    done = here("spike", "s", "--step", str(step), "--by", "row_id", "--json", home=spiky.home)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["replayed_from"], report["recorded"], report["to_blame"]) == (20, None, 1)
+    assert report["replayed"] == spiky.losses("r")[step - 1]
+    assert shlex.split(report["rewinds"][0])[-1] == "row_id = 333"
+    with pytest.raises(SpecInvalid, match="1 to 20, found 99"):
+        explain_spike(spiky.lakehouse, "s", step=99)
 
 
 def packed_report(arena: Arena, spec: JobSpec) -> SpikeReport:

@@ -15,7 +15,8 @@ from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import Supervision
 
-_TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors.Preempted, errors.LossNotFinite)
+_GIVEN_UP = (errors.LossNotFinite, errors.LossSpiked)
+_TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors.Preempted, *_GIVEN_UP)
 """Errors of a rank that another attempt would meet again, here and now."""
 
 
@@ -51,7 +52,7 @@ class RestartPolicy:
             DlacError: no attempt follows, because it would end in the same way.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
-        if failure.kind == errors.LossNotFinite.__name__:
+        if failure.kind in {each.__name__ for each in _GIVEN_UP}:
             self.record_given_up(failure, attempt.number)
         if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set())):
             self._raise_if_final(failure)
