@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.operations.spike import SpikeReport
-    from dlac_pipeline.operations.step_rows import StepRow
+    from dlac_pipeline.supervise.steps.step_rows import StepRow
 
 app = typer.Typer()
 _TEXT_LENGTH = 80
@@ -69,7 +69,7 @@ def sql(
 
     def ask(connection: duckdb.DuckDBPyConnection) -> tuple[list[str], list[Any]]:
         if "rows_of_step" in query.casefold():
-            from dlac_pipeline.operations.step_rows import define_rows_of_step
+            from dlac_pipeline.supervise.steps.step_rows import define_rows_of_step
 
             define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
         return _answer(connection, lakehouse, query, allow_files)
@@ -145,7 +145,7 @@ def rows(
     as_json: ui.AsJson = False,
 ) -> None:
     """List the rows of a committed step, with the rank and node that trained on each: computed from the order, logged nowhere."""
-    from dlac_pipeline.operations.step_rows import StepRows
+    from dlac_pipeline.supervise.steps.step_rows import StepRows
 
     lakehouse = ui.lakehouse_of(spec, home)
     mine = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, rank=rank, column=text)
@@ -189,7 +189,7 @@ def _show_step_rows(
 def spike(
     run: ui.RunName,
     step: Annotated[int | None, Option(help="Optimizer step. Unset: the largest spike of the loss.")] = None,
-    top: Annotated[int, Option(min=1, help="Number of rows to show.")] = 10,
+    top: Annotated[int, Option(min=1, max=1_000_000, help="Number of rows to show.")] = 10,
     text: Annotated[str | None, Option(help="Column of the source whose values are shown too.")] = None,
     by: Annotated[
         list[str] | None,

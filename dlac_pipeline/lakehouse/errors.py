@@ -20,7 +20,8 @@ DlacError
     └── NodesMissing, ClusterRefused, ClusterSilent
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from dlac_pipeline.lakehouse.masking import mask_secrets
 
@@ -259,6 +260,9 @@ class LossNotFinite(TrainingFailed, exit_code=88, transient=False):
 
 class LossSpiked(TrainingFailed, exit_code=90, transient=False):
     """The loss of a step is far above those of the steps before, and `launch.on_spike` does not train on."""
+
+    detail: Mapping[str, Any] = {}
+    """The step and the samples to blame, if another attempt is to leave them out."""
 
 
 class ScriptFailed(TrainingFailed, exit_code=89, transient=False):

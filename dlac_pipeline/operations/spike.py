@@ -20,11 +20,11 @@ from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
-from dlac_pipeline.operations.committed_steps import CommittedStep, CommittedSteps
 from dlac_pipeline.operations.step_replay import ReplayStart, replay_steps
-from dlac_pipeline.operations.step_rows import StepRow, StepRows
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps
+from dlac_pipeline.supervise.steps.step_rows import StepRow, StepRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,11 @@ class SampleLosses:
         self._steps.append(_StepLosses(batch))
         return replace(batch, on_mean=self._steps[-1].add)
 
+    @property
+    def is_given(self) -> bool:
+        """True if the script gave losses of the last batch, or had none yet."""
+        return not self._steps or bool(self._steps[-1].sums)
+
     def of(self, step: int) -> list[SampleLoss]:
         """Return the losses of a step, by slot. Empty if the script gave none, or if the step is not kept."""
         return [
@@ -46,7 +51,7 @@ class _StepLosses:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self._has_graph = False
-        self._sums: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
         """Sums over the calls with values [B/W] (1) and [B/W, T] (2). The calls for micro-batches have zeros elsewhere."""
 
     def add(self, losses: torch.Tensor) -> None:
@@ -54,19 +59,19 @@ class _StepLosses:
         self.batch.on_mean(losses)
         dim, mine = losses.dim(), losses.detach()
         if dim in (1, 2) and len(losses) == len(self.batch.valid) and losses.requires_grad >= self._has_graph:
-            known = self._sums if losses.requires_grad == self._has_graph else {}
-            self._sums = {**known, dim: known[dim] + mine if dim in known else mine}
+            known = self.sums if losses.requires_grad == self._has_graph else {}
+            self.sums = {**known, dim: known[dim] + mine if dim in known else mine}
             self._has_graph = losses.requires_grad
 
     def read(self) -> list[list[tuple[float, int]]]:
         """Return loss and items of each slot, or of each of its documents: the mean over its tokens. Empty slots have none."""
-        if not self._sums:
+        if not self.sums:
             return []
         zeros = torch.zeros(len(self.batch.valid))
-        whole = self._sums.get(1, zeros).double().tolist()
+        whole = self.sums.get(1, zeros).double().tolist()
         parts = [[(loss, 1)] for loss in whole]
-        if 2 in self._sums:
-            tokens = self._sums[2].double().cpu().numpy()
+        if 2 in self.sums:
+            tokens = self.sums[2].double().cpu().numpy()
             for slot, document in enumerate(self.batch["document"].cpu().numpy()):
                 items = np.bincount(document)[1:]
                 sums = np.bincount(document, np.where(document > 0, tokens[slot], 0.0))[1:]

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable, Collection
+from itertools import groupby
 
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
-from dlac_pipeline.checkpoint.spikes import FACTOR, WINDOW, LossWindow, recorded_losses
-from dlac_pipeline.checkpoint.step_sync import StepSync
-from dlac_pipeline.lakehouse.errors import LossSpiked
+from dlac_pipeline.checkpoint.spikes import FACTOR, WINDOW, LossWindow, count_to_blame, finite_or_inf, recorded_losses
+from dlac_pipeline.checkpoint.step_sync import MAX_STEPS, StepSync
+from dlac_pipeline.lakehouse.errors import LossSpiked, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.train.open_attempt import OpenAttempt
 from dlac_pipeline.train.sample_losses import SampleLoss, SampleLosses
@@ -24,8 +26,19 @@ class SpikeCheck:
         self._run, self._tree, self._warn = spec.run, tree, warn
         self._policy = None if attempt.rehearses else spec.launch.on_spike
         self._window = LossWindow(_losses_before(attempt, tree) if self._policy is not None else {})
-        # A rehearsal keeps those of its last step.
-        self.samples = SampleLosses(tree.rank, steps=int(attempt.rehearses))
+        self._tolerated_step = attempt.point.spike_step
+        # A spike is known after two messages of all ranks. A rehearsal keeps the losses of its last step.
+        kept = 2 * MAX_STEPS if self._policy == "exclude" else int(attempt.rehearses)
+        self._samples = SampleLosses(tree.rank, steps=kept)
+
+    def watch(self, batch: Batch) -> Batch:
+        """Return the batch, whose losses are kept. Raise `ScriptInvalid` if the script gave none of the last one."""
+        if self._policy == "exclude" and not self._samples.is_given:
+            raise ScriptInvalid(
+                "expected the loss of each sample by batch.mean, or of each token by batch.token_mean, found none in run "
+                f'{self._run!r}: compute it without its mean (reduction="none"), or set launch.on_spike = "stop"'
+            )
+        return self._samples.watch(batch)
 
     def check(self, sync: StepSync, *, skipped: Collection[int]) -> None:
         """Check the losses of a step message. Steps that were not applied do not count. Raise `LossSpiked` by policy."""
@@ -38,16 +51,43 @@ class SpikeCheck:
 
     def gather(self, step: int) -> list[SampleLoss]:
         """Return the losses of the samples of a step at rank 0, else nothing. Collective."""
-        parts = self._tree.gather(json.dumps(self.samples.of(step)).encode())
+        parts = self._tree.gather(json.dumps(self._samples.of(step)).encode())
         return [tuple(sample) for part in parts or () for sample in json.loads(part)]
 
     def _report(self, step: int, loss: float) -> None:
-        raise LossSpiked(
+        """Raise `LossSpiked`. If a restart cannot help, only warn. Collective."""
+        found = (
             f"expected a loss of run {self._run!r} of at most {self._window.limit:.6g} ({FACTOR:g} deviations above the median "
-            f"{self._window.middle:.6g} of the steps before), found {loss:.6g} at step {step}; no checkpoint has the step, the "
-            f"last committed one is kept: `dlac spike {self._run} --step {step}` ranks its rows and prints the rewind without "
-            "the worst, then train again"
+            f"{self._window.middle:.6g} of the steps before), found {loss:.6g} at step {step}"
         )
+        if self._policy == "stop":
+            raise LossSpiked(
+                f"{found}; no checkpoint has the step, the last committed one is kept: `dlac spike {self._run} --step {step}` "
+                "ranks its rows and prints the rewind without the worst, then train again"
+            )
+        blamed = [] if step <= self._tolerated_step else self._find_blamed(step)
+        if not blamed:
+            without = (
+                "without the rows that it blamed before" if step <= self._tolerated_step else "no few rows to blame"
+            )
+            self._warn(f"{found}, {without}: training continues")
+            return
+        err = LossSpiked(f"{found}, by {len(blamed)} of its samples: the next attempt leaves their rows out")
+        err.detail = {"step": step, "samples": blamed}
+        raise err
+
+    def _find_blamed(self, step: int) -> list[tuple[int, int, int]]:
+        """Return the samples without which a step would be no spike: slot, and place among the documents of the slot."""
+        samples = [
+            (loss, items, (slot, place, len(parts)))
+            for slot, given in groupby(self.gather(step), key=lambda sample: sample[0])
+            for parts in [list(given)]
+            for place, (_, loss, items) in enumerate(parts)
+        ]
+        samples.sort(key=lambda sample: finite_or_inf(sample[0]), reverse=True)
+        count = count_to_blame([sample[:2] for sample in samples], self._window.limit)
+        mine = json.dumps([sample[2] for sample in samples[:count]]).encode()
+        return [tuple(each) for each in json.loads(self._tree.broadcast(mine if self._tree.rank == 0 else None))]
 
 
 def _losses_before(attempt: OpenAttempt, tree: RankTree) -> dict[int, float]:

@@ -308,5 +308,5 @@ class TrainingRun:
         self._heartbeat.reading()
         for batch in self._attempt.reader:
             handed = self._heartbeat.handed(batch, counted=self._attempt.order.counted)
-            yield self._checkpointing.spikes.samples.watch(handed)
+            yield self._checkpointing.spikes.watch(handed)
             self._heartbeat.reading()

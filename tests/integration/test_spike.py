@@ -12,12 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.lakehouse.errors import LossSpiked, NothingToRehearse, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from dlac_pipeline.operations.spike import SpikeReport, explain_spike
 from dlac_pipeline.operations.status import run_status
-from dlac_pipeline.operations.step_rows import StepRows
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.conftest import Arena, source_rows
 from tests.integration.audit_runs import Workshop, rows_named, trained
 from tests.integration.conftest import Command
@@ -132,6 +134,52 @@ def test_spike_stops_run(spiky: Arena, here: Command) -> None:
     assert shlex.split(report["rewinds"][0])[-1] == "row_id = 333"
     with pytest.raises(SpecInvalid, match="1 to 20, found 99"):
         explain_spike(spiky.lakehouse, "s", step=99)
+
+
+def test_spike_rows_are_excluded(spiky: Arena) -> None:
+    """The next attempt leaves the bad row alone out, and the audit of the run is exact."""
+    launch = spiky.launch(spiky.spec("e", passes=1, on_spike="exclude"))
+    assert launch.wait() == 0, launch.stderr
+    [left_out] = launch.of("quarantine")
+    assert (left_out["step"], left_out["rows"], left_out["tentative"]) == (step_of(spiky, 333), 1, True)
+    assert len(launch.of("attempt")) == 2
+    trained_rows = [row for rows in spiky.journal("e").values() for row in rows]
+    assert sorted(trained_rows) == [row for row in range(1280) if row != 333]
+    assert audit_run(spiky.lakehouse, "e").exact
+    with open_audit(spiky.lakehouse) as connection:
+        [unit] = rows_of(connection, "FROM quarantined_units WHERE run = 'e'", [])
+    assert unit["rows"] == 1
+    assert "by 1 of its samples" in unit["reason"]
+
+
+ODD_SLOTS = """
+import torch, dlac_pipeline as dlac
+with dlac.training_run() as run:
+    model = torch.nn.Linear(1, 1)
+    run.restore(dlac.TorchState(model=model))
+    for batch in run.batches():
+        losses = torch.ones(len(batch.valid)) + 0 * model(torch.ones(1)).sum()
+        losses = losses * 50 if batch.step == 15 else losses
+        losses[3] += 1000 * (batch.step == 25)
+        run.step_done(batch.mean(losses))
+"""
+"""A script whose losses jump in all samples of step 15, and in one of step 25, whatever its rows."""
+
+
+@pytest.mark.soak
+def test_innocent_rows_are_trained_through(spiky: Arena) -> None:
+    """A step with bad samples only is trained at once, one that stays bad without the blamed rows in its second attempt."""
+    script = spiky.home / "odd.py"
+    script.write_text(ODD_SLOTS)
+    spec = spiky.spec("o", passes=1, on_spike="exclude", world_size=1)
+    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"script": str(script)})})
+    launch = spiky.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    assert len(launch.of("attempt")) == 2
+    assert [(each["step"], each["rows"]) for each in launch.of("quarantine")] == [(25, 1)]
+    warnings = [each["message"] for each in launch.of("warning") if "deviations" in each["message"]]
+    assert ["no few rows" in each for each in warnings] == [True, False]
+    assert len(spiky.losses("o")) == 40
 
 
 def packed_report(arena: Arena, spec: JobSpec) -> SpikeReport:

@@ -15,8 +15,6 @@ import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.operations.committed_steps import CommittedStep, CommittedSteps, start_of
-from dlac_pipeline.operations.row_values import values_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
@@ -24,6 +22,8 @@ from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt
+from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps, start_of
+from dlac_pipeline.supervise.steps.row_values import values_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
