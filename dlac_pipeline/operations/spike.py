@@ -4,7 +4,6 @@ The replay begins at the newest kept checkpoint before the step. In the step its
 `Batch.mean` or `Batch.token_mean`, and the rows are ranked by that.
 """
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -168,19 +167,16 @@ def _start_before(steps: CommittedSteps, run: str, found: CommittedStep) -> Repl
 
 
 def _ranked(
-    run: str, step: int, rows: Sequence[StepRow], samples: Sequence[tuple[int, float, int]], limit: float
+    run: str, step: int, rows: Sequence[StepRow], samples: Sequence[Sequence[tuple[float, int]]], limit: float
 ) -> list[RankedRow]:
     """Return the rows by their loss. A row of a slot with as many losses has its own, else the mean of the slot."""
-    losses = {slot: [part[1:] for part in parts] for slot, parts in groupby(samples, key=lambda sample: sample[0])}
     found: list[tuple[StepRow, tuple[float, int]]] = []
-    for slot, group in groupby(rows, key=lambda row: row.slot):
-        mine, given = list(group), losses.get(slot, [])
-        if given and len(given) != len(mine):
-            given = [(sum(loss for loss, _ in given) / len(given), 1)] * len(mine)
-        found += zip(mine, given, strict=False)
-    if len(found) < len(rows) or (
-        len(losses) > 1 and len({loss for _, loss, _ in samples if math.isfinite(loss)}) == 1
-    ):
+    is_given = bool(samples) and all(samples[row.slot] for row in rows)
+    for slot, group in groupby(rows if is_given else (), key=lambda row: row.slot):
+        mine, given = list(group), samples[slot]
+        mean = sum(loss for loss, _ in given) / len(given), 1
+        found += zip(mine, given if len(given) == len(mine) else [mean] * len(mine), strict=True)
+    if not found or len({loss for _, (loss, _) in found}) == 1 < len(found):
         raise ScriptInvalid(
             f"expected the script of run {run!r} to pass the loss of each sample to batch.mean, or of each token to "
             f"batch.token_mean, found none of step {step}, or one value for all: compute the loss without its mean "

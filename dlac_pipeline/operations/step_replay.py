@@ -66,8 +66,8 @@ class Replay:
     """Step -> global loss. Empty if the script ended before the last step."""
     skipped: Sequence[int]
     """Steps that the engine did not apply."""
-    samples: Sequence[tuple[int, float, int]]
-    """Slot, loss and items of each sample of the last step, or of each document in it."""
+    samples: Sequence[Sequence[tuple[float, int]]]
+    """Loss and items of each sample of the last step, or of each of its documents, by slot."""
     restore_s: float
     replay_s: float
 
@@ -102,7 +102,7 @@ def replay_steps(
             restored=restored,
             losses=dict(enumerate(found["losses"], start.step + 1)),
             skipped=found["skipped"],
-            samples=[(slot, loss, items) for slot, loss, items in found["samples"]],
+            samples=found["samples"],
             restore_s=restored_at - started,
             replay_s=time.monotonic() - restored_at,
         )

@@ -1,52 +1,16 @@
-"""Losses of single samples, as the script passes them to `Batch.mean` and `Batch.token_mean`.
-
-The tensors stay on their device, without their graph, until they are read.
-"""
-
-from collections import deque
-from dataclasses import replace
+"""Losses of single samples, as the script passes them to `Batch.mean` and `Batch.token_mean`."""
 
 import numpy as np
 import torch
 
 from dlac_pipeline.read.batch import Batch
 
-SampleLoss = tuple[int, float, int]
-"""Slot in the global batch, loss, and items: of a sample, or of each of its documents in their order."""
+Parts = list[tuple[float, int]]
+"""Loss and items of a sample, or of each of its documents in their order. Empty for an empty slot."""
 
 
 class SampleLosses:
-    """The losses of this rank's samples in the last `steps` steps."""
-
-    def __init__(self, rank: int, *, steps: int) -> None:
-        self._rank = rank
-        self._steps: deque[_StepLosses] = deque(maxlen=steps)
-
-    def watch(self, batch: Batch) -> Batch:
-        """Return the batch, whose losses are kept when the script requests their mean."""
-        if not self._steps.maxlen:
-            return batch
-        self._steps.append(_StepLosses(batch))
-        return replace(batch, on_mean=self._steps[-1].add)
-
-    @property
-    def is_given(self) -> bool:
-        """True if the script gave losses of the last batch, or had none yet."""
-        return not self._steps or bool(self._steps[-1].sums)
-
-    def of(self, step: int) -> list[SampleLoss]:
-        """Return the losses of a step, by slot. Empty if the script gave none, or if the step is not kept."""
-        return [
-            (self._rank * len(each.batch.valid) + slot, loss, items)
-            for each in self._steps
-            if each.batch.step == step
-            for slot, losses in enumerate(each.read())
-            for loss, items in losses
-        ]
-
-
-class _StepLosses:
-    """The losses of one step of this rank."""
+    """The losses of this rank's samples in one step. Their tensors stay on their device, without their graph, until `read`."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -63,19 +27,16 @@ class _StepLosses:
             self.sums = {**known, dim: known[dim] + mine if dim in known else mine}
             self._has_graph = losses.requires_grad
 
-    def read(self) -> list[list[tuple[float, int]]]:
-        """Return loss and items of each slot, or of each of its documents: the mean over its tokens. Empty slots have none."""
-        if not self.sums:
-            return []
-        zeros = torch.zeros(len(self.batch.valid))
-        whole = self.sums.get(1, zeros).double().tolist()
+    def read(self) -> list[Parts]:
+        """Return the losses of each slot, those of documents as the mean over their tokens."""
+        whole = self.sums.get(1, torch.zeros(len(self.batch.valid))).double().tolist()
         parts = [[(loss, 1)] for loss in whole]
         if 2 in self.sums:
             tokens = self.sums[2].double().cpu().numpy()
             for slot, document in enumerate(self.batch["document"].cpu().numpy()):
                 items = np.bincount(document)[1:]
-                sums = np.bincount(document, np.where(document > 0, tokens[slot], 0.0))[1:]
-                parts[slot] = [
-                    (whole[slot] + total / n, n) for total, n in zip(sums.tolist(), items.tolist(), strict=True)
-                ]
-        return [part if valid else [] for part, valid in zip(parts, self.batch.valid.tolist(), strict=True)]
+                means = np.bincount(document, np.where(document > 0, tokens[slot], 0.0))[1:] / items + whole[slot]
+                parts[slot] = list(zip(means.tolist(), items.tolist(), strict=True))
+        return [
+            part if valid and self.sums else [] for part, valid in zip(parts, self.batch.valid.tolist(), strict=True)
+        ]

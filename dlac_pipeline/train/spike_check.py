@@ -1,8 +1,9 @@
 """Loss spikes while a run trains, as `launch.on_spike` states. All ranks have the same losses, and so the same verdict."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Collection
-from itertools import groupby
+from dataclasses import replace
 
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.spikes import FACTOR, WINDOW, LossWindow, count_to_blame, finite_or_inf, recorded_losses
@@ -13,7 +14,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.train.open_attempt import OpenAttempt
-from dlac_pipeline.train.sample_losses import SampleLoss, SampleLosses
+from dlac_pipeline.train.sample_losses import Parts, SampleLosses
 
 _READ = 20 * WINDOW
 """Steps whose losses are read from the ledger. Some of them may be NaN, or of steps that were not applied."""
@@ -29,16 +30,19 @@ class SpikeCheck:
         self._tolerated_step = attempt.point.spike_step
         # A spike is known after two messages of all ranks. A rehearsal keeps the losses of its last step.
         kept = 2 * MAX_STEPS if self._policy == "exclude" else int(attempt.rehearses)
-        self._samples = SampleLosses(tree.rank, steps=kept)
+        self._kept: deque[SampleLosses] = deque(maxlen=kept)
 
     def watch(self, batch: Batch) -> Batch:
         """Return the batch, whose losses are kept. Raise `ScriptInvalid` if the script gave none of the last one."""
-        if self._policy == "exclude" and not self._samples.is_given:
+        if not self._kept.maxlen:
+            return batch
+        if self._policy == "exclude" and self._kept and not self._kept[-1].sums:
             raise ScriptInvalid(
                 "expected the loss of each sample by batch.mean, or of each token by batch.token_mean, found none in run "
                 f'{self._run!r}: compute it without its mean (reduction="none"), or set launch.on_spike = "stop"'
             )
-        return self._samples.watch(batch)
+        self._kept.append(SampleLosses(batch))
+        return replace(batch, on_mean=self._kept[-1].add)
 
     def check(self, sync: StepSync, *, skipped: Collection[int]) -> None:
         """Check the losses of a step message. Steps that were not applied do not count. Raise `LossSpiked` by policy."""
@@ -49,10 +53,10 @@ class SpikeCheck:
                 self._report(step, loss)
             self._window.add(loss)
 
-    def gather(self, step: int) -> list[SampleLoss]:
-        """Return the losses of the samples of a step at rank 0, else nothing. Collective."""
-        parts = self._tree.gather(json.dumps(self._samples.of(step)).encode())
-        return [tuple(sample) for part in parts or () for sample in json.loads(part)]
+    def gather(self, step: int) -> list[Parts]:
+        """Return the losses of the samples of a step, by slot of the global batch, at rank 0. Collective."""
+        mine = next((each.read() for each in self._kept if each.batch.step == step), [])
+        return [parts for ranks in self._tree.gather(json.dumps(mine).encode()) or () for parts in json.loads(ranks)]
 
     def _report(self, step: int, loss: float) -> None:
         """Raise `LossSpiked`. If a restart cannot help, only warn. Collective."""
@@ -80,9 +84,8 @@ class SpikeCheck:
         """Return the samples without which a step would be no spike: slot, and place among the documents of the slot."""
         samples = [
             (loss, items, (slot, place, len(parts)))
-            for slot, given in groupby(self.gather(step), key=lambda sample: sample[0])
-            for parts in [list(given)]
-            for place, (_, loss, items) in enumerate(parts)
+            for slot, parts in enumerate(self.gather(step))
+            for place, (loss, items) in enumerate(parts)
         ]
         samples.sort(key=lambda sample: finite_or_inf(sample[0]), reverse=True)
         count = count_to_blame([sample[:2] for sample in samples], self._window.limit)

@@ -28,37 +28,35 @@ def batch(step: int = 1) -> Batch:
     )
 
 
+def kept() -> tuple[SampleLosses, Batch]:
+    """Return the losses of a batch, and the batch that gives them."""
+    losses = SampleLosses(batch())
+    return losses, replace(batch(), on_mean=losses.add)
+
+
 def test_micro_batches_add_up() -> None:
     """Values with zeros elsewhere add up. A measure without a graph does not count, and the mean is unchanged."""
-    kept = SampleLosses(1, steps=2)
-    mine = kept.watch(batch())
+    losses, mine = kept()
     mine.mean(torch.tensor([9.0, 9.0, 9.0]))
     one = torch.tensor([4.0, 0.0, NAN], requires_grad=True)
     assert mine.mean(one) == batch().mean(one)
     mine.mean(torch.tensor([0.0, 6.0, NAN], requires_grad=True))
     mine.mean(torch.tensor([7.0, 7.0, 7.0]))
-    assert kept.of(1) == [(3, 4.0, 1), (4, 6.0, 1)]
+    assert losses.read() == [[(4.0, 1)], [(6.0, 1)], []]
 
 
 def test_documents_have_means_of_tokens() -> None:
     """Each document has the mean over its tokens and their number. Values of whole samples are added."""
-    kept = SampleLosses(0, steps=1)
-    mine = kept.watch(batch())
+    losses, mine = kept()
     mine.token_mean(torch.tensor([[1.0, 3.0, 5.0, NAN], [1.0, 2.0, 3.0, 5.0], [NAN] * 4]))
-    assert kept.of(1) == [(0, 2.0, 2), (0, 5.0, 1), (1, 1.0, 1), (1, 2.0, 1), (1, 4.0, 2)]
+    assert losses.read() == [[(2.0, 2), (5.0, 1)], [(1.0, 1), (2.0, 1), (4.0, 2)], []]
     mine.mean(torch.tensor([10.0, 20.0, 30.0]))
-    assert [loss for _, loss, _ in kept.of(1)] == [12.0, 15.0, 21.0, 22.0, 24.0]
+    assert losses.read() == [[(12.0, 2), (15.0, 1)], [(21.0, 1), (22.0, 1), (24.0, 2)], []]
 
 
-def test_only_last_steps_are_kept() -> None:
-    """Older steps, steps without values, and values that are not one per sample have no losses."""
-    kept = SampleLosses(0, steps=2)
-    for step in (1, 2, 3):
-        mine = kept.watch(replace(batch(), step=step))
-        if step < 3:
-            mine.mean(torch.ones(3))
+def test_only_values_of_samples_count() -> None:
+    """A step without values, or with others than one per sample, has no losses."""
+    losses, mine = kept()
     mine.mean(torch.tensor(2.0))
-    assert kept.of(1) == kept.of(3) == []
-    assert len(kept.of(2)) == 2
-    plain = batch()
-    assert SampleLosses(0, steps=0).watch(plain) is plain
+    assert not losses.sums
+    assert losses.read() == [[], [], []]
