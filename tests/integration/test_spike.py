@@ -7,6 +7,7 @@ import math
 import runpy
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.lakehouse.errors import LossSpiked, NothingToRehearse, ScriptInvalid, SpecInvalid
-from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
+from dlac_pipeline.lakehouse.ledger.typed_rows import Columns, QuarantinedRowsRow
 from dlac_pipeline.operations.spike import SpikeReport, explain_spike
 from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -182,6 +183,22 @@ def test_innocent_rows_are_trained_through(spiky: Arena) -> None:
     assert len(spiky.losses("o")) == 40
 
 
+def packed_spec(arena: Arena, length: int, *, bad: int = 0, **changes: Any) -> JobSpec:
+    """Return the spec of a packed run of one rank. Each token is the number of its row, or huge in a `bad` one."""
+    ids = list(range(1, 301))
+    tokens = [[10**7 if each == bad else each] * (each * 7 % 23) for each in ids]
+    table = pa.table({"row_id": pa.array(ids), "tokens": pa.array(tokens, pa.list_(pa.int32()))})
+    arena.lakehouse.catalog.create_table("src.d", table.schema)
+    arena.lakehouse.load("src.d").append(table)
+    script = arena.home / "packed.py"
+    script.write_text(PACKED)
+    shape: dict[str, Any] = {"batch_size": 8, "passes": 1, "every_steps": 4, "world_size": 1}
+    spec = arena.spec("p", table="src.d", columns=["tokens"], **shape, **changes)
+    launch = spec.launch.model_copy(update={"script": str(script)})
+    sequences = spec.sequences.model_copy(update={"length": length})
+    return spec.model_copy(update={"sequences": sequences, "launch": launch})
+
+
 def packed_report(arena: Arena, spec: JobSpec) -> SpikeReport:
     """Rank the rows of step 6 of the packed run with a job spec."""
     return explain_spike(arena.lakehouse, "p", step=6, column="row_id", spec=spec)
@@ -189,20 +206,11 @@ def packed_report(arena: Arena, spec: JobSpec) -> SpikeReport:
 
 def test_packed_documents_have_own_losses(arena: Arena) -> None:
     """Each document has the mean over its tokens in the step, measures do not count, and a flat loss ranks nothing."""
-    ids = list(range(1, 301))
-    tokens = pa.array([[each] * (each * 7 % 23) for each in ids], pa.list_(pa.int32()))
-    table = pa.table({"row_id": pa.array(ids), "tokens": tokens})
-    arena.lakehouse.catalog.create_table("src.d", table.schema)
-    arena.lakehouse.load("src.d").append(table)
-    script = arena.home / "packed.py"
-    script.write_text(PACKED)
-    spec = arena.spec("p", table="src.d", columns=["tokens"], world_size=1, batch_size=8, passes=1, every_steps=4)
-    spec = spec.model_copy(update={"sequences": spec.sequences.model_copy(update={"length": 32})})
-    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"script": str(script)})})
+    spec = packed_spec(arena, 32)
     (arena.home / "p.yaml").write_text(spec.model_dump_json())
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     arena.monkeypatch.setenv("JOB_SPEC", str(arena.home / "p.yaml"))
-    runpy.run_path(str(script))
+    runpy.run_path(spec.launch.script)
     report = packed_report(arena, spec)
     assert (report.identical, report.replayed_from) == (True, 4)
     assert [each.loss for each in report.rows] == [float(each.row.value) for each in report.rows]
@@ -212,6 +220,17 @@ def test_packed_documents_have_own_losses(arena: Arena) -> None:
     assert (report.rewinds, "--by COLUMN" in report.unnamed) == ((), True)
     with pytest.raises(ScriptInvalid, match=r"batch\.mean\(loss_per_sample\)"):
         packed_report(arena, spec.model_copy(update={"params": {"flat": "yes"}}))
+
+
+@pytest.mark.soak
+def test_packed_rows_are_excluded(arena: Arena) -> None:
+    """The bad document is left out, also where it is read from an earlier checkpoint on."""
+    launch = arena.launch(packed_spec(arena, 8, bad=220, on_spike="exclude"))
+    assert launch.wait() == 0, launch.stderr
+    assert [each["rows"] for each in launch.of("quarantine")] == [1]
+    [row] = arena.rows("p", QuarantinedRowsRow)
+    assert list(row.positions) == [219]
+    assert audit_run(arena.lakehouse, "p").exact
 
 
 def test_printed_rewind_excludes_row(spiky: Arena, here: Command) -> None:
