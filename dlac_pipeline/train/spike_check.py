@@ -1,6 +1,7 @@
 """Loss spikes while a run trains, as `launch.on_spike` states. All ranks have the same losses, and so the same verdict."""
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.spikes import FACTOR, WINDOW, LossWindow, count_to_blame, finite_or_inf, recorded_losses
 from dlac_pipeline.checkpoint.step_sync import MAX_STEPS, StepSync
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import LossSpiked, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
@@ -26,6 +28,8 @@ class SpikeCheck:
     def __init__(self, spec: JobSpec, attempt: OpenAttempt, tree: RankTree, warn: Callable[[str], None]) -> None:
         self._run, self._tree, self._warn = spec.run, tree, warn
         self._policy = None if attempt.rehearses else spec.launch.on_spike
+        if self._policy == "exclude" and LAUNCH_VARIABLE not in os.environ:
+            self._policy = "stop"  # only a supervisor starts an attempt without these rows
         self._window = LossWindow(_losses_before(attempt, tree) if self._policy is not None else {})
         self._tolerated_step = attempt.point.spike_step
         # A spike is known after two messages of all ranks. A rehearsal keeps the losses of its last step.
