@@ -240,7 +240,7 @@ def describe_spike(report: "SpikeReport") -> list[str]:
     lines.append(f"step {report.step}: loss {report.replayed if recorded is None else recorded:.6g}{before}{until}")
     place = f"checkpoint of step {report.replayed_from}" if report.replayed_from else "beginning"
     same = "bit-identical" if report.identical else f"found {report.replayed!r}, and in the ledger {recorded!r}"
-    lines.append(f"replayed from the {place}: {'not committed' if recorded is None else same}")
+    lines.append(f"replayed from the {place}: {'no recorded loss to compare' if recorded is None else same}")
     if report.to_blame:
         lines.append(f"without {report.to_blame} of {format_count(len(report.rows), 'row')} (*) it would be no spike")
     elif mine:

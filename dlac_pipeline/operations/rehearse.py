@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def rehearse_run(
     """
     count = MOST_STEPS if steps is None else steps
     done = replay_steps(
-        lakehouse, run, lambda ledger: _newest_with_successor(ledger, run, count), spec=spec, folder=sandbox_folder
+        lakehouse, run, partial(_newest_with_successor, Ledger(lakehouse), run, count), spec=spec, folder=sandbox_folder
     )
     assert done.restored is not None, "it begins with a checkpoint"
     digest, start = done.restored.manifest.config_digest, done.start

@@ -5,8 +5,9 @@ The replay begins at the newest kept checkpoint before the step. In the step its
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,17 @@ def explain_spike(
     """
     rows = StepRows(lakehouse, run, spec=spec)
     losses = rows.steps.losses()
-    found = rows.steps.find_trained(_largest(run, losses) if step is None else step)
+    if step is None:
+        spikes = find_spikes(losses)
+        if not spikes:
+            raise SpecInvalid(
+                f"expected a spike among the {len(losses)} recorded losses of run {run!r}, found none: name a step with --step N"
+            )
+        step = max(spikes, key=lambda each: (each.rise, each.step)).step
+    found = rows.steps.find_trained(step)
     listed = rows.of_found(found, column=column)
-    done = replay_steps(
-        lakehouse,
-        run,
-        lambda _: _start_before(CommittedSteps(lakehouse, run), run, found),
-        spec=spec,
-        folder=sandbox_folder,
-    )
+    choose = partial(_start_before, lakehouse, run, found)
+    done = replay_steps(lakehouse, run, choose, spec=spec, folder=sandbox_folder)
     replayed = done.losses.get(found.step)
     if replayed is None:
         raise NothingToRehearse(
@@ -123,7 +126,7 @@ def explain_spike(
     ranked = _ranked(run, found.step, listed, done.samples, limit)
     chosen = [each.row for each in ranked if each.to_blame] or [ranked[0].row]
     rewinds, unnamed = _rewinds(rows, found, chosen, by, to_step=done.start.step)
-    spikes = _spikes_of(known)
+    spikes = find_spikes(known)
     mine = next((each for each in spikes if each.step <= found.step <= each.last_step), None)
     return SpikeReport(
         run=run,
@@ -135,26 +138,14 @@ def explain_spike(
         rows=tuple(ranked),
         rewinds=rewinds,
         unnamed=unnamed,
-        others=tuple(each for each in spikes if each is not mine),
+        others=tuple(sorted((each for each in spikes if each is not mine), key=lambda each: -each.rise)),
     )
 
 
-def _spikes_of(losses: Mapping[int, float]) -> list[Spike]:
-    """Return the spikes, the largest first."""
-    return sorted(find_spikes(losses), key=lambda each: (each.rise, each.step), reverse=True)
-
-
-def _largest(run: str, losses: Mapping[int, float]) -> int:
-    for each in _spikes_of(losses):
-        return each.step
-    raise SpecInvalid(
-        f"expected a spike among the {len(losses)} recorded losses of run {run!r}, found none: name a step with --step N"
-    )
-
-
-def _start_before(steps: CommittedSteps, run: str, found: CommittedStep) -> ReplayStart:
+def _start_before(lakehouse: Lakehouse, run: str, found: CommittedStep) -> ReplayStart:
     """Return the newest kept checkpoint before a step, or the beginning, from which the step's leg can be repeated."""
-    out, leg, start = out_of(steps.rows), found.leg, None
+    steps, leg, start = CommittedSteps(lakehouse, run), found.leg, None
+    out = out_of(steps.rows)
     kept = [row for row in steps.lineage if row.step < found.step and row.checkpoint_id not in out]
     if kept and (kept[0].step == leg.start_step or leg_of(steps.rows, kept[0].checkpoint_id).index == leg.index):
         start = kept[0]

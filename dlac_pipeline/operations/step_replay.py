@@ -75,7 +75,7 @@ class Replay:
 def replay_steps(
     lakehouse: Lakehouse,
     run: str,
-    choose: Callable[[Ledger], ReplayStart],
+    choose: Callable[[], ReplayStart],
     *,
     spec: JobSpec | None,
     folder: Path | None,
@@ -109,12 +109,11 @@ def replay_steps(
 
 
 def _restored(
-    lakehouse: Lakehouse, run: str, choose: Callable[[Ledger], ReplayStart], wanted: JobSpec | None, folder: Path
+    lakehouse: Lakehouse, run: str, choose: Callable[[], ReplayStart], wanted: JobSpec | None, folder: Path
 ) -> tuple[JobSpec, ReplayStart, Restored | None]:
     """Copy a checkpoint into the sandbox and return it. If the checkpoint was retired during the copy, take another one."""
-    ledger = Ledger(lakehouse)
     while True:
-        start = choose(ledger)
+        start = choose()
         spec = wanted or spec_of_attempt(lakehouse, start.rows, run, start.successor.attempt)
         if start.checkpoint is None:
             return spec, start, None
@@ -122,5 +121,5 @@ def _restored(
         try:
             return spec, start, restore(start.checkpoint, tiers)
         except (CheckpointDamaged, StoreUnavailable):  # the folder of a retired checkpoint may be removed
-            if start.checkpoint.checkpoint_id not in out_of(ledger.head_rows(run)):
+            if start.checkpoint.checkpoint_id not in out_of(Ledger(lakehouse).head_rows(run)):
                 raise

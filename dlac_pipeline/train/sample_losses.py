@@ -29,10 +29,10 @@ class SampleLosses:
 
     def read(self) -> list[Parts]:
         """Return the losses of each slot, those of documents as the mean over their tokens."""
-        whole = self.sums.get(1, torch.zeros(len(self.batch.valid))).double().tolist()
+        whole = self.sums.get(1, torch.zeros(len(self.batch.valid))).cpu().double().tolist()
         parts = [[(loss, 1)] for loss in whole]
         if 2 in self.sums:
-            tokens = self.sums[2].double().cpu().numpy()
+            tokens = self.sums[2].cpu().double().numpy()
             for slot, document in enumerate(self.batch["document"].cpu().numpy()):
                 items = np.bincount(document)[1:]
                 means = np.bincount(document, np.where(document > 0, tokens[slot], 0.0))[1:] / items + whole[slot]

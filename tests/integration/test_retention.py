@@ -287,8 +287,8 @@ def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, m
             train_past_the_first_attempt(arena, spec)
         return restore(row, tiers)
 
-    def choose(ledger: Ledger) -> step_replay.ReplayStart:
-        return rehearse._newest_with_successor(ledger, "r", 1)
+    def choose() -> step_replay.ReplayStart:
+        return rehearse._newest_with_successor(Ledger(arena.lakehouse), "r", 1)
 
     monkeypatch.setattr(step_replay, "restore", meanwhile)
     _, chosen, restored = step_replay._restored(arena.lakehouse, "r", choose, spec, tmp_path / "sandbox")
