@@ -59,7 +59,7 @@ class SpikeCheck:
 
     def gather(self, step: int) -> list[Parts]:
         """Return the losses of the samples of a step, by slot of the global batch, at rank 0. Collective."""
-        mine = next((each.read() for each in self._kept if each.batch.step == step), [])
+        mine = next((each.read() for each in self._kept if each.step == step), [])
         return [parts for ranks in self._tree.gather(json.dumps(mine).encode()) or () for parts in json.loads(ranks)]
 
     def _report(self, step: int, loss: float) -> None:
