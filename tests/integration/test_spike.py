@@ -115,6 +115,8 @@ def test_bad_steps_are_refused(spiky: Arena, workshop: Workshop) -> None:
         explain_spike(workshop.lakehouse, workshop.forge(retired, of=run), step=34)
     with pytest.raises(SpecInvalid, match="expected a spike among the"):
         explain_spike(workshop.lakehouse, run)
+    steps = StepRows(workshop.lakehouse, run).steps
+    assert set(steps.losses()) == set(range(1, steps.last + 1)) - {3, 5}
 
 
 def test_spike_stops_run(spiky: Arena, here: Command) -> None:
