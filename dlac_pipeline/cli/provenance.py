@@ -195,9 +195,7 @@ def spike(
         list[str] | None,
         Option(help="Column that identifies rows, if the source has no identity columns. The option can be repeated."),
     ] = None,
-    sandbox: Annotated[
-        Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")
-    ] = None,
+    sandbox: ui.Sandbox = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
