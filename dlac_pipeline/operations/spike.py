@@ -4,6 +4,7 @@ The replay begins at the newest kept checkpoint before the step. In the step its
 `Batch.mean` or `Batch.token_mean`, and the rows are ranked by that.
 """
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -195,6 +196,11 @@ def _rewinds(
         values = [steps.values(found.leg, mine, name) for name in names]
         where = filter_of_rows([schema.find_field(name) for name in names], list(zip(*values, strict=True)))
         parse_exclusion(where, schema, table)
+        if not steps.steps.lineage:
+            return (
+                (),
+                f"the run has no checkpoint: add exclude = {json.dumps([where])} to source {leg_source.name!r} of its spec",
+            )
         words = ["--exclude", where, *(("--source", leg_source.name) if len(found.leg.sources) > 1 else ())]
         commands.append(f"dlac rewind {steps.run} --to-step {to_step} {shlex.join(words)}")
     return tuple(commands), ""
