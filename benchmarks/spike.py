@@ -74,12 +74,12 @@ def _measure(lakehouse: Lakehouse, run: str, planted: set[int], asked: int) -> d
         started = time.perf_counter()
         found = explain_spike(lakehouse, run, step=step)
         seconds.append(time.perf_counter() - started)
-        place = [each.row.row for each in found.rows].index(bad[step][0])
+        place = [row.row for _, row in found.rows].index(bad[step][0])
         first += place == 0
         alone += place == 0 and found.to_blame == 1
         different += not found.identical
         facts = {"run": run, "step": step, "place": place, "loss": losses[step], "is_spike": step in spikes}
-        print(json.dumps({**facts, "largest": [each.loss for each in found.rows[:2]]}), flush=True)
+        print(json.dumps({**facts, "largest": [loss for loss, _ in found.rows[:2]]}), flush=True)
     good = [step for step, mine in bad.items() if not mine]
     bar = f">= {0.96 * asked:g}"
     return {

@@ -222,9 +222,9 @@ def spike(
     for line in describe_spike(report):
         ui.show_text(line)
     shown = report.rows[:top]
-    marks = ["*" if each.to_blame else "" for each in shown]
-    first = {"loss": [f"{each.loss:.6g}" for each in shown], "": marks}
-    _show_step_rows([each.row for each in shown], text, first, empty="")
+    marks = ["*" if place < report.to_blame else "" for place in range(len(shown))]
+    first = {"loss": [f"{loss:.6g}" for loss, _ in shown], "": marks}
+    _show_step_rows([row for _, row in shown], text, first, empty="")
     for command in report.rewinds:
         ui.show_text(command_with(command, ui.place_options(spec, home)))
     ui.show_lines([report.unnamed] if report.unnamed else [])

@@ -29,20 +29,6 @@ from dlac_pipeline.supervise.steps.step_rows import StepRow, StepRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankedRow:
-    """A row of the step, and the loss of its sample."""
-
-    loss: float
-    to_blame: bool
-    """True for the rows without which the loss of the step would be no spike."""
-    row: StepRow
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this row as plain data."""
-        return {"loss": self.loss, "to_blame": self.to_blame, **self.row.to_json()}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SpikeReport:
     """The rows of a step by their loss."""
 
@@ -55,19 +41,16 @@ class SpikeReport:
     replayed: float
     replayed_from: int
     """The step of the kept checkpoint before. 0: the beginning of the run."""
-    rows: tuple[RankedRow, ...]
-    """The largest loss first."""
+    rows: tuple[tuple[float, StepRow], ...]
+    """Losses and rows, the largest loss first."""
+    to_blame: int
+    """Number of the first rows without which the loss of the step would be no spike."""
     rewinds: tuple[str, ...]
     """Commands that exclude the rows to blame, at least the first row: one for each source."""
     unnamed: str
     """The reason why no command names these rows, or empty."""
     others: tuple[Spike, ...]
     """The other spikes of the run, the largest first."""
-
-    @property
-    def to_blame(self) -> int:
-        """Number of the rows to blame."""
-        return sum(each.to_blame for each in self.rows)
 
     @property
     def identical(self) -> bool:
@@ -78,7 +61,8 @@ class SpikeReport:
         """Return this report as plain data, with the first `top` rows."""
         names = ("run", "step", "recorded", "replayed", "identical", "replayed_from", "to_blame", "rewinds", "unnamed")
         spikes = {"spike": self.spike and asdict(self.spike), "others": [asdict(each) for each in self.others]}
-        rows = [each.to_json() for each in self.rows[:top]]
+        ranked = enumerate(self.rows[:top])
+        rows = [{"loss": loss, "to_blame": n < self.to_blame, **row.to_json()} for n, (loss, row) in ranked]
         return {**{name: getattr(self, name) for name in names}, **spikes, "rows": rows}
 
 
@@ -124,8 +108,9 @@ def explain_spike(
         )
     known = {**{each: loss for each, loss in done.losses.items() if each not in done.skipped}, **losses}
     limit = LossWindow({each: loss for each, loss in known.items() if each < found.step}).limit
-    ranked = _ranked(run, found.step, listed, done.samples, limit)
-    chosen = [each.row for each in ranked if each.to_blame] or [ranked[0].row]
+    ranked = _ranked(run, found.step, listed, done.samples)
+    to_blame = count_to_blame([given for given, _ in ranked], limit)
+    chosen = [row for _, row in ranked[: max(1, to_blame)]]
     rewinds, unnamed = _rewinds(rows, found, chosen, by, to_step=done.start.step)
     spikes = find_spikes(known)
     mine = next((each for each in spikes if each.step <= found.step <= each.last_step), None)
@@ -136,7 +121,8 @@ def explain_spike(
         recorded=losses.get(found.step),
         replayed=replayed,
         replayed_from=done.start.step,
-        rows=tuple(ranked),
+        rows=tuple((loss, row) for (loss, _), row in ranked),
+        to_blame=to_blame,
         rewinds=rewinds,
         unnamed=unnamed,
         others=tuple(sorted((each for each in spikes if each is not mine), key=lambda each: -each.rise)),
@@ -159,25 +145,23 @@ def _start_before(lakehouse: Lakehouse, run: str, found: CommittedStep) -> Repla
 
 
 def _ranked(
-    run: str, step: int, rows: Sequence[StepRow], samples: Sequence[Sequence[tuple[float, int]]], limit: float
-) -> list[RankedRow]:
-    """Return the rows by their loss. A row of a slot with as many losses has its own, else the mean of the slot."""
-    found: list[tuple[StepRow, tuple[float, int]]] = []
+    run: str, step: int, rows: Sequence[StepRow], samples: Sequence[Sequence[tuple[float, int]]]
+) -> list[tuple[tuple[float, int], StepRow]]:
+    """Return loss and items of the rows by their loss. A row of a slot with as many losses has its own, else the mean."""
+    found: list[tuple[tuple[float, int], StepRow]] = []
     is_given = bool(samples) and all(samples[row.slot] for row in rows)
     for slot, group in groupby(rows if is_given else (), key=lambda row: row.slot):
         mine, given = list(group), samples[slot]
         mean = sum(loss for loss, _ in given) / len(given), 1
-        found += zip(mine, given if len(given) == len(mine) else [mean] * len(mine), strict=True)
-    if not found or len({loss for _, (loss, _) in found}) == 1 < len(found):
+        found += zip(given if len(given) == len(mine) else [mean] * len(mine), mine, strict=True)
+    if not found or len({loss for (loss, _), _ in found}) == 1 < len(found):
         raise ScriptInvalid(
             f"expected the script of run {run!r} to pass the loss of each sample to batch.mean, or of each token to "
             f"batch.token_mean, found none of step {step}, or one value for all: compute the loss without its mean "
             '(reduction="none"), and call loss = batch.mean(loss_per_sample). A script may do that in rehearsals only '
             "(DLAC_REHEARSAL=1)"
         )
-    found.sort(key=lambda each: finite_or_inf(each[1][0]), reverse=True)
-    count = count_to_blame([given for _, given in found], limit)
-    return [RankedRow(loss=loss, to_blame=place < count, row=row) for place, (row, (loss, _)) in enumerate(found)]
+    return sorted(found, key=lambda each: finite_or_inf(each[0][0]), reverse=True)
 
 
 def _rewinds(

@@ -221,9 +221,9 @@ def test_packed_documents_have_own_losses(arena: Arena) -> None:
     runpy.run_path(spec.launch.script)
     report = packed_report(arena, spec)
     assert (report.identical, report.replayed_from) == (True, 4)
-    assert [each.loss for each in report.rows] == [float(each.row.value) for each in report.rows]
+    assert [loss for loss, _ in report.rows] == [float(row.value) for _, row in report.rows]
     expected = StepRows(arena.lakehouse, "p", spec=spec).of(6, column="row_id")
-    assert sorted(each.row.value for each in report.rows) == sorted(each.value for each in expected)
+    assert sorted(row.value for _, row in report.rows) == sorted(each.value for each in expected)
     assert len(expected) > 8
     assert (report.rewinds, "--by COLUMN" in report.unnamed) == ((), True)
     with pytest.raises(ScriptInvalid, match=r"batch\.mean\(loss_per_sample\)"):
