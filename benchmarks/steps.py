@@ -2,9 +2,9 @@
 
 The plan has 655,360 row groups of 8,192 rows (10 TB in row groups of 16 MB), the run 1,024 key groups, a global batch of 8,192,
 and a checkpoint every 300 steps. Units and ledger are synthetic, and written to a lakehouse. Random steps are computed by
-`operations/step_rows.py` in one process, and compared with SQL over the table `slices`, which repeats the order in integers and
-uses none of its code. `dlac rows RUN --step N --json` is timed as a process, from its start to its end. The ledger has no row per
-step: `bytes_per_step` is what the ledger grew by while steps were asked for.
+`supervise/steps/step_rows.py` in one process, and compared with SQL over the table `slices`, which repeats the order in integers
+and uses none of its code. `dlac rows RUN --step N --json` is timed as a process, from its start to its end. The ledger has no row
+per step: `bytes_per_step` is what the ledger grew by while steps were asked for.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.plans import read_units
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, LegRow
-from dlac_pipeline.operations.step_rows import StepRows
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import unit_table
 from dlac_pipeline.plan.slices import write_cut
+from dlac_pipeline.supervise.steps.step_rows import StepRows
 
 _RUN, _EVERY, _RANKS = "large", 300, 128
 _DLAC = Path(sys.executable).with_name("dlac")

@@ -187,7 +187,7 @@ def _of_spec_files() -> Iterator[BadInput]:
 
 def _of_commands() -> Iterator[BadInput]:
     of_a_run: dict[str, list[str]] = {
-        "status": [], "recover": [], "audit": [], "incidents": [], "checkpoints": [], "verify": [], "rehearse": [],
+        "status": [], "recover": [], "audit": [], "incidents": [], "checkpoints": [], "verify": [], "rehearse": [], "spike": [],
         "export": ["out.safetensors"], "rewind": ["--to-step", "10"], "fork": ["--as", "other"], "retire": [],
         "pins": [], "logs": [],
     }  # fmt: skip
@@ -229,6 +229,10 @@ _WRONG_ARGUMENTS = [
     ["verify", FINISHED, "--step", "99999"],
     ["rehearse", FINISHED, "--step", "99999"],
     ["rehearse", FINISHED, "--steps", "0"],
+    ["spike", FINISHED, "--step", "99999"],
+    ["spike", FINISHED, "--step", "0"],
+    ["spike", FINISHED, "--step", "3", "--text", "nope"],
+    ["spike", FINISHED, "--top", "0"],
     ["sql", ""],
     ["sql", "SELEC 1"],
     ["sql", "SELECT * FROM nope"],

@@ -1,6 +1,8 @@
 """Questions about data: SQL, and the rows of a step."""
 
+import signal
 import sys
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import table_columns
+from dlac_pipeline.audit.wording import format_count, table_columns
 from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.cli.display import command_with
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
@@ -17,9 +20,13 @@ if TYPE_CHECKING:
     import duckdb
 
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.operations.spike import SpikeReport
+    from dlac_pipeline.supervise.steps.step_rows import StepRow
 
 app = typer.Typer()
 _TEXT_LENGTH = 80
+_OTHERS = 10
+"""Other spikes that are listed."""
 
 
 @ui.command(
@@ -62,7 +69,7 @@ def sql(
 
     def ask(connection: duckdb.DuckDBPyConnection) -> tuple[list[str], list[Any]]:
         if "rows_of_step" in query.casefold():
-            from dlac_pipeline.operations.step_rows import define_rows_of_step
+            from dlac_pipeline.supervise.steps.step_rows import define_rows_of_step
 
             define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
         return _answer(connection, lakehouse, query, allow_files)
@@ -138,16 +145,24 @@ def rows(
     as_json: ui.AsJson = False,
 ) -> None:
     """List the rows of a committed step, with the rank and node that trained on each: computed from the order, logged nowhere."""
-    from dlac_pipeline.operations.step_rows import StepRows
+    from dlac_pipeline.supervise.steps.step_rows import StepRows
 
     lakehouse = ui.lakehouse_of(spec, home)
     mine = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, rank=rank, column=text)
     if as_json:
         sys.stdout.write(strict_json([each.to_json() for each in mine], default=str) + "\n")
         return
-    names = ["rank", "node", "slot", "table", "file", "row group", "row", "items", *([text] if text else ())]
+    _show_step_rows(mine, text, {}, empty=f"rank {rank} trained no row in step {step}")
+
+
+def _show_step_rows(
+    rows: "Sequence[StepRow]", text: str | None, first: Mapping[str, Sequence[str]], *, empty: str
+) -> None:
+    """Show rows of a step as a table. `first` are further columns, before these."""
+    names = [*first, "rank", "node", "slot", "table", "file", "row group", "row", "items", *([text] if text else ())]
     cells = [
         (
+            *(values[place] for values in first.values()),
             str(each.rank),
             each.node or "",
             str(each.slot),
@@ -158,10 +173,81 @@ def rows(
             _items(each.first_item, each.end_item),
             *([_start_of(str(each.value))] if text else ()),
         )
-        for each in mine
+        for place, each in enumerate(rows)
     ]
-    columns = table_columns(tuple(names), right=("rank", "slot", "row group", "row"), long=("file",))
-    ui.show_table(columns, cells, empty=f"rank {rank} trained no row in step {step}")
+    columns = table_columns(tuple(names), right=("loss", "rank", "slot", "row group", "row"), long=("file",))
+    ui.show_table(columns, cells, empty=empty)
+
+
+@ui.command(
+    app,
+    ui.RECOVER,
+    "dlac spike my-run",
+    "dlac spike my-run --step 4210 --text body --top 5",
+    "dlac spike my-run --by doc_id --json",
+)
+def spike(
+    run: ui.RunName,
+    step: Annotated[int | None, Option(help="Optimizer step. Unset: the largest spike of the loss.")] = None,
+    top: Annotated[int, Option(min=1, max=1_000_000, help="Number of rows to show.")] = 10,
+    text: Annotated[str | None, Option(help="Column of the source whose values are shown too.")] = None,
+    by: Annotated[
+        list[str] | None,
+        Option(help="Column that identifies rows, if the source has no identity columns. The option can be repeated."),
+    ] = None,
+    sandbox: ui.Sandbox = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Find loss spikes, rank the rows of the step by their loss in a sandbox, and print the rewind that excludes the worst.
+
+    Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
+    """
+    from dlac_pipeline.operations.spike import explain_spike
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
+    report = explain_spike(
+        ui.lakehouse_of(spec, home),
+        run,
+        step=step,
+        column=text,
+        by=by or (),
+        spec=ui.given_spec(run, spec, home),
+        sandbox_folder=sandbox,
+    )
+    if as_json:
+        sys.stdout.write(strict_json(report.to_json(top), default=str) + "\n")
+        return
+    for line in describe_spike(report):
+        ui.show_text(line)
+    shown = report.rows[:top]
+    marks = ["*" if place < report.to_blame else "" for place in range(len(shown))]
+    first = {"loss": [f"{loss:.6g}" for loss, _ in shown], "": marks}
+    _show_step_rows([row for _, row in shown], text, first, empty="")
+    for command in report.rewinds:
+        ui.show_text(command_with(command, ui.place_options(spec, home)))
+    ui.show_lines([report.unnamed] if report.unnamed else [])
+
+
+def describe_spike(report: "SpikeReport") -> list[str]:
+    """Return sentences about a spike: its loss, its replay, the rows to blame, and other spikes."""
+    mine, recorded, lines = report.spike, report.recorded, []
+    before = f", after a median of {mine.before:.6g}" if mine else ""
+    until = f", high until step {mine.last_step}" if mine and mine.last_step > report.step else ""
+    lines.append(f"step {report.step}: loss {report.replayed if recorded is None else recorded:.6g}{before}{until}")
+    place = f"checkpoint of step {report.replayed_from}" if report.replayed_from else "beginning"
+    same = "bit-identical" if report.identical else f"found {report.replayed!r}, and in the ledger {recorded!r}"
+    lines.append(f"replayed from the {place}: {'no recorded loss to compare' if recorded is None else same}")
+    if report.to_blame:
+        lines.append(f"without {report.to_blame} of {format_count(len(report.rows), 'row')} (*) it would be no spike")
+    elif mine:
+        lines.append("no few rows are to blame: look at the step before, the weights and the learning rate")
+    if report.others:
+        listed = ", ".join(f"{each.step} ({each.peak:.6g})" for each in report.others[:_OTHERS])
+        more = f" and {len(report.others) - _OTHERS} more" if len(report.others) > _OTHERS else ""
+        lines.append(f"other spikes, at steps {listed}{more}")
+    return lines
 
 
 def _start_of(text: str) -> str:

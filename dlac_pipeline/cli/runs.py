@@ -3,7 +3,6 @@
 import signal
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,9 +81,7 @@ def rehearse(
         int | None,
         Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
     ] = None,
-    sandbox: Annotated[
-        Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")
-    ] = None,
+    sandbox: ui.Sandbox = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,

@@ -16,11 +16,12 @@ DlacError
 │   ├── StoreUnavailable, CheckpointDamaged, CheckpointUnsafe
 │   └── NoRestorableCheckpoint, CursorMismatch, WorldSizeUnsupported
 └── TrainingFailed
-    ├── NoProgress, LossNotFinite, ScriptFailed, LeftUnfinished, Preempted
+    ├── NoProgress, LossNotFinite, LossSpiked, ScriptFailed, LeftUnfinished, Preempted
     └── NodesMissing, ClusterRefused, ClusterSilent
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from dlac_pipeline.lakehouse.masking import mask_secrets
 
@@ -255,6 +256,13 @@ class NoProgress(TrainingFailed, exit_code=85, transient=False):
 
 class LossNotFinite(TrainingFailed, exit_code=88, transient=False):
     """The loss of a step that was applied is NaN or infinite, or the weights are: training on would waste time."""
+
+
+class LossSpiked(TrainingFailed, exit_code=90, transient=False):
+    """The loss of a step is far above those of the steps before, and `launch.on_spike` does not train on."""
+
+    detail: Mapping[str, Any] = {}
+    """The step and the samples to blame, if another attempt is to leave them out."""
 
 
 class ScriptFailed(TrainingFailed, exit_code=89, transient=False):

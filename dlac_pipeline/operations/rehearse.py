@@ -1,29 +1,21 @@
-"""Rehearsal: a kept checkpoint is restored in a sandbox, and the losses of the steps after it are compared.
+"""Rehearsal: a kept checkpoint is restored in a sandbox, and the losses of the steps after it are compared (`step_replay`)."""
 
-Production is only read: no claim, no ledger row, no file of the run, no lock that a live run needs.
-"""
-
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.checkpoint.manifest import config_digest
-from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
-from dlac_pipeline.checkpoint.store import Tiers, tiers_of
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable
+from dlac_pipeline.checkpoint.spikes import skipped_steps
+from dlac_pipeline.lakehouse.errors import NothingToRehearse
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, out_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
-from dlac_pipeline.operations.replay import replay, sandbox, spec_in_sandbox
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.operations.step_replay import Replay, ReplayStart, replay_steps
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
-from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
-from dlac_pipeline.supervise.claims import spec_of_attempt
 
 MOST_STEPS = 20
 """Number of steps unless the caller requests more."""
@@ -115,15 +107,6 @@ class Rehearsal:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Chosen:
-    """A kept checkpoint and its committed successor, among the run's rows."""
-
-    rows: list[LedgerRow]
-    checkpoint: CheckpointRow
-    successor: CheckpointRow
-
-
 def rehearse_run(
     lakehouse: Lakehouse,
     run: str,
@@ -146,48 +129,28 @@ def rehearse_run(
         StoreUnavailable: the store does not answer.
         TrainingFailed, DlacError: the ranks failed with it.
     """
-    with sandbox(sandbox_folder) as folder:
-        started = time.monotonic()
-        spec, chosen, restored = _restored(lakehouse, run, spec, folder)
-        restored_at = time.monotonic()
-        count = MOST_STEPS if steps is None else steps
-        last = min(int(chosen.successor.step), restored.manifest.step + count)
-        digest = restored.manifest.config_digest
-        leg = leg_of(chosen.rows, chosen.successor.checkpoint_id)
-        point = _resume_point(chosen, restored, leg, last)
-        replayed = replay(spec_in_sandbox(spec, leg, chosen.successor, folder), folder, point)
-        return Rehearsal(
-            run=run,
-            checkpoint_id=chosen.checkpoint.checkpoint_id,
-            step=restored.manifest.step,
-            successor=chosen.successor.checkpoint_id,
-            attempt=chosen.successor.attempt,
-            world_size=chosen.successor.world_size,
-            script=spec.launch.script,
-            config_changed=config_digest(spec) != digest if digest else None,
-            steps=tuple(_compared(lakehouse, chosen, restored.manifest.step, last, replayed)),
-            restore_s=restored_at - started,
-            replay_s=time.monotonic() - restored_at,
-        )
+    count = MOST_STEPS if steps is None else steps
+    done = replay_steps(
+        lakehouse, run, partial(_newest_with_successor, Ledger(lakehouse), run, count), spec=spec, folder=sandbox_folder
+    )
+    assert done.restored is not None, "it begins with a checkpoint"
+    digest, start = done.restored.manifest.config_digest, done.start
+    return Rehearsal(
+        run=run,
+        checkpoint_id=done.restored.manifest.checkpoint_id,
+        step=start.step,
+        successor=start.successor.checkpoint_id,
+        attempt=start.successor.attempt,
+        world_size=start.successor.world_size,
+        script=done.spec.launch.script,
+        config_changed=config_digest(done.spec) != digest if digest else None,
+        steps=tuple(_compared(lakehouse, done)),
+        restore_s=done.restore_s,
+        replay_s=done.replay_s,
+    )
 
 
-def _restored(
-    lakehouse: Lakehouse, run: str, wanted: JobSpec | None, folder: Path
-) -> tuple[JobSpec, _Chosen, Restored]:
-    """Copy a checkpoint into the sandbox and return it. If the checkpoint was retired during the copy, take another one."""
-    ledger = Ledger(lakehouse)
-    while True:
-        chosen = _newest_with_successor(ledger, run)
-        spec = wanted or spec_of_attempt(lakehouse, chosen.rows, run, chosen.successor.attempt)
-        tiers = Tiers(run=run, local=folder, store=spec.checkpoint.store, files=tiers_of(spec).files)
-        try:
-            return spec, chosen, restore(chosen.checkpoint, tiers)
-        except (CheckpointDamaged, StoreUnavailable):  # the folder of a retired checkpoint may be removed
-            if chosen.checkpoint.checkpoint_id not in out_of(ledger.head_rows(run)):
-                raise
-
-
-def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
+def _newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
     rows = ledger.head_rows(run)
     checkpoints = checkpoint_rows(rows)
     out = out_of(rows)
@@ -197,7 +160,8 @@ def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
         lineage += 1
         parent = checkpoints.get(successor.parent or "")
         if parent is not None and parent.checkpoint_id not in out and successor.losses:
-            return _Chosen(rows=rows, checkpoint=parent, successor=successor)
+            last, leg = min(successor.step, parent.step + count), leg_of(rows, successor.checkpoint_id)
+            return ReplayStart(rows=rows, checkpoint=parent, successor=successor, leg=leg, last=last)
         successor = parent
     raise NothingToRehearse(
         f"expected a checkpoint of run {run!r} that is kept and has a committed successor with recorded losses, found none among "
@@ -206,37 +170,15 @@ def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
     )
 
 
-def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> ResumePoint:
-    before = leg_of(chosen.rows, chosen.checkpoint.checkpoint_id)
-    point = ResumePoint(
-        attempt=chosen.successor.attempt,
-        nonce=new_nonce(),
-        replaces=0,
-        leg=leg.to_json(),
-        leg_is_new=leg.index != before.index,
-        rehearses_until=last,
-    )
-    return point.after(restored, chosen.checkpoint)
-
-
-def _compared(
-    lakehouse: Lakehouse, chosen: _Chosen, start: int, last: int, replayed: dict[str, Any]
-) -> Iterator[RehearsedStep]:
-    recorded, found = (dict(enumerate(losses, start + 1)) for losses in (chosen.successor.losses, replayed["losses"]))
-    skipped = _skipped_steps(lakehouse, chosen.successor)
-    for step in range(start + 1, last + 1):
+def _compared(lakehouse: Lakehouse, done: Replay) -> Iterator[RehearsedStep]:
+    start = done.start
+    recorded = dict(enumerate(start.successor.losses, start.step + 1))
+    skipped = skipped_steps(Ledger(lakehouse), [start.successor])
+    for step in range(start.step + 1, start.last + 1):
         yield RehearsedStep(
             step=step,
             recorded=recorded.get(step),
-            replayed=found.get(step),
+            replayed=done.losses.get(step),
             recorded_skipped=step in skipped,
-            replayed_skipped=step in replayed["skipped"],
+            replayed_skipped=step in done.skipped,
         )
-
-
-def _skipped_steps(lakehouse: Lakehouse, successor: CheckpointRow) -> set[int]:
-    if not successor.skipped_steps:
-        return set()
-    rows = Ledger(lakehouse).rows(successor.run, kinds=(AdvanceRow,))
-    mine = [row for row in rows if row.checkpoint_id == successor.checkpoint_id and not row.applied]
-    return {step for row in mine for step in range(row.first_step, row.last_step + 1)}

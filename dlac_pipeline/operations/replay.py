@@ -78,7 +78,12 @@ def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: CheckpointRow, folder: P
     names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
     order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
     checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
-    here = {"world_size": successor.world_size, "nodes": "", "termination_url": ""}  # all ranks are on this node
+    here = {
+        "world_size": successor.world_size,
+        "nodes": "",
+        "termination_url": "",
+        "on_spike": None,
+    }  # all ranks are on this node
     launch = spec.launch.model_copy(update={**here, "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"}})
     return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
 
@@ -102,7 +107,9 @@ def replay(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
             ranks.end()
     events = launch / "events.jsonl"
     written = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    return next((event for event in written if event["event"] == "rehearsed"), {"losses": [], "skipped": []})
+    return next(
+        (event for event in written if event["event"] == "rehearsed"), {"losses": [], "skipped": [], "samples": []}
+    )
 
 
 def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -> None:

@@ -12,7 +12,7 @@ from dlac_pipeline.read.line import BlockAdvance
 Moved = tuple[int, int, BlockAdvance]
 
 
-def _nothing() -> None:
+def _nothing(losses: torch.Tensor) -> None:
     """Do nothing, for a caller that does not ask."""
 
 
@@ -40,8 +40,8 @@ class Batch:
     """The cursors of this rank's key groups after the batch, int64 [key groups, sources, 4]: pass, block, position, offset."""
     moved: tuple[Moved, ...] = ()
     """The ranges that the batch moved, where the step does not determine them."""
-    on_mean: Callable[[], None] = field(default=_nothing, repr=False)
-    """Called when the loss is requested: the forward part of the step is done."""
+    on_mean: Callable[[torch.Tensor], None] = field(default=_nothing, repr=False)
+    """Receives the losses of samples or tokens when their mean is requested: the forward part of the step is done."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
         """The tensor of one column."""
@@ -67,7 +67,7 @@ class Batch:
         return self._share(per_token, counted=self.tensors["document"] > 0, of=self.tokens)
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
-        self.on_mean()
+        self.on_mean(losses)
         mask = counted.to(losses.device, non_blocking=counted.is_pinned())
         share = torch.where(mask, losses, torch.zeros_like(losses)).sum()
         return share * (self.world_size / of)

@@ -101,6 +101,11 @@ class LaunchSpec(Section):
     """"stop": the run ends with LossNotFinite soon after a step whose loss is NaN or infinite. It commits no checkpoint of such a
     step or such weights. "warn": it continues with a warning. Steps that were not applied, such as after an fp16 overflow, do
     not count."""
+    on_spike: Literal["stop", "exclude"] | None = None
+    """"stop": the run ends with LossSpiked soon after a step whose loss is far above those before, by the rule of `dlac spike`,
+    or NaN. It commits no checkpoint of that step. "exclude": the next attempt leaves out the rows without which the step would be
+    no spike. If it is one again, or no few rows are to blame, training continues with a warning. Unset: it continues. Steps that
+    were not applied do not count."""
     straggler_factor: float = Field(default=2.0, ge=0, le=1e6)
     """A rank is a straggler if its own time in a phase is at least this many times the median of the other ranks, and straggler_s
     longer. 0: never."""

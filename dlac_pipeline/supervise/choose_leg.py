@@ -34,6 +34,8 @@ class ResumeOptions:
     """True to continue with the changes of followed tables since they were planned."""
     unreadable: tuple[Unreadable, ...] = ()
     """Row groups to leave out from this launch on."""
+    spike_step: int = 0
+    """Step up to which loss spikes are trained through, because rows were left out for them."""
 
 
 class LegChooser:

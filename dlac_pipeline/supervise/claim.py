@@ -57,6 +57,8 @@ class ResumePoint:
     quarantined: list[str] | None = None
     claim_s: float = 0.0
     verify_s: float = 0.0
+    spike_step: int = 0
+    """Step up to which loss spikes are trained through."""
     rehearses_until: int = 0
     """Last step of a rehearsal, which commits nothing. 0 for a launch that trains."""
 
@@ -161,7 +163,8 @@ def claim_and_verify(
 
     point = _resume(chooser, leg, before, claimed, tiers, restore_row)
     verify_s = time.monotonic() - claimed_at
-    return replace(point, replaces=replaced, claim_s=claimed_at - started, verify_s=verify_s)
+    point = replace(point, replaces=replaced, spike_step=request.options.spike_step)
+    return replace(point, claim_s=claimed_at - started, verify_s=verify_s)
 
 
 def _resume(

@@ -237,7 +237,8 @@ class Supervisor:
         else:
             self._failure = end
             left_out = launch.restart_policy.plan_restart(attempt, end)
-            self._options = replace(self._options, unreadable=(*self._options.unreadable, *left_out))
+            unreadable, spike_step = (*self._options.unreadable, *left_out), launch.restart_policy.spike_step
+            self._options = replace(self._options, unreadable=unreadable, spike_step=spike_step)
         return AttemptVerdict(restart=self._failure, attempt=attempt.number, step=attempt.step)
 
     def _finished_before(self, takeover: Takeover, err: errors.RunFinished) -> AttemptVerdict:

@@ -1,6 +1,5 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import rng_state, seed_rng, set_rng_state
 from dlac_pipeline.checkpoint.step_sync import StepSync
-from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
@@ -22,6 +20,7 @@ from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
+from dlac_pipeline.train.spike_check import SpikeCheck
 
 
 def prepare_process(spec: JobSpec) -> None:
@@ -55,11 +54,9 @@ class Checkpointing:
         self._policy = policy
         self._heartbeat = heartbeat
         self._events = events
-        self._finiteness = FinitenessCheck(
-            spec.run,
-            "warn" if REHEARSAL_VARIABLE in os.environ else spec.launch.on_nonfinite_loss,
-            warn=lambda message: self._events.write({"event": "warning", "message": message}),
-        )
+        self.spikes = SpikeCheck(spec, attempt, communicator.tree, self._warn)
+        on_nonfinite = "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss
+        self._finiteness = FinitenessCheck(spec.run, on_nonfinite, warn=self._warn)
 
     def restore(self, engine: object, parts: Mapping[str, Any]) -> None:
         """Take the script's engine, and load the checkpoint of the resume point into it."""
@@ -132,7 +129,11 @@ class Checkpointing:
         self._tracker.losses += sync.losses
         self._heartbeat.record_loss(sync.step, sync.losses[-1])
         self._policy.on_sync(sync)
+        self.spikes.check(sync, skipped=self._tracker.skipped)
         self._finiteness.check_losses(sync, skipped=self._tracker.skipped)
+
+    def _warn(self, message: str) -> None:
+        self._events.write({"event": "warning", "message": message})
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:

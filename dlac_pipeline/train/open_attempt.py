@@ -37,6 +37,7 @@ class OpenAttempt:
     reader: RankReader
     tracker: ReaderStateTracker
     manager: CheckpointManager
+    plans: Plans
 
     @property
     def step(self) -> int:
@@ -65,11 +66,11 @@ class OpenAttempt:
         unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
-    def end_run(self, plans: Plans, communicator: Communicator, *, stopped: bool) -> str:
+    def end_run(self, communicator: Communicator, *, stopped: bool) -> str:
         """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
         finished, is_first = not stopped and self.ends_run, communicator.rank == 0
         if finished and is_first:
-            finish(Ledger(plans.lakehouse), self.name, step=self.step)
+            finish(Ledger(self.plans.lakehouse), self.name, step=self.step)
         communicator.tree.broadcast(b"done" if is_first else None)
         return "finished" if finished else "stopped" if stopped else "caught_up"
 
@@ -109,7 +110,14 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         evicts=communicator.is_first_of_node,
     )
     return OpenAttempt(
-        name=attempt, point=point, leg=opened.leg, order=opened.order, reader=reader, tracker=tracker, manager=manager
+        name=attempt,
+        point=point,
+        leg=opened.leg,
+        order=opened.order,
+        reader=reader,
+        tracker=tracker,
+        manager=manager,
+        plans=plans,
     )
 
 

@@ -23,7 +23,7 @@ import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
-from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
+from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -269,7 +269,7 @@ class TrainingRun:
 
     def record_failure(self, err: BaseException) -> None:
         """Record without a supervisor that the run is given up, or that the recovery before the first step failed."""
-        if self.rank == 0 and isinstance(err, LossNotFinite):
+        if self.rank == 0 and isinstance(err, LossNotFinite | LossSpiked):
             self._recoveries.give_up(err, attempt=self.resume_point.attempt, step=self.step)
         self._recoveries.fail()
 
@@ -285,7 +285,7 @@ class TrainingRun:
         attempt = self._attempt
         if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
             self._checkpointing.take("end", wait=True)
-        ending = attempt.end_run(self._plans, self._communicator, stopped=self.stopped)
+        ending = attempt.end_run(self._communicator, stopped=self.stopped)
         if self.stopped:
             self._policy.left()
         self._events.write({"event": ending, "step": attempt.step})
@@ -298,7 +298,8 @@ class TrainingRun:
         """Report the losses of a rehearsal. Nothing is committed."""
         self._checkpointing.receive_all()
         tracker = self._attempt.tracker
-        results = {"losses": tracker.losses, "skipped": tracker.skipped}
+        samples = self._checkpointing.spikes.gather(tracker.step)
+        results = {"losses": tracker.losses, "skipped": tracker.skipped, "samples": samples}
         self._events.write({"event": "rehearsed", "step": tracker.step, **results})
         self._heartbeat.doing(Phase.DONE, tracker.step)
 
@@ -306,5 +307,6 @@ class TrainingRun:
         """Yield the reader's batches, with a heartbeat before and after each."""
         self._heartbeat.reading()
         for batch in self._attempt.reader:
-            yield self._heartbeat.handed(batch, counted=self._attempt.order.counted)
+            handed = self._heartbeat.handed(batch, counted=self._attempt.order.counted)
+            yield self._checkpointing.spikes.watch(handed)
             self._heartbeat.reading()

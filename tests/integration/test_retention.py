@@ -30,7 +30,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     VerifyRow,
 )
 from dlac_pipeline.lakehouse.store_files import StoreFiles, path_at
-from dlac_pipeline.operations import rehearse
+from dlac_pipeline.operations import rehearse, step_replay
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
@@ -287,13 +287,17 @@ def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, m
             train_past_the_first_attempt(arena, spec)
         return restore(row, tiers)
 
-    monkeypatch.setattr(rehearse, "restore", meanwhile)
-    _, chosen, restored = rehearse._restored(arena.lakehouse, "r", spec, tmp_path / "sandbox")
+    def choose() -> step_replay.ReplayStart:
+        return rehearse._newest_with_successor(Ledger(arena.lakehouse), "r", 1)
+
+    monkeypatch.setattr(step_replay, "restore", meanwhile)
+    _, chosen, restored = step_replay._restored(arena.lakehouse, "r", choose, spec, tmp_path / "sandbox")
+    assert restored is not None
     assert tried == [10, 60]
     assert (chosen.successor.step, restored.manifest.step) == (63, 60)
     Path(spec.checkpoint.store).rename(arena.home / "away")
     with pytest.raises(StoreUnavailable, match="mount the store"):
-        rehearse._restored(arena.lakehouse, "r", spec, tmp_path / "another")
+        step_replay._restored(arena.lakehouse, "r", choose, spec, tmp_path / "another")
 
 
 def test_named_checkpoint_is_kept(arena: Arena) -> None:

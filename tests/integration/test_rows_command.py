@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
-from dlac_pipeline.operations.step_rows import StepRows
+from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.integration.conftest import Command, Lake
 
 

@@ -85,7 +85,7 @@ class HeartbeatWriter:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _forward_done(self) -> None:
+    def _forward_done(self, losses: object) -> None:
         self._forward_s = self._forward_s or time.monotonic() - self._since
 
     def now(self, phase: Phase) -> RankHeartbeat:

@@ -4,7 +4,7 @@ A row that kills each process that reads it ends every attempt in the same step.
 counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -142,6 +142,11 @@ def rows_in_hand(
         cut = each.cut_of(pass_index)
         for unit, row in map(cut.block(group, block).place_of, positions):
             found.setdefault(cut.units.place(unit), set()).add(int(cut.units.first_row[unit]) + row)
+    return unreadable_rows(found, reason)
+
+
+def unreadable_rows(found: Mapping[tuple[str, int], Collection[int]], reason: str) -> tuple[Unreadable, ...]:
+    """Return rows to leave out, from their positions in the data file by path and row group."""
     return tuple(
         Unreadable(path=path, row_group=group, reason=reason, positions=tuple(sorted(rows)))
         for (path, group), rows in sorted(found.items())

@@ -1,5 +1,6 @@
 """Restart policy after a failed attempt: another attempt, the rows that it leaves out, or the end of the run."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -11,11 +12,12 @@ from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
 from dlac_pipeline.supervise.incident import write_given_up
-from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_group, rows_in_hand
+from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_group, rows_in_hand, unreadable_rows
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import Supervision
 
-_TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors.Preempted, errors.LossNotFinite)
+_GIVEN_UP = (errors.LossNotFinite, errors.LossSpiked)
+_TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors.Preempted, *_GIVEN_UP)
 """Errors of a rank that another attempt would meet again, here and now."""
 
 
@@ -29,6 +31,8 @@ class RestartPolicy:
         outages = (errors.CatalogUnreachable, errors.StoreUnavailable)
         self._retry = retrying(RETRY_WITHIN_S, of=outages, stop=supervision.stop)
         self._fruitless = self._failed = 0
+        self.spike_step = 0
+        """Step of the last loss spike for which rows were left out. Spikes up to it are trained through."""
         self._crash_loop = CrashLoop(self._spec.launch.deaths_at_same_rows)
 
     def note_rescale(self, attempt: SupervisedAttempt) -> None:
@@ -51,12 +55,13 @@ class RestartPolicy:
             DlacError: no attempt follows, because it would end in the same way.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
-        if failure.kind == errors.LossNotFinite.__name__:
+        spiked = "samples" in failure.detail
+        if not spiked and failure.kind in {each.__name__ for each in _GIVEN_UP}:
             self.record_given_up(failure, attempt.number)
         if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set())):
             self._raise_if_final(failure)
         retry = self._retry
-        left_out: Sequence[Unreadable] = retry(self._damaged, failure, attempt.leg)
+        left_out: Sequence[Unreadable] = retry(self._spiked if spiked else self._damaged, failure, attempt.leg)
         if not left_out:
             follows = self._crash_loop.decide(failure, committed=attempt.committed)
             if follows == "stop":
@@ -102,7 +107,7 @@ class RestartPolicy:
     def _raise_if_final(self, failure: Failure) -> None:
         """Raise the error of a rank if another attempt would meet it again, or if a stop was requested."""
         kind = errors.error_class(failure.kind)
-        if kind is not None and issubclass(kind, _TERMINAL):
+        if kind is not None and issubclass(kind, _TERMINAL) and "samples" not in failure.detail:
             raise kind(failure.message)
         if self._supervision.stop.is_set():
             stuck = "the ranks were asked to leave and did not"
@@ -126,6 +131,29 @@ class RestartPolicy:
         self._supervision.publish({"event": "quarantine", **asdict(unreadable)})
         return (unreadable,)
 
+    def _spiked(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
+        """Return the rows to blame for a loss spike, by the samples that the ranks named."""
+        from dlac_pipeline.supervise.steps.step_rows import StepRows  # it imports DuckDB, which costs each launch time
+
+        steps, found = (
+            StepRows(self._lakehouse, self._spec.run, spec=self._spec),
+            defaultdict[tuple[str, int], set[int]](set),
+        )
+        self.spike_step = failure.detail["step"]
+        rows = steps.of_found(steps.steps.find_trained(self.spike_step))
+        for slot, place, count in failure.detail["samples"]:
+            mine = [row for row in rows if row.slot == slot]
+            for row in [mine[place]] if len(mine) == count else mine:
+                found[row.file_path, row.row_group].add(row.row)
+        return self._left_out(unreadable_rows(found, failure.message), self.spike_step, failure.message)
+
+    def _left_out(self, rows: Sequence[Unreadable], step: int, reason: str) -> Sequence[Unreadable]:
+        """Return rows of a step after their event."""
+        counts = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows)}
+        event = {"event": "quarantine", "step": step, **counts, "reason": reason, "tentative": True}
+        self._supervision.publish(event)
+        return rows
+
     def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
         """Return the rows that the last attempts had in hand when they died."""
         assert attempt.leg is not None, "it has trained"
@@ -135,10 +163,7 @@ class RestartPolicy:
             f"{count} attempts in a row died in step {step} with these rows in hand; the last one: {failure.summary}"
         )
         rows = rows_in_hand(plans, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
-        counts = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows)}
-        event = {"event": "quarantine", "step": step, **counts, "reason": reason, "tentative": True}
-        self._supervision.publish(event)
-        return rows
+        return self._left_out(rows, step, reason)
 
 
 def _hopeless(run: str, attempt: int, failure: Failure) -> errors.TrainingFailed:

@@ -15,8 +15,6 @@ import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.operations.committed_steps import CommittedStep, CommittedSteps, start_of
-from dlac_pipeline.operations.row_values import values_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
@@ -24,6 +22,8 @@ from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt
+from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps, start_of
+from dlac_pipeline.supervise.steps.row_values import values_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,17 +80,17 @@ class StepRows:
 
     def __init__(self, lakehouse: Lakehouse, run: str, *, spec: JobSpec | None = None) -> None:
         """`spec` is for packed and transformed legs. Without it the job spec of the attempt is used, if this node has it."""
-        self._lakehouse = lakehouse
-        self._run = run
+        self.lakehouse = lakehouse
+        self.run = run
         self._spec = spec
-        self._steps = CommittedSteps(lakehouse, run)
+        self.steps = CommittedSteps(lakehouse, run)
         self._plans = Plans(lakehouse)
         self._orders: dict[int, LegOrder] = {}
 
     @property
     def last_step(self) -> int:
         """The last committed step."""
-        return self._steps.last
+        return self.steps.last
 
     def of(self, step: int, *, rank: int | None = None, column: str | None = None) -> list[StepRow]:
         """Return the rows of a step, or of one rank in it, in the order of slots, with the values of a column.
@@ -102,24 +102,24 @@ class StepRows:
             TableReplaced, PinLost: the table of such a leg, or one with the column, is not the planned one, or lost its pin.
             UnitUnreadable: a data file that is read is gone.
         """
-        found = self._steps.find(step)
+        return self.of_found(self.steps.find(step), rank=rank, column=column)
+
+    def of_found(self, found: CommittedStep, *, rank: int | None = None, column: str | None = None) -> list[StepRow]:
+        """Return the rows of a step that was found. Raises as `of`."""
         ranks, batch_size = found.checkpoint.world_size, found.leg.batch_size
         if rank is not None and not 0 <= rank < ranks:
             raise SpecInvalid(
-                f"expected one of the ranks 0 to {ranks - 1} of step {step}, found {rank}: name one of these"
+                f"expected one of the ranks 0 to {ranks - 1} of step {found.step}, found {rank}: name one of these"
             )
         slots = (
             range(batch_size) if rank is None else range(batch_size // ranks * rank, batch_size // ranks * (rank + 1))
         )
         samples = self._samples(found, slots)
-        values: Sequence[Any] = [None] * len(samples)
-        if column is not None:
-            names = [each.table for each in (self._spec or found.leg).sources]
-            values = values_of(self._plans, found.leg, names, samples, column)
+        values = [None] * len(samples) if column is None else self.values(found.leg, samples, column)
         return [
             StepRow(
-                run=self._run,
-                step=step,
+                run=self.run,
+                step=found.step,
                 rank=(mine := each.slot * ranks // batch_size),
                 node=found.nodes[mine] if found.nodes else None,
                 source_table=found.leg.sources[each.source].table,
@@ -128,6 +128,14 @@ class StepRows:
             )
             for each, value in zip(samples, values, strict=True)
         ]
+
+    def tables(self, leg: Leg) -> list[str]:
+        """Return the present name of each source's table."""
+        return [each.table for each in (self._spec or leg).sources]
+
+    def values(self, leg: Leg, rows: Sequence[SampleRow], column: str) -> list[Any]:
+        """Return the values of a column in rows of a leg. Raises as `of`."""
+        return values_of(self._plans, leg, self.tables(leg), rows, column)
 
     def _samples(self, found: CommittedStep, slots: range) -> list[SampleRow]:
         leg, step = found.leg, found.step
@@ -145,9 +153,9 @@ class StepRows:
         from dlac_pipeline.read.reader import open_streams
 
         leg = found.leg
-        spec = self._spec or spec_of_attempt(self._lakehouse, self._steps.rows, self._run, found.checkpoint.attempt)
+        spec = self._spec or spec_of_attempt(self.lakehouse, self.steps.rows, self.run, found.checkpoint.attempt)
         opened = open_leg(self._plans, leg, spec)
-        state, since = self._steps.state_before(found)
+        state, since = self.steps.state_before(found)
         budget = spec.read.budget_mb * 2**20
         with closing(Prefetcher(threads=spec.read.threads, budget_bytes=budget)) as prefetch:
             streams = open_streams(opened, prefetch)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dlac_pipeline.checkpoint.spikes import recorded_losses
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -12,6 +13,9 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.claims import launch_folders_of, spec_of_attempt, trained_attempts
+from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +40,13 @@ class CommittedSteps:
         self._run = run
         self.rows = self._ledger.head_rows(run)
         self._checkpoints = checkpoint_rows(self.rows)
-        self._lineage = [self._checkpoints[each] for each in lineage_of(self.rows, fence_of_rows(self.rows).head)]
+        self.lineage = [self._checkpoints[each] for each in lineage_of(self.rows, fence_of_rows(self.rows).head)]
+        """The surviving checkpoints, newest first."""
 
     @property
     def last(self) -> int:
         """The last committed step."""
-        return self._lineage[0].step if self._lineage else 0
+        return self.lineage[0].step if self.lineage else 0
 
     def find(self, step: int) -> CommittedStep:
         """Return a step of the surviving lineage.
@@ -49,7 +54,7 @@ class CommittedSteps:
         Raises:
             SpecInvalid: the run has not trained the step, or not committed it.
         """
-        covering = [each for each in self._lineage if each.step >= step]
+        covering = [each for each in self.lineage if each.step >= step]
         if not covering or step < 1:
             known = f"1 to {self.last}" if self.last else "of which it has none yet"
             raise SpecInvalid(
@@ -66,6 +71,42 @@ class CommittedSteps:
             parent=parent,
             nodes=self._nodes_of(checkpoint.attempt),
         )
+
+    def losses(self) -> dict[int, float]:
+        """Return the loss of each applied step of the surviving lineage."""
+        return recorded_losses(self._ledger, self.rows, self.lineage[0].checkpoint_id if self.lineage else None)
+
+    def find_trained(self, step: int) -> CommittedStep:
+        """Return a committed step, or a later one that the last attempt trained and lost, by its launch folder.
+
+        Its `checkpoint` is then one that the ledger does not have. Raises as `find`.
+        """
+        head, attempt = self.lineage[0] if self.lineage else None, max(trained_attempts(self.rows), default=0)
+        head_id = None if head is None else head.checkpoint_id
+        for folder in launch_folders_of(self.rows, attempt) if step > self.last else ():
+            resumed = folder / "resume.json"
+            point = ResumePoint.from_json(resumed.read_text()) if resumed.exists() else None
+            if (
+                point is None
+                or step > max((each.step for each in read_heartbeats(folder)), default=0)
+                or (head_id != point.checkpoint_id and (head is None or head.attempt != attempt))
+            ):
+                continue
+            spec = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt)
+            return CommittedStep(
+                step=step,
+                leg=Leg.from_json(point.leg),
+                checkpoint=CheckpointRow(attempt=attempt, step=step, world_size=spec.launch.world_size, parent=head_id),
+                parent=head,
+                nodes=self._nodes_of(attempt),
+            )
+        return self.find(step)
+
+    @property
+    def begins_itself(self) -> bool:
+        """True if the run began without a checkpoint of another one."""
+        adopted = bool(self.lineage) and self.lineage[-1].adopted is not None
+        return not adopted and not any(isinstance(each, ForkRow) for each in self.rows)
 
     def _check_trained(self, first: CheckpointRow, step: int) -> None:
         """Check that the run itself trained the steps of its first checkpoint."""

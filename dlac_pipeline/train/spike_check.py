@@ -1,0 +1,108 @@
+"""Loss spikes while a run trains, as `launch.on_spike` states. All ranks have the same losses, and so the same verdict."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
+from dlac_pipeline.checkpoint.spikes import FACTOR, WINDOW, LossWindow, count_to_blame, finite_or_inf, recorded_losses
+from dlac_pipeline.checkpoint.step_sync import MAX_STEPS, StepSync
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
+from dlac_pipeline.lakehouse.errors import LossSpiked, ScriptInvalid
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.train.open_attempt import OpenAttempt
+from dlac_pipeline.train.sample_losses import Parts, SampleLosses
+
+_READ = 20 * WINDOW
+"""Steps whose losses are read from the ledger. Some of them may be NaN, or of steps that were not applied."""
+
+
+class SpikeCheck:
+    """The check of one rank, and the losses of its samples as long as they may be needed."""
+
+    def __init__(self, spec: JobSpec, attempt: OpenAttempt, tree: RankTree, warn: Callable[[str], None]) -> None:
+        self._run, self._tree, self._warn = spec.run, tree, warn
+        self._policy = None if attempt.rehearses else spec.launch.on_spike
+        if self._policy == "exclude" and LAUNCH_VARIABLE not in os.environ:
+            self._policy = "stop"  # only a supervisor starts an attempt without these rows
+        self._window = LossWindow(_losses_before(attempt, tree) if self._policy is not None else {})
+        self._tolerated_step = attempt.point.spike_step
+        # A spike is known after two messages of all ranks. A rehearsal keeps the losses of its last step.
+        kept = 2 * MAX_STEPS if self._policy == "exclude" else int(attempt.rehearses)
+        self._kept: deque[SampleLosses] = deque(maxlen=kept)
+
+    def watch(self, batch: Batch) -> Batch:
+        """Return the batch, whose losses are kept. Raise `ScriptInvalid` if the script gave none of the last one."""
+        if not self._kept.maxlen:
+            return batch
+        if self._policy == "exclude" and self._kept and not self._kept[-1].sums:
+            raise ScriptInvalid(
+                "expected the loss of each sample by batch.mean, or of each token by batch.token_mean, found none in run "
+                f'{self._run!r}: compute it without its mean (reduction="none"), or set launch.on_spike = "stop"'
+            )
+        self._kept.append(SampleLosses(batch))
+        return replace(batch, on_mean=self._kept[-1].add)
+
+    def check(self, sync: StepSync, *, skipped: Collection[int]) -> None:
+        """Check the losses of a step message. Steps that were not applied do not count. Raise `LossSpiked` by policy."""
+        for step, loss in enumerate(sync.losses, start=sync.step - len(sync.losses) + 1):
+            if self._policy is None or step in skipped:
+                continue
+            if self._window.is_spike(loss):
+                self._report(step, loss)
+            self._window.add(loss)
+
+    def gather(self, step: int) -> list[Parts]:
+        """Return the losses of the samples of a step, by slot of the global batch, at rank 0. Collective."""
+        mine = next((each.read() for each in self._kept if each.step == step), [])
+        return [parts for ranks in self._tree.gather(json.dumps(mine).encode()) or () for parts in json.loads(ranks)]
+
+    def _report(self, step: int, loss: float) -> None:
+        """Raise `LossSpiked`. If a restart cannot help, only warn. Collective."""
+        found = (
+            f"expected a loss of run {self._run!r} of at most {self._window.limit:.6g} ({FACTOR:g} deviations above the median "
+            f"{self._window.middle:.6g} of the steps before), found {loss:.6g} at step {step}"
+        )
+        if self._policy == "stop":
+            raise LossSpiked(
+                f"{found}; no checkpoint has the step, the last committed one is kept: `dlac spike {self._run} --step {step}` "
+                "ranks its rows and prints the rewind without the worst, then train again"
+            )
+        blamed = [] if step <= self._tolerated_step else self._find_blamed(step)
+        if not blamed:
+            without = (
+                "without the rows that it blamed before" if step <= self._tolerated_step else "no few rows to blame"
+            )
+            self._warn(f"{found}, {without}: training continues")
+            return
+        err = LossSpiked(f"{found}, by {len(blamed)} of its samples: the next attempt leaves their rows out")
+        err.detail = {"step": step, "samples": blamed}
+        raise err
+
+    def _find_blamed(self, step: int) -> list[tuple[int, int, int]]:
+        """Return the samples without which a step would be no spike: slot, and place among the documents of the slot."""
+        samples = [
+            (loss, items, (slot, place, len(parts)))
+            for slot, parts in enumerate(self.gather(step))
+            for place, (loss, items) in enumerate(parts)
+        ]
+        samples.sort(key=lambda sample: finite_or_inf(sample[0]), reverse=True)
+        count = count_to_blame([sample[:2] for sample in samples], self._window.limit)
+        mine = json.dumps([sample[2] for sample in samples[:count]]).encode()
+        return [tuple(each) for each in json.loads(self._tree.broadcast(mine if self._tree.rank == 0 else None))]
+
+
+def _losses_before(attempt: OpenAttempt, tree: RankTree) -> dict[int, float]:
+    """Return the last losses before the resume point, by the ledger, which rank 0 reads. Collective."""
+    losses: dict[int, float] = {}
+    with failing_together(tree, doing="reading the losses of earlier steps"):
+        if tree.rank == 0:
+            ledger = Ledger(attempt.plans.lakehouse)
+            rows = ledger.rows(attempt.name.run, kinds=(CheckpointRow,))
+            losses = recorded_losses(ledger, rows, attempt.point.checkpoint_id, least=_READ)
+    return dict(json.loads(tree.broadcast(json.dumps(list(losses.items())).encode() if tree.rank == 0 else None)))
