@@ -1,24 +1,28 @@
-"""DuckDB over a lakehouse: DLAC's five tables as Arrow, and over them the views and macros of `sql/`.
+"""DuckDB over a lakehouse: DLAC's five tables, and over them the views and macros of `sql/`.
 
 They use the tables alone, and neither the order code nor a manifest. A connection shows the tables as they were when it was
 opened.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import duckdb
-import pyarrow as pa
-import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.table import FileScanTask, Table
 
 from dlac_pipeline.lakehouse.durable_io import temporary_beside
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most
+from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 
 QUESTIONS = (
     "bare_path",
@@ -77,15 +81,30 @@ _VIEWS = (*QUESTIONS, *_AUDIT)
 _OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
+_COMMENTS = re.compile(r"--.*")
 _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
 _LISTING = re.compile(r"\b(show|describe|pragma|information_schema|query_table|(duckdb|sqlite|pg)_\w+)\b")
 """Words of a query that may use any table or view without its name."""
 _READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
 """Texts of a query, one of which occurs where it reads a data file."""
-_PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
-"""The content ids in the JSON of a leg or a claim."""
-_KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
+_PLANS_OF = r"""
+SELECT DISTINCT plan_id FROM (
+    SELECT plan_id FROM consumption
+    UNION ALL
+    SELECT plan_id FROM slices
+    UNION ALL
+    SELECT unnest(regexp_extract_all(detail, '\b[0-9a-f]{24}\b')) FROM consumption WHERE kind IN ('leg', 'claim')
+) WHERE plan_id IS NOT NULL
+"""
+"""The plans that advances, slices, and the JSON of legs and claims name."""
+_LOADED_ROWS = 250_000
+"""Rows up to which a table is loaded once. The files of a larger one are read by each query, as far as it needs them."""
+_GLOBBING = re.compile(r"[*?\[\]]")
+"""Characters for which DuckDB looks for other files than the named one."""
+_KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
+_LARGE = ("advances", "cuts", "live_plans")
+"""Those of them that read every advance. They are not computed at once for a ledger that is not loaded."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
 """Further such views. They are too expensive without a run."""
 
@@ -122,15 +141,16 @@ def sql_script(name: str) -> str:
 def open_audit(
     lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None
 ) -> duckdb.DuckDBPyConnection:
-    """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are loaded.
+    """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are in them.
 
     `until_seq`, with a run: its ledger as it was with that `seq`.
 
     Raises:
         CatalogUnreachable: the catalog does not answer.
     """
-    kept = _KEPT if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN)
-    return _define(_own_tables(lakehouse, run, until_seq), _VIEWS, kept)
+    connection = _connect()
+    _add_tables(connection, lakehouse, run, until_seq)
+    return _define(connection, _VIEWS, _kept(connection) if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN))
 
 
 def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
@@ -151,26 +171,42 @@ def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
         needed = needed | words
     if _READING_FILES.search(query):
         needed.add("work_units")  # `lock_to_lakehouse` allows its data files
-    tables = {name: lakehouse.read_own(name) for name in _OWN if name in needed}
-    return _define(tables, [name for name, (_, defines) in scripts.items() if needed & defines], _KEPT)
+    connection = _connect()
+    for name in _OWN:
+        if name in needed:
+            _add_table(connection, lakehouse, name)
+    return _define(connection, [name for name, (_, defines) in scripts.items() if needed & defines], _kept(connection))
 
 
 @cache
 def _words_and_names(script: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all words of a script, and the names of the views and macros that it defines."""
-    text = sql_script(script)
+    """Return all words of a script but its comments, and the names of the views and macros that it defines."""
+    text = _COMMENTS.sub("", sql_script(script))
     return frozenset(_WORDS.findall(text)), frozenset(_DEFINITION.findall(text))
 
 
-def _define(tables: dict[str, pa.Table], views: Iterable[str], kept: Collection[str]) -> duckdb.DuckDBPyConnection:
-    """Return a connection with these tables and views. Those of `kept` are computed at once."""
+def _connect() -> duckdb.DuckDBPyConnection:
+    """Return a connection to a database in memory whose tables are compressed. What exceeds its memory goes to a folder."""
     connection = duckdb.connect()
-    for name, rows in tables.items():
-        connection.register(name, rows)
+    connection.execute(f"SET temp_directory = {sql_literal(f'{gettempdir()}/dlac-duckdb-{os.getpid()}')}")
+    connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
+    return connection
+
+
+def _kept(connection: duckdb.DuckDBPyConnection) -> tuple[str, ...]:
+    """Return the views to compute at once, without those that are large where the ledger is not loaded."""
+    is_loaded = "consumption" not in _names_of(connection, "views")
+    return tuple(name for name in _KEPT if is_loaded or name not in _LARGE)
+
+
+def _define(
+    connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str]
+) -> duckdb.DuckDBPyConnection:
+    """Define these views on a connection, and return it. Those of `kept` are computed at once."""
     for name in views:
         connection.execute(sql_script(name))
         if name in kept:
-            connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
+            connection.execute(f"CREATE TABLE kept AS FROM {name}; DROP VIEW {name}; ALTER TABLE kept RENAME TO {name}")
     return connection
 
 
@@ -184,37 +220,87 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
         raise SpecInvalid(
             f"expected the name of a new file, found the file {str(path)!r}: remove it, or name another one"
         )
-    tables = _own_tables(lakehouse, None, None)
     try:
         with temporary_beside(path) as temporary:
             with duckdb.connect(str(temporary)) as connection:
-                for name, rows in tables.items():
-                    connection.register(f"arrow_{name}", rows)
-                    connection.execute(f"CREATE TABLE {name} AS FROM arrow_{name}")
-                    connection.unregister(f"arrow_{name}")
-                for name in _VIEWS:
-                    connection.execute(sql_script(name))
+                for name in _OWN:
+                    _add_table(connection, lakehouse, name, load=True)
+                _define(connection, _VIEWS, ())
             temporary.rename(path)
     except (duckdb.IOException, OSError) as err:
         raise SpecInvalid(f"expected to write the DuckDB file {str(path)!r}, found {err}: name another place") from err
 
 
-def _own_tables(lakehouse: Lakehouse, run: str | None, until_seq: int | None) -> dict[str, pa.Table]:
-    """Return DLAC's tables, with a run only the rows that it needs."""
-    everything = AlwaysTrue()
-    mine: BooleanExpression = everything if run is None else equals("run", run)
-    if run is not None and until_seq is not None:
-        mine = And(mine, at_most("seq", until_seq))
-    consumption = lakehouse.read_own("consumption", mine)
-    cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))
-    slices = lakehouse.read_own("slices", cuts)
-    named = everything if run is None else among("plan_id", _plans_of(consumption, slices))
-    plans = lakehouse.read_own("plans", named)
-    units = lakehouse.read_own(
-        "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
-    )
-    recoveries = lakehouse.read_own("recoveries", mine)
-    return dict(zip(_OWN, (consumption, slices, plans, units, recoveries), strict=True))
+def _add_tables(
+    connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, run: str | None, until_seq: int | None
+) -> None:
+    """Add DLAC's tables, with a run only the rows that it needs."""
+
+    def add(name: str, column: str, query: str) -> None:
+        values = None if run is None else [value for (value,) in connection.execute(query).fetchall()]
+        _add_table(connection, lakehouse, name, column, values)
+
+    mine = None if run is None else [run]
+    _add_table(connection, lakehouse, "consumption", "run", mine, until_seq=until_seq)
+    add("slices", "cut_id", "SELECT DISTINCT cut_id FROM consumption WHERE cut_id IS NOT NULL")
+    add("plans", "plan_id", _PLANS_OF)
+    add("work_units", "write_id", "SELECT DISTINCT write_id FROM plans WHERE write_id IS NOT NULL")
+    _add_table(connection, lakehouse, "recoveries", "run", mine)
+
+
+def _add_table(
+    connection: duckdb.DuckDBPyConnection,
+    lakehouse: Lakehouse,
+    name: str,
+    column: str = "",
+    values: Sequence[str] | None = None,
+    *,
+    until_seq: int | None = None,
+    load: bool = False,
+) -> None:
+    """Add one of DLAC's tables, or its rows with one of `values` in `column`: loaded if it is small, else as a view of its files.
+
+    DuckDB reads the Parquet files of a local warehouse. It has no credentials for others, whose rows come through PyIceberg.
+    """
+    wanted: BooleanExpression = AlwaysTrue() if values is None else among(column, values)
+    condition = "true" if values is None else "false" if not values else f"{column} IN ({_joined(values)})"
+    if until_seq is not None:
+        wanted, condition = And(wanted, at_most("seq", until_seq)), f"{condition} AND seq <= {until_seq}"
+
+    def add(table: Table) -> None:
+        tasks = list(table.scan(wanted).plan_files())
+        paths = _readable_paths(lakehouse, tasks)
+        rows = f"read_parquet([{_joined(paths)}], union_by_name = true, hive_partitioning = false) WHERE {condition}"
+        if not paths:
+            rows = "pyiceberg_rows"
+            connection.register(rows, table.scan(wanted).to_arrow())
+        is_small = load or not paths or sum(task.file.record_count for task in tasks) <= _LOADED_ROWS
+        connection.execute(
+            f"CREATE OR REPLACE {'TABLE' if is_small else 'VIEW'} {name} AS {no_rows(name)} UNION ALL BY NAME FROM {rows}"
+        )
+        if not paths:
+            connection.unregister(rows)
+
+    lakehouse.look(name, add)
+
+
+def _readable_paths(lakehouse: Lakehouse, tasks: Sequence[FileScanTask]) -> list[str]:
+    """Return the paths of data files that DuckDB reads as they are. Empty: it cannot read one of them.
+
+    Raises:
+        FileNotFoundError: one is missing.
+    """
+    folders, found = _local_paths(lakehouse.config.warehouse), []
+    for task in tasks:
+        path = raw_path(task.file.file_path)
+        path = None if path is None else lakehouse.relocation.here(path)
+        is_known = path is not None and any(path.startswith(f"{folder}/") for folder in folders)
+        if path is None or not is_known or task.delete_files or _GLOBBING.search(path):
+            return []
+        if not os.path.exists(path):
+            raise FileNotFoundError(path)
+        found.append(path)
+    return sorted(found)
 
 
 def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> None:
@@ -223,8 +309,8 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
     No extension is loaded, no variable of this process is found by its name, and no setting can be changed any more.
     """
     folders = _local_paths(lakehouse.config.warehouse)
-    is_loaded = connection.execute("FROM duckdb_views() WHERE view_name = 'work_units'").fetchall()
-    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_loaded else []
+    is_added = "work_units" in _names_of(connection, "views") | _names_of(connection, "tables")
+    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_added else []
     planned = sorted(path for (address,) in named for path in _local_paths(address))
     for setting in _LOCKED:
         connection.execute(f"SET {setting}")
@@ -287,7 +373,35 @@ def _local_paths(address: str) -> list[str]:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    return "[" + ", ".join("'" + path.replace("'", "''") + "'" for path in paths) + "]"
+    return f"[{_joined(paths)}]"
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return ", ".join(map(sql_literal, texts))
+
+
+def sql_literal(text: str) -> str:
+    """Return a text as a literal of SQL."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+@cache
+def no_rows(name: str) -> str:
+    """Return a query with the columns of one of DLAC's tables, and no row."""
+    schema, _ = TABLES[name]
+    empty: Any = schema_to_pyarrow(schema, include_field_ids=False).empty_table()
+    with duckdb.connect() as connection:
+        connection.register("empty", empty)
+        columns = connection.execute("DESCRIBE empty").fetchall()
+    return f"SELECT {', '.join(f'NULL::{kind} AS {column}' for column, kind, *_ in columns)} WHERE false"
+
+
+def _names_of(connection: duckdb.DuckDBPyConnection, kind: str) -> set[str]:
+    """Return the names of the views, or of the tables, of a connection."""
+    found = connection.execute(
+        f"SELECT {kind.removesuffix('s')}_name FROM duckdb_{kind}() WHERE NOT internal"
+    ).fetchall()
+    return {name for (name,) in found}
 
 
 def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Iterable[Any] = ()) -> list[dict[str, Any]]:
@@ -295,14 +409,3 @@ def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Itera
     answer = connection.execute(query, list(parameters))
     names = [column[0] for column in answer.description or ()]
     return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
-
-
-def _plans_of(consumption: pa.Table, slices: pa.Table) -> list[str]:
-    """The plans that advances, slices, legs and claims name."""
-    naming = consumption.filter(pc.is_in(consumption["kind"], pa.array(["leg", "claim"])))["detail"].to_pylist()
-    named = (plan_id for detail in naming for plan_id in _PLAN_IDS.findall(detail or ""))
-    return sorted({*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"]), *named})
-
-
-def _distinct(values: pa.ChunkedArray) -> list[str]:
-    return [value for value in values.unique().to_pylist() if value is not None]
