@@ -31,7 +31,10 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 _ROW_QUESTION = "SELECT run, checkpoint_id, step FROM checkpoints WHERE consumed('{file}', {row}, checkpoint_id)"
-_FILE_QUESTION = "SELECT count(*), sum(row) FROM consumed_rows WHERE run = '{run}' AND file_path = '{file}' AND checkpoint_id = '{checkpoint}'"
+_FILE_QUESTION = (
+    "SELECT count(*), sum(row) FROM consumed_rows "
+    "WHERE run = '{run}' AND file_path = '{file}' AND checkpoint_id = '{checkpoint}'"
+)
 _SEEN_QUESTION = (
     "SELECT count(*), sum(row) FROM consumed_rows WHERE file_path = '{file}' "
     "AND checkpoint_id IN (SELECT checkpoint_id FROM ancestors('{checkpoint}'))"

@@ -5,9 +5,10 @@ while those files are kept.
 """
 
 from dlac_pipeline.audit.audit import open_run
-from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, no_rows, rows_of, sql_literal, sql_script
+from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
 from dlac_pipeline.lakehouse.errors import UnsupportedDeletes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.own_files import no_rows, sql_literals
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 
@@ -36,17 +37,20 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
         UnsupportedDeletes: one of DLAC's tables carries delete files.
     """
     check_run_name(run)
-    with open_run(lakehouse, run, checkpoint) as connection:
-        found = rows_of(connection, sql_script("last_row"))
+    last_advance, last_row = sql_script("last_advance"), sql_script("last_row")
+    with open_run(lakehouse, run, checkpoint, query=last_advance + last_row) as connection:
+        found = [row for advance in rows_of(connection, last_advance) for row in rows_of(connection, last_row, advance)]
     # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
     tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     if found:
         [row] = found
-        file, checkpoint = sql_literal(row["file_path"]), sql_literal(row["checkpoint_id"])
+        file, checkpoint = sql_literals([row["file_path"]]), sql_literals([row["checkpoint_id"]])
         example = sql_script("explained_row").format(run=run, file=file, row=row["row"], checkpoint=checkpoint)
     else:
         example = _NO_EXAMPLE.format(run=run)
-    questions = [sql_script(name) for name in QUESTIONS]
+    # The walk to the ancestors of a checkpoint reads the branches again and again.
+    scripts = (sql_script(name) for name in QUESTIONS)
+    questions = [each.replace("VIEW branch_checkpoints", "TABLE branch_checkpoints") for each in scripts]
     return "\n".join([_HEAD.format(run=run), *tables, _QUESTIONS + "\n".join(questions), example])
 
 
@@ -58,7 +62,7 @@ def _table_view(lakehouse: Lakehouse, name: str) -> str:
         return f"CREATE OR REPLACE VIEW {name} AS {no_rows(name)};\n"
     here = lakehouse.relocation.here
     paths = sorted(here(raw_path(task.file.file_path) or task.file.file_path) for task in tasks)
-    listed = ",\n    ".join(sql_literal(path) for path in paths)
+    listed = ",\n    ".join(sql_literals([path]) for path in paths)
     return (
         f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet([\n    {listed}\n"
         "], union_by_name = true, hive_partitioning = false);\n"

@@ -15,14 +15,13 @@ from typing import Any
 
 import duckdb
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
-from pyiceberg.io.pyarrow import schema_to_pyarrow
-from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.durable_io import temporary_beside
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most
-from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
-from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+from dlac_pipeline.lakehouse.iceberg import own_files
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
+from dlac_pipeline.lakehouse.iceberg.own_files import sql_literals
 
 QUESTIONS = (
     "bare_path",
@@ -94,13 +93,15 @@ SELECT DISTINCT plan_id FROM (
     SELECT plan_id FROM slices
     UNION ALL
     SELECT unnest(regexp_extract_all(detail, '\b[0-9a-f]{24}\b')) FROM consumption WHERE kind IN ('leg', 'claim')
-) WHERE plan_id IS NOT NULL
+)
 """
 """The plans that advances, slices, and the JSON of legs and claims name."""
-_LOADED_ROWS = 250_000
-"""Rows up to which a table is loaded once. The files of a larger one are read by each query, as far as it needs them."""
-_GLOBBING = re.compile(r"[*?\[\]]")
-"""Characters for which DuckDB looks for other files than the named one."""
+_NAMED_BY = {
+    "slices": ("cut_id", "SELECT DISTINCT cut_id FROM consumption"),
+    "plans": ("plan_id", _PLANS_OF),
+    "work_units": ("write_id", "SELECT DISTINCT write_id FROM plans"),
+}
+"""The rows of other tables that the ledger of a run needs: the column that names them, and the query for its values."""
 _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
 _LARGE = ("advances", "cuts", "live_plans")
@@ -139,43 +140,44 @@ def sql_script(name: str) -> str:
 
 
 def open_audit(
-    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None
+    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None, query: str | None = None
 ) -> duckdb.DuckDBPyConnection:
     """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are in them.
 
-    `until_seq`, with a run: its ledger as it was with that `seq`.
-
-    Raises:
-        CatalogUnreachable: the catalog does not answer.
-    """
-    connection = _connect()
-    _add_tables(connection, lakehouse, run, until_seq)
-    return _define(connection, _VIEWS, _kept(connection) if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN))
-
-
-def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
-    """Open a connection with the tables, views and macros that a query needs.
-
+    `until_seq`, with a run: its ledger as it was with that `seq`. `query`: only the tables, views and macros that it needs.
     DuckDB binds the whole tree below a view when it is defined. For all views that takes seconds.
 
     Raises:
         CatalogUnreachable: the catalog does not answer.
     """
-    query = query.casefold()
-    if _LISTING.search(query):
-        return open_audit(lakehouse)
-    scripts = {name: _words_and_names(name) for name in _VIEWS}
+    needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
+    connection = duckdb.connect()
+    connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-duckdb-{os.getpid()}'])}")
+    connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
+    _add_tables(connection, lakehouse, run, until_seq, needed)
+    is_loaded = not connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall()
+    kept = {name for name in _KEPT if is_loaded or name not in _LARGE}
+    if run is not None and needed is None:
+        kept |= {*_LARGE, *_KEPT_OF_ONE_RUN}
+    _define(connection, [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]], kept)
+    return connection
+
+
+def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
+    """Open a connection with the tables, views and macros that a query needs. Raises as `open_audit`."""
+    return open_audit(lakehouse, query=query)
+
+
+def _names_in(query: str) -> set[str]:
+    """Return the names in a query, and those in the scripts that it needs."""
+    scripts = [_words_and_names(name) for name in _VIEWS]
     needed = words = set(_WORDS.findall(query))
     while words:
-        words = set().union(*(uses for uses, defines in scripts.values() if words & defines)) - needed
+        words = set().union(*(uses for uses, defines in scripts if words & defines)) - needed
         needed = needed | words
     if _READING_FILES.search(query):
         needed.add("work_units")  # `lock_to_lakehouse` allows its data files
-    connection = _connect()
-    for name in _OWN:
-        if name in needed:
-            _add_table(connection, lakehouse, name)
-    return _define(connection, [name for name, (_, defines) in scripts.items() if needed & defines], _kept(connection))
+    return needed
 
 
 @cache
@@ -185,29 +187,12 @@ def _words_and_names(script: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(_WORDS.findall(text)), frozenset(_DEFINITION.findall(text))
 
 
-def _connect() -> duckdb.DuckDBPyConnection:
-    """Return a connection to a database in memory whose tables are compressed. What exceeds its memory goes to a folder."""
-    connection = duckdb.connect()
-    connection.execute(f"SET temp_directory = {sql_literal(f'{gettempdir()}/dlac-duckdb-{os.getpid()}')}")
-    connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
-    return connection
-
-
-def _kept(connection: duckdb.DuckDBPyConnection) -> tuple[str, ...]:
-    """Return the views to compute at once, without those that are large where the ledger is not loaded."""
-    is_loaded = "consumption" not in _names_of(connection, "views")
-    return tuple(name for name in _KEPT if is_loaded or name not in _LARGE)
-
-
-def _define(
-    connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str]
-) -> duckdb.DuckDBPyConnection:
-    """Define these views on a connection, and return it. Those of `kept` are computed at once."""
+def _define(connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str]) -> None:
+    """Define these views on a connection. Those of `kept` are computed at once."""
     for name in views:
         connection.execute(sql_script(name))
         if name in kept:
             connection.execute(f"CREATE TABLE kept AS FROM {name}; DROP VIEW {name}; ALTER TABLE kept RENAME TO {name}")
-    return connection
 
 
 def write_database(lakehouse: Lakehouse, path: Path) -> None:
@@ -224,7 +209,7 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
         with temporary_beside(path) as temporary:
             with duckdb.connect(str(temporary)) as connection:
                 for name in _OWN:
-                    _add_table(connection, lakehouse, name, load=True)
+                    _add_table(connection, lakehouse, name, AlwaysTrue(), load=True)
                 _define(connection, _VIEWS, ())
             temporary.rename(path)
     except (duckdb.IOException, OSError) as err:
@@ -232,75 +217,47 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
 
 
 def _add_tables(
-    connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, run: str | None, until_seq: int | None
+    connection: duckdb.DuckDBPyConnection,
+    lakehouse: Lakehouse,
+    run: str | None,
+    until_seq: int | None,
+    needed: Collection[str] | None,
 ) -> None:
-    """Add DLAC's tables, with a run only the rows that it needs."""
-
-    def add(name: str, column: str, query: str) -> None:
-        values = None if run is None else [value for (value,) in connection.execute(query).fetchall()]
-        _add_table(connection, lakehouse, name, column, values)
-
-    mine = None if run is None else [run]
-    _add_table(connection, lakehouse, "consumption", "run", mine, until_seq=until_seq)
-    add("slices", "cut_id", "SELECT DISTINCT cut_id FROM consumption WHERE cut_id IS NOT NULL")
-    add("plans", "plan_id", _PLANS_OF)
-    add("work_units", "write_id", "SELECT DISTINCT write_id FROM plans WHERE write_id IS NOT NULL")
-    _add_table(connection, lakehouse, "recoveries", "run", mine)
+    """Add DLAC's tables, or those of `needed`. With a run, only the rows that it needs."""
+    mine: BooleanExpression = AlwaysTrue() if run is None else equals("run", run)
+    if run is not None and until_seq is not None:
+        mine = And(mine, at_most("seq", until_seq))
+    for name in _OWN:
+        wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
+        if run is not None and name in _NAMED_BY:
+            column, query = _NAMED_BY[name]
+            wanted = among(column, [value for (value,) in connection.execute(query).fetchall() if value is not None])
+        if needed is None or name in needed or run is not None:
+            _add_table(connection, lakehouse, name, wanted)
 
 
 def _add_table(
     connection: duckdb.DuckDBPyConnection,
     lakehouse: Lakehouse,
     name: str,
-    column: str = "",
-    values: Sequence[str] | None = None,
+    wanted: BooleanExpression,
     *,
-    until_seq: int | None = None,
     load: bool = False,
 ) -> None:
-    """Add one of DLAC's tables, or its rows with one of `values` in `column`: loaded if it is small, else as a view of its files.
-
-    DuckDB reads the Parquet files of a local warehouse. It has no credentials for others, whose rows come through PyIceberg.
-    """
-    wanted: BooleanExpression = AlwaysTrue() if values is None else among(column, values)
-    condition = "true" if values is None else "false" if not values else f"{column} IN ({_joined(values)})"
-    if until_seq is not None:
-        wanted, condition = And(wanted, at_most("seq", until_seq)), f"{condition} AND seq <= {until_seq}"
+    """Add rows of one of DLAC's tables: as a table if there are few, or with `load`, and else as a view of its files."""
 
     def add(table: Table) -> None:
-        tasks = list(table.scan(wanted).plan_files())
-        paths = _readable_paths(lakehouse, tasks)
-        rows = f"read_parquet([{_joined(paths)}], union_by_name = true, hive_partitioning = false) WHERE {condition}"
-        if not paths:
-            rows = "pyiceberg_rows"
-            connection.register(rows, table.scan(wanted).to_arrow())
-        is_small = load or not paths or sum(task.file.record_count for task in tasks) <= _LOADED_ROWS
+        tasks = own_files.plan_files(table, wanted)
+        rows = own_files.rows_in_files(tasks, table, wanted, lakehouse.config.warehouse, lakehouse.relocation.here)
+        is_small = load or rows is None or sum(task.file.record_count for task in tasks) <= own_files.LARGE_ROWS
+        if rows is None:
+            connection.register("from_iceberg", table.scan(wanted).to_arrow())
         connection.execute(
-            f"CREATE OR REPLACE {'TABLE' if is_small else 'VIEW'} {name} AS {no_rows(name)} UNION ALL BY NAME FROM {rows}"
+            f"CREATE OR REPLACE {'TABLE' if is_small else 'VIEW'} {name} AS {rows or 'FROM from_iceberg'}"
         )
-        if not paths:
-            connection.unregister(rows)
+        connection.unregister("from_iceberg")
 
     lakehouse.look(name, add)
-
-
-def _readable_paths(lakehouse: Lakehouse, tasks: Sequence[FileScanTask]) -> list[str]:
-    """Return the paths of data files that DuckDB reads as they are. Empty: it cannot read one of them.
-
-    Raises:
-        FileNotFoundError: one is missing.
-    """
-    folders, found = _local_paths(lakehouse.config.warehouse), []
-    for task in tasks:
-        path = raw_path(task.file.file_path)
-        path = None if path is None else lakehouse.relocation.here(path)
-        is_known = path is not None and any(path.startswith(f"{folder}/") for folder in folders)
-        if path is None or not is_known or task.delete_files or _GLOBBING.search(path):
-            return []
-        if not os.path.exists(path):
-            raise FileNotFoundError(path)
-        found.append(path)
-    return sorted(found)
 
 
 def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> None:
@@ -308,14 +265,14 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
 
     No extension is loaded, no variable of this process is found by its name, and no setting can be changed any more.
     """
-    folders = _local_paths(lakehouse.config.warehouse)
-    is_added = "work_units" in _names_of(connection, "views") | _names_of(connection, "tables")
+    folders = own_files.local_paths(lakehouse.config.warehouse)
+    is_added = ("work_units",) in connection.execute("SHOW TABLES").fetchall()
     named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_added else []
-    planned = sorted(path for (address,) in named for path in _local_paths(address))
+    planned = sorted(path for (address,) in named for path in own_files.local_paths(address))
     for setting in _LOCKED:
         connection.execute(f"SET {setting}")
-    connection.execute(f"SET allowed_directories = {_listed(folders)}")
-    connection.execute(f"SET allowed_paths = {_listed(planned)}")
+    connection.execute(f"SET allowed_directories = [{sql_literals(folders)}]")
+    connection.execute(f"SET allowed_paths = [{sql_literals(planned)}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
 
@@ -363,49 +320,10 @@ def _words_of(query: str) -> list[tuple[str, Any]]:
     return [(word, kind) for word, kind in words if kind != duckdb.token_type.comment]
 
 
-def _local_paths(address: str) -> list[str]:
-    """Return the local path of an address as it is written and as it is resolved. Empty for an address elsewhere."""
-    scheme, colon, rest = address.partition(":")
-    if colon and scheme != "file":
-        return []
-    path = "/" + (rest if colon else address).lstrip("/")
-    return sorted({path, str(Path(path).resolve())})
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return f"[{_joined(paths)}]"
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return ", ".join(map(sql_literal, texts))
-
-
-def sql_literal(text: str) -> str:
-    """Return a text as a literal of SQL."""
-    return "'" + text.replace("'", "''") + "'"
-
-
-@cache
-def no_rows(name: str) -> str:
-    """Return a query with the columns of one of DLAC's tables, and no row."""
-    schema, _ = TABLES[name]
-    empty: Any = schema_to_pyarrow(schema, include_field_ids=False).empty_table()
-    with duckdb.connect() as connection:
-        connection.register("empty", empty)
-        columns = connection.execute("DESCRIBE empty").fetchall()
-    return f"SELECT {', '.join(f'NULL::{kind} AS {column}' for column, kind, *_ in columns)} WHERE false"
-
-
-def _names_of(connection: duckdb.DuckDBPyConnection, kind: str) -> set[str]:
-    """Return the names of the views, or of the tables, of a connection."""
-    found = connection.execute(
-        f"SELECT {kind.removesuffix('s')}_name FROM duckdb_{kind}() WHERE NOT internal"
-    ).fetchall()
-    return {name for (name,) in found}
-
-
-def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Iterable[Any] = ()) -> list[dict[str, Any]]:
+def rows_of(
+    connection: duckdb.DuckDBPyConnection, query: str, parameters: Sequence[Any] | dict[str, Any] = ()
+) -> list[dict[str, Any]]:
     """The rows of a query's answer, column name -> value."""
-    answer = connection.execute(query, list(parameters))
+    answer = connection.execute(query, parameters)
     names = [column[0] for column in answer.description or ()]
     return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]

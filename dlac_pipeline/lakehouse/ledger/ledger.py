@@ -190,10 +190,11 @@ class Ledger:
         wanted = equals("run", run)
         if kinds:
             wanted = And(wanted, among("kind", typed_rows.names_of_kinds(kinds)))
+            columns = typed_rows.columns_of_kinds(kinds) if columns == ("*",) else columns
         if after:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
-            found = table.scan(row_filter=wanted, selected_fields=tuple(columns)).to_arrow()
+            found = self.lakehouse.scan_own(table, wanted, columns=columns)
         rows: list[Any] = parse_rows(found)
         return self.translate([row for row in rows if not kinds or isinstance(row, tuple(kinds))])
 
