@@ -49,6 +49,7 @@ _AUDIT = (
     "live_plans",
     "complete_sources",
     "dead_positions",
+    "block_tiles",
     "intervals",
     "duplicates",
     "gaps",
@@ -106,8 +107,11 @@ _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sourc
 """Views that many others use. They are computed once, or else each of those would compute them again."""
 _LARGE = ("advances", "cuts", "live_plans")
 """Those of them that read every advance. They are not computed at once for a ledger that is not loaded."""
-_KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
+_KEPT_OF_ONE_RUN = ("cuts", "live_plans", "dead_positions", "block_tiles", "intervals", "shortfalls", "repeats")
 """Further such views. They are too expensive without a run."""
+
+_MEMORY_OF_LARGE = "1280MB"
+"""Memory of DuckDB for a ledger that is not loaded. What exceeds it goes to the folder for temporary files."""
 
 
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
@@ -158,8 +162,15 @@ def open_audit(
     is_loaded = not connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall()
     kept = {name for name in _KEPT if is_loaded or name not in _LARGE}
     if run is not None and needed is None:
-        kept |= {*_LARGE, *_KEPT_OF_ONE_RUN}
-    _define(connection, [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]], kept)
+        kept.update(_KEPT_OF_ONE_RUN)
+    if not is_loaded:
+        connection.execute(f"SET memory_limit = '{_MEMORY_OF_LARGE}'; SET preserve_insertion_order = false")
+    _define(
+        connection,
+        [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]],
+        kept,
+        large=not is_loaded,
+    )
     return connection
 
 
@@ -187,12 +198,16 @@ def _words_and_names(script: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(_WORDS.findall(text)), frozenset(_DEFINITION.findall(text))
 
 
-def _define(connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str]) -> None:
-    """Define these views on a connection. Those of `kept` are computed at once."""
+def _define(
+    connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str], *, large: bool = False
+) -> None:
+    """Define these views on a connection. Those of `kept` are computed at once, and compressed if they may be `large`."""
     for name in views:
         connection.execute(sql_script(name))
         if name in kept:
             connection.execute(f"CREATE TABLE kept AS FROM {name}; DROP VIEW {name}; ALTER TABLE kept RENAME TO {name}")
+            if large:
+                connection.execute("CHECKPOINT lakehouse")  # this compresses the table
 
 
 def write_database(lakehouse: Lakehouse, path: Path) -> None:

@@ -35,14 +35,18 @@ ends AS (
     FROM passed_in AS b ASOF LEFT JOIN live_plans AS p
         ON p.run = b.run AND p.source = b.source AND p.pass = b.pass AND b.leg >= p.leg
 ),
--- Each block ends with an empty interval, so that rows missing at its end are found like others.
+tiled AS (
+    FROM block_tiles WHERE is_tiled
+),
+-- The blocks that are not tiled are sorted. Each ends with an empty interval, so that rows missing at its end are found like
+-- others.
 laid_out AS (
     SELECT run, source, cut_id, pass, key_group, block, position_start, read_to AS position_end, checkpoint_id, seq, plan_id,
         first_step, last_step, filtered, quarantined, true AS is_past
-    FROM advances
+    FROM advances ANTI JOIN tiled USING (run, source, cut_id, key_group, block)
     UNION ALL
     SELECT run, source, cut_id, pass, key_group, block, block_rows, block_rows, NULL, NULL, plan_id, NULL, NULL, NULL, NULL, is_past
-    FROM ends
+    FROM ends ANTI JOIN tiled USING (run, source, cut_id, key_group, block)
 ),
 seen AS (
     SELECT *, coalesce(max(position_end) OVER (
@@ -63,6 +67,15 @@ found AS (
         REPLACE (covered_to AS position_start, position_start AS position_end, NULL AS filtered, NULL AS quarantined),
         CASE WHEN is_past THEN 'hole' ELSE 'ahead' END
     FROM seen WHERE covered_to < position_start
+    UNION ALL
+    SELECT run, source, cut_id, pass, key_group, block, position_start, read_to, checkpoint_id, plan_id, first_step, last_step,
+        filtered, quarantined, 'advance'
+    FROM advances SEMI JOIN tiled USING (run, source, cut_id, key_group, block)
+    UNION ALL
+    SELECT e.run, e.source, e.cut_id, e.pass, e.key_group, e.block, t.covered_to, e.block_rows, NULL, e.plan_id, NULL, NULL,
+        NULL, NULL, CASE WHEN e.is_past THEN 'hole' ELSE 'ahead' END
+    FROM ends AS e JOIN tiled AS t USING (run, source, cut_id, key_group, block)
+    WHERE t.covered_to < e.block_rows
 ),
 -- Most blocks have no dead row. The others are looked up in order of their positions.
 dead_blocks AS (
