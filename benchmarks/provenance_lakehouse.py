@@ -130,6 +130,9 @@ def _write_run(
         low, high = (0 if first == 0 else seq + first), seq + first + _APPENDED
         advances = _advances(steps, part, blocks, names, ids, seq, start, common)
         _append(lakehouse, [heads.filter(pa.array((seqs >= low) & (seqs < high))), advances])
+    # the fence, which a commit caches in a property of the table
+    with lakehouse.own("consumption").transaction() as transaction:
+        transaction.set_properties({f"dlac.fence.{run}": json.dumps([1, run[-4:], seq + len(names) - 1, names[-1][0]])})
     return names
 
 

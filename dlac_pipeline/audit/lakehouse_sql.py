@@ -4,7 +4,6 @@ They use the tables alone, and neither the order code nor a manifest. A connecti
 opened.
 """
 
-import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
@@ -12,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
+from uuid import uuid4
 
 import duckdb
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
@@ -22,6 +22,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg import own_files
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
 from dlac_pipeline.lakehouse.iceberg.own_files import sql_literals
+from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 
 QUESTIONS = (
     "bare_path",
@@ -138,6 +139,7 @@ _LOCKED = (
 )
 
 
+@cache
 def sql_script(name: str) -> str:
     """The text of `sql/<name>.sql`."""
     return (files(__package__) / "sql" / f"{name}.sql").read_text()
@@ -156,12 +158,12 @@ def open_audit(
     """
     needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
     connection = duckdb.connect()
-    connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-duckdb-{os.getpid()}'])}")
+    connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-{uuid4().hex}'])}")
     connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
     _add_tables(connection, lakehouse, run, until_seq, needed)
     is_loaded = not connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall()
     kept = {name for name in _KEPT if is_loaded or name not in _LARGE}
-    if run is not None and needed is None:
+    if run is not None:
         kept.update(_KEPT_OF_ONE_RUN)
     if not is_loaded:
         connection.execute(f"SET memory_limit = '{_MEMORY_OF_LARGE}'; SET preserve_insertion_order = false")
@@ -283,7 +285,11 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
     folders = own_files.local_paths(lakehouse.config.warehouse)
     is_added = ("work_units",) in connection.execute("SHOW TABLES").fetchall()
     named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_added else []
-    planned = sorted(path for (address,) in named for path in own_files.local_paths(address))
+    below = tuple(
+        f"{folder}/" for folder in folders
+    )  # of many files few are elsewhere, and resolving a path takes long
+    elsewhere = [address for (address,) in named if not (raw_path(address) or "").startswith(below)]
+    planned = sorted(path for address in elsewhere for path in own_files.local_paths(address))
     for setting in _LOCKED:
         connection.execute(f"SET {setting}")
     connection.execute(f"SET allowed_directories = [{sql_literals(folders)}]")
