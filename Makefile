@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
+# Else each process of a demo or a test compiles the package again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: setup demo demo-on-seaweedfs demo-on-postgres docs test lint unit mutants soak soak-campaign gpu ui bench peers clean
 
 setup: .venv/.ready
@@ -29,8 +32,11 @@ lint: setup
 	$(BIN)/mkdocs build --strict --quiet
 	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py tests/unit/test_reference.py
 
-unit: setup
+unit: .venv/.rewritten
 	$(BIN)/pytest -m "not soak" -n 6 --dist loadgroup --no-loadscope-reorder --durations 30
+
+.venv/.rewritten: .venv/.ready  # one process rewrites the assertions of all test modules, else each of the six does
+	$(BIN)/pytest --collect-only --quiet > $@ 2>&1 || { cat $@; rm $@; exit 1; }
 
 demo-on-seaweedfs demo-on-postgres: setup  ## the demo on real servers: an Iceberg REST catalog, or PostgreSQL, and an S3 store
 	$(BIN)/python -m tests.served_lakehouses $(@:demo-on-%=%)

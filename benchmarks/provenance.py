@@ -23,7 +23,7 @@ from typing import Any
 import duckdb
 
 from benchmarks.figures import Figure, report
-from dlac_pipeline.audit.audit import _QUERIES, _problems, open_run
+from dlac_pipeline.audit.audit import _problems, open_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_query, rows_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -148,7 +148,7 @@ def _plain(lakehouse: Lakehouse, asked: dict[str, Any]) -> Any:
 
 
 def _audit(lakehouse: Lakehouse, asked: dict[str, Any]) -> Any:
-    with open_run(lakehouse, asked["run"], query=_QUERIES) as connection:
+    with open_run(lakehouse, asked["run"], query="totals problems") as connection:
         totals = rows_of(connection, "FROM totals WHERE run = ?", [asked["run"]])[0]
         return [totals["rows_consumed"], totals["rows_missing"], _problems(connection, asked["run"])]
 

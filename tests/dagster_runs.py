@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
 import psutil
+import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import Recovery, TrainingRun
+from dlac_pipeline.dagster.assets import supervised
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.heartbeat import beats_of
 from dlac_pipeline.dagster.sensors.recovery import decide_recoveries
@@ -17,6 +21,12 @@ from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
+from tests.forked import Forked
+
+
+def fork_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an asset that is materialized in this process start its supervisor as a forked program."""
+    monkeypatch.setattr(supervised, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
 
 
 def project(*specs: JobSpec, **attributes: Any) -> dg.Definitions:

@@ -32,18 +32,30 @@ class RankResults:
 
 def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
     """Run the program with `count` ranks to its end."""
+    results = run_program(
+        count,
+        str(PROGRAM),
+        REQUEST=json.dumps({"dump": str(dump), **request}, default=str),
+        PYTHONPATH=str(PROGRAM.parents[2]),
+    )
+    if not any(results.codes):
+        results.state = torch.load(dump, weights_only=False)
+    return results
+
+
+def run_program(count: int, *command: str, **environment: str) -> RankResults:
+    """Run a program of Python with `count` ranks to its end."""
     common = {
-        "REQUEST": json.dumps({"dump": str(dump), **request}, default=str),
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(own_port()),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(PROGRAM.parents[2]),
+        **environment,
     }
     ranks = [
         Forked(
-            [sys.executable, str(PROGRAM)],
+            [sys.executable, *command],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -56,10 +68,7 @@ def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
     finally:
         for rank in ranks:
             rank.kill()
-    results = RankResults(codes=[rank.returncode for rank in ranks], stderr=stderr)
-    if not any(results.codes):
-        results.state = torch.load(dump, weights_only=False)
-    return results
+    return RankResults(codes=[rank.returncode for rank in ranks], stderr=stderr)
 
 
 @dataclass

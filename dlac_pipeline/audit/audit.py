@@ -26,8 +26,6 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import no_such_run
 
 _THREADS = 8
-_QUERIES = "totals problems advances slices units"
-"""The views and tables that an audit queries."""
 _NAMED = 10
 """Data files that are named one by one. Further ones are counted."""
 _NO_VALUE = "expected a value in every column of the ledger that the audit reads, found a row without one"
@@ -91,7 +89,7 @@ def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> 
 
     Raises as `open_run`.
     """
-    with open_run(lakehouse, run, checkpoint, query=_QUERIES) as connection:
+    with open_run(lakehouse, run, checkpoint, query="totals problems advances slices units") as connection:
         return audit_open_run(lakehouse, connection, run)
 
 

@@ -8,7 +8,7 @@ from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
 from dlac_pipeline.lakehouse.errors import UnsupportedDeletes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.own_files import no_rows, sql_literals
+from dlac_pipeline.lakehouse.iceberg.own_rows import no_rows, sql_literals
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 

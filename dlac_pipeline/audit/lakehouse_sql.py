@@ -5,7 +5,7 @@ opened.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,9 +19,9 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.durable_io import temporary_beside
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.iceberg import own_files
+from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
-from dlac_pipeline.lakehouse.iceberg.own_files import sql_literals
+from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 
 QUESTIONS = (
@@ -106,13 +106,8 @@ _NAMED_BY = {
 """The rows of other tables that the ledger of a run needs: the column that names them, and the query for its values."""
 _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
-_LARGE = ("advances", "cuts", "live_plans")
-"""Those of them that read every advance. They are not computed at once for a ledger that is not loaded."""
-_KEPT_OF_ONE_RUN = ("cuts", "live_plans", "dead_positions", "block_tiles", "intervals", "shortfalls", "repeats")
+_KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "shortfalls", "repeats")
 """Further such views. They are too expensive without a run."""
-
-_MEMORY_OF_LARGE = "1280MB"
-"""Memory of DuckDB for a ledger that is not loaded. What exceeds it goes to the folder for temporary files."""
 
 
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
@@ -160,19 +155,22 @@ def open_audit(
     connection = duckdb.connect()
     connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-{uuid4().hex}'])}")
     connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
-    _add_tables(connection, lakehouse, run, until_seq, needed)
-    is_loaded = not connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall()
-    kept = {name for name in _KEPT if is_loaded or name not in _LARGE}
-    if run is not None:
-        kept.update(_KEPT_OF_ONE_RUN)
-    if not is_loaded:
-        connection.execute(f"SET memory_limit = '{_MEMORY_OF_LARGE}'; SET preserve_insertion_order = false")
-    _define(
-        connection,
-        [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]],
-        kept,
-        large=not is_loaded,
-    )
+    mine: BooleanExpression = AlwaysTrue() if run is None else equals("run", run)
+    if run is not None and until_seq is not None:
+        mine = And(mine, at_most("seq", until_seq))
+    for name in _OWN:
+        wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
+        if run is not None and name in _NAMED_BY:
+            column, values = _NAMED_BY[name]
+            wanted = among(column, [value for (value,) in connection.execute(values).fetchall() if value is not None])
+        if needed is None or name in needed or run is not None:
+            _add_table(connection, lakehouse, name, wanted)
+    large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
+    if large:
+        connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
+    views = [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]]
+    kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
+    _define(connection, views, kept, large=large)
     return connection
 
 
@@ -233,26 +231,6 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
         raise SpecInvalid(f"expected to write the DuckDB file {str(path)!r}, found {err}: name another place") from err
 
 
-def _add_tables(
-    connection: duckdb.DuckDBPyConnection,
-    lakehouse: Lakehouse,
-    run: str | None,
-    until_seq: int | None,
-    needed: Collection[str] | None,
-) -> None:
-    """Add DLAC's tables, or those of `needed`. With a run, only the rows that it needs."""
-    mine: BooleanExpression = AlwaysTrue() if run is None else equals("run", run)
-    if run is not None and until_seq is not None:
-        mine = And(mine, at_most("seq", until_seq))
-    for name in _OWN:
-        wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
-        if run is not None and name in _NAMED_BY:
-            column, query = _NAMED_BY[name]
-            wanted = among(column, [value for (value,) in connection.execute(query).fetchall() if value is not None])
-        if needed is None or name in needed or run is not None:
-            _add_table(connection, lakehouse, name, wanted)
-
-
 def _add_table(
     connection: duckdb.DuckDBPyConnection,
     lakehouse: Lakehouse,
@@ -262,17 +240,16 @@ def _add_table(
     load: bool = False,
 ) -> None:
     """Add rows of one of DLAC's tables: as a table if there are few, or with `load`, and else as a view of its files."""
+    folders = tuple(f"{folder}/" for folder in own_rows.local_paths(lakehouse.config.warehouse))
 
     def add(table: Table) -> None:
-        tasks = own_files.plan_files(table, wanted)
-        rows = own_files.rows_in_files(tasks, table, wanted, lakehouse.config.warehouse, lakehouse.relocation.here)
-        is_small = load or rows is None or sum(task.file.record_count for task in tasks) <= own_files.LARGE_ROWS
+        files = own_rows.data_files(table, wanted)
+        rows = None if files is None else own_rows.rows_in_files(table, files, wanted, folders)
+        kind = "TABLE" if load or rows is None or not own_rows.are_large(files or ()) else "VIEW"
         if rows is None:
-            connection.register("from_iceberg", table.scan(wanted).to_arrow())
-        connection.execute(
-            f"CREATE OR REPLACE {'TABLE' if is_small else 'VIEW'} {name} AS {rows or 'FROM from_iceberg'}"
-        )
-        connection.unregister("from_iceberg")
+            connection.register("arrow_rows", own_rows.read_rows(table, wanted))
+        connection.execute(f"CREATE OR REPLACE {kind} {name} AS {rows or 'FROM arrow_rows'}")
+        connection.unregister("arrow_rows")
 
     lakehouse.look(name, add)
 
@@ -282,14 +259,14 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
 
     No extension is loaded, no variable of this process is found by its name, and no setting can be changed any more.
     """
-    folders = own_files.local_paths(lakehouse.config.warehouse)
+    folders = own_rows.local_paths(lakehouse.config.warehouse)
     is_added = ("work_units",) in connection.execute("SHOW TABLES").fetchall()
     named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_added else []
     below = tuple(
         f"{folder}/" for folder in folders
-    )  # of many files few are elsewhere, and resolving a path takes long
+    )  # they need no permission of their own, and to resolve many takes long
     elsewhere = [address for (address,) in named if not (raw_path(address) or "").startswith(below)]
-    planned = sorted(path for address in elsewhere for path in own_files.local_paths(address))
+    planned = sorted(path for address in elsewhere for path in own_rows.local_paths(address))
     for setting in _LOCKED:
         connection.execute(f"SET {setting}")
     connection.execute(f"SET allowed_directories = [{sql_literals(folders)}]")
@@ -341,9 +318,7 @@ def _words_of(query: str) -> list[tuple[str, Any]]:
     return [(word, kind) for word, kind in words if kind != duckdb.token_type.comment]
 
 
-def rows_of(
-    connection: duckdb.DuckDBPyConnection, query: str, parameters: Sequence[Any] | dict[str, Any] = ()
-) -> list[dict[str, Any]]:
+def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Any = ()) -> list[dict[str, Any]]:
     """The rows of a query's answer, column name -> value."""
     answer = connection.execute(query, parameters)
     names = [column[0] for column in answer.description or ()]

@@ -18,6 +18,7 @@ from pathlib import Path
 from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 from dlac_pipeline.elastic.ranks.environment import environment_of, set_environment
 from dlac_pipeline.elastic.ranks.rank import held_signals
+from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -60,7 +61,7 @@ def start_server(spec: JobSpec) -> None:
             return
         _kill()
         log, problem = _files_of(spec)
-        log.parent.mkdir(exist_ok=True)
+        make_folder_durably(log.parent)  # as an attempt does, which the first launch of a run has not begun yet
         with log.open("ab") as stream:
             if stream.tell() > _LOG_BYTES:
                 stream.truncate(0)

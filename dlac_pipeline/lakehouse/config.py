@@ -118,7 +118,7 @@ class LakehouseConfig(BaseModel):
         # The tables of a REST catalog may be local files, whatever its warehouse is called.
         azure = any(name.startswith("adls.") for name in self.properties)
         durable = not azure if self.kind == "rest" else self.warehouse.startswith("file:")
-        io = {"py-io-impl": "dlac_pipeline.lakehouse.durable_io.DurableFileIO"} if durable else {}
+        io = {"py-io-impl": "dlac_pipeline.lakehouse.iceberg.file_io.DurableFileIO"} if durable else {}
         places = {"uri": _with_timeouts(self.uri), "warehouse": self.warehouse}
         places = places if self.kind in ("sql", "rest") else {name: value for name, value in places.items() if value}
         return {**places, **io, **self.properties}

@@ -38,6 +38,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import Arena
+from tests.engine_ranks import run_program
 from tests.integration.test_cli import dlac as dlac_command
 
 SAVE_DEEPSPEED = """
@@ -306,9 +307,8 @@ def test_shards_of_ranks_begin_a_run(arena: Arena) -> None:
     arena.table()
     folder, program = arena.home / "foreign", arena.home / "save.py"
     program.write_text(SAVE_SHARDS)
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*torchrun, str(program), str(folder)], env=environment, check=True, timeout=240)
+    saved = run_program(2, str(program), str(folder))
+    assert not any(saved.codes), saved.stderr
     assert len(list(folder.glob("shard-*.safetensors"))) == 2
     spec = arena.spec("r", world_size=1, passes=1)
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))

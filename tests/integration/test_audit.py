@@ -20,7 +20,7 @@ from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_coverage, draw_losses
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import NoSuchRun
-from dlac_pipeline.lakehouse.iceberg import own_files
+from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
@@ -282,7 +282,7 @@ def test_large_ledger_answers_the_same(lake: Lake, monkeypatch: pytest.MonkeyPat
         "SELECT file_path, consumed(file_path, 0, (SELECT max(checkpoint_id) FROM lineage)) FROM units ORDER BY ALL",
     ]
     loaded = [_answer_of(lake, query) for query in queries]
-    monkeypatch.setattr(own_files, "LARGE_ROWS", 0)
+    monkeypatch.setattr(own_rows, "LARGE_ROWS", 0)
     assert ledger.rows("faulty") == rows
     assert len(ledger.head_rows("faulty")) < len(rows)
     assert audit_run(lake.lakehouse, "faulty") == report

@@ -23,15 +23,16 @@ from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferre
 from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.conftest import Arena
-from tests.dagster_runs import dagster_run, recovery_requested
+from tests.dagster_runs import dagster_run, fork_supervisors, recovery_requested
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 CHECKS = {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
 
 
 @pytest.fixture
-def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
     """A Dagster instance of its own."""
+    fork_supervisors(monkeypatch)
     (tmp_path / "dagster").mkdir()
     with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as made:
         yield made

@@ -11,11 +11,13 @@ import tarfile
 import venv
 import zipfile
 from contextlib import closing
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from dagster import Component
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -99,6 +101,13 @@ def test_wheel_hides_no_module(fresh: Path, tmp_path: Path) -> None:
     assert shown[1:] == ["None"] * 3
 
 
+def test_registered_module_has_components() -> None:
+    """The entry point by which `dg` finds components names a module that has ours."""
+    [found] = [each for each in entry_points(group="dagster_dg_cli.registry_modules") if each.name == "dlac_pipeline"]
+    assert issubclass(found.load().TrainingRun, Component)
+
+
+@pytest.mark.soak
 def test_dg_scaffolds_and_checks_run(tmp_path: Path) -> None:
     """`dg` lists the components, writes the files of another run, and names a wrong attribute with its line."""
     pq.write_table(pa.table({"x": [1.0], "y": [2.0]}), tmp_path / "points.parquet")

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.manifest import FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
@@ -20,6 +21,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchSnapshot, U
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import matching_rows
+from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from tests.integration.iceberg_oracle import live_positions, oracle
 from tests.integration.iceberg_writer import HandTable, vector_blob
@@ -200,6 +202,13 @@ def test_vector_outside_puffin_is_refused(tmp_path: Path, name: str) -> None:
     puffin.write_bytes(contain(vector_blob([1, 2])))
     with pytest.raises(UnsupportedDeletes, match=message):
         row_groups_of(hand.table, hand.snapshot_id, "")
+
+
+def test_own_rows_honor_deletes(tmp_path: Path) -> None:
+    """Another engine may have deleted rows of one of DLAC's tables. pyiceberg then reads it."""
+    hand = HandTable(tmp_path / "t", [SCHEMA])
+    hand.delete_positions({hand.append(rows(range(8))): [1, 2]})
+    assert read_rows(hand.table, AlwaysTrue()).num_rows == 6
 
 
 def test_compressed_puffin_footer_is_read(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
             for process in children("fork.?server"):  # the ranks are starting
                 process.send_signal(number)
         wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
+        wait_until(lambda: ranks.processes.is_started, what="the thread that starts the ranks")  # a stop would abort it
         assert ranks.failures() == []
         between = children("fork.?server")
         assert len(between) == (start == "fork")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
+
 _ROOT = Path(__file__).parents[2]
 _EXAMPLES = _ROOT / "examples"
 _DLAC = str(Path(sys.executable).with_name("dlac"))
@@ -41,7 +43,7 @@ def test_mixture_example_is_exact(tmp_path: Path) -> None:
 
 def _run(command: list[str], folder: Path) -> str:
     environment = {**os.environ, "DLAC_HOME": ""}
-    done = subprocess.run(
-        command, cwd=folder / "mixture", env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return done.stdout
+    with Forked(command, cwd=folder / "mixture", env=environment, stdout=subprocess.PIPE, text=True) as process:
+        output = str(process.communicate()[0])
+    assert process.returncode == 0, output
+    return output

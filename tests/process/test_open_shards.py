@@ -68,11 +68,10 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_torch_reads_shards_without_dlac(tmp_path: Path, engine: str) -> None:
-    """1 and 2 ranks, in which an import of DLAC raises, load what 2 ranks saved. The files have the state, and no more."""
+    """Two ranks, in which an import of DLAC raises, load what 2 ranks saved. The files have the state, and no more."""
     saved = save(tmp_path, 2, engine=engine, writer="copies")
     expected = expected_tensors(saved)
-    for world_size in (1, 2):
-        assert_equal_tensors(read_without_dlac(saved.folder, world_size, tmp_path / f"read-{world_size}"), expected)
+    assert_equal_tensors(read_without_dlac(saved.folder, 2, tmp_path / "read"), expected)
     assert_equal_tensors(whole_of_files(saved.folder), expected)
 
 
@@ -85,7 +84,7 @@ def test_torch_reads_shards_without_dlac(tmp_path: Path, engine: str) -> None:
     ],
 )
 def test_zero_state_moves_to_fsdp2(tmp_path: Path, request_: dict[str, Any]) -> None:
-    """What 2 ranks saved with ZeRO is exported, read without DLAC, adopted, and loaded by 2 ranks under FSDP2."""
+    """What 2 ranks saved with ZeRO is exported, read by 1 rank without DLAC, adopted, and loaded by 2 ranks under FSDP2."""
     saved = save(tmp_path, 2, **request_)
     (scratch := tmp_path / "scratch").mkdir()
     (adopted := tmp_path / "adopted").mkdir()
@@ -95,7 +94,7 @@ def test_zero_state_moves_to_fsdp2(tmp_path: Path, request_: dict[str, Any]) -> 
     }
     saved.state["tensors"] |= steps | saved.state["buffers"]
     expected = expected_tensors(saved)
-    assert_equal_tensors(read_without_dlac(tmp_path / "state", 2, tmp_path / "read"), expected)
+    assert_equal_tensors(read_without_dlac(tmp_path / "state", 1, tmp_path / "read"), expected)
     with warnings.catch_warnings(action="ignore"):  # of torch, in a process without ranks
         foreign_checkpoint(tmp_path / "state").copy(adopted, Direct().write)
     common = {"do": "load", "engine": "fsdp2", "folder": adopted, "saved_world_size": 1, "after": 3}

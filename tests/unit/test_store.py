@@ -12,8 +12,9 @@ import pytest
 
 from dlac_pipeline.checkpoint.engines.deepspeed_state import _recorder
 from dlac_pipeline.checkpoint.store import Tiers
-from dlac_pipeline.lakehouse.durable_io import DurableFileIO, write_durably
+from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.file_io import DurableFileIO
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 AT_ONCE = 4

@@ -20,9 +20,9 @@ from dlac_pipeline.lakehouse import errors, outages
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
-from dlac_pipeline.lakehouse.iceberg import own_files
 from dlac_pipeline.lakehouse.iceberg import relocation as relocations
 from dlac_pipeline.lakehouse.iceberg.metadata_files import newest_metadata
+from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.iceberg.safe_commit import MetadataMissing, guarded_catalog
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
@@ -211,19 +211,9 @@ class Lakehouse:
         row_filter: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
         *,
         columns: Sequence[str] = ("*",),
-        limit: int | None = None,
     ) -> Any:
         """Return the current rows of DLAC's own table `name` as an Arrow table. Raises as `look` does."""
-        return self.look(name, lambda table: self.scan_own(table, row_filter, columns=columns, limit=limit))
-
-    def scan_own(
-        self, table: Table, row_filter: BooleanExpression, *, columns: Sequence[str] = ("*",), limit: int | None = None
-    ) -> Any:
-        """Return rows of DLAC's own table, as it was read, as an Arrow table."""
-        scan, found = table.scan(row_filter, selected_fields=tuple(columns), limit=limit), None
-        if limit is None and own_files.is_large(table):
-            found = own_files.read_large(scan, table, self.config.warehouse, self.relocation.here)
-        return scan.to_arrow() if found is None else found
+        return self.look(name, lambda table: read_rows(table, row_filter, columns=columns))
 
     def create_own_tables(self) -> None:
         """Create DLAC's missing tables, and add new columns to older ones. Safe to race. Raises `CommitConflict` if it loses."""

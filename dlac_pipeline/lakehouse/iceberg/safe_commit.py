@@ -108,6 +108,8 @@ class GuardedSqlCatalog(MetastoreGuard, SqlCatalog):
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)
+        self._parsed: dict[tuple[str, ...], Table] = {}
+        """The last state of each table: a metadata file never changes, and is read and parsed once."""
         file = sqlite_file(properties["uri"])
         if file is not None:
             # A pooled connection would read and write the deleted file after a backup was moved into its place.
@@ -121,10 +123,15 @@ class GuardedSqlCatalog(MetastoreGuard, SqlCatalog):
             self.engine.dispose()  # the connection that made the catalog's tables
 
     def _convert_orm_to_iceberg(self, orm_table: IcebergTables) -> Table:
-        try:
-            return super()._convert_orm_to_iceberg(orm_table)
-        except FileNotFoundError as err:
-            raise MetadataMissing(err, str(orm_table.metadata_location)) from err
+        location, name = str(orm_table.metadata_location), (orm_table.table_namespace, orm_table.table_name)
+        known = self._parsed.get(name)
+        if known is None or known.metadata_location != location:
+            try:
+                known = super()._convert_orm_to_iceberg(orm_table)
+            except FileNotFoundError as err:
+                raise MetadataMissing(err, location) from err
+            self._parsed[name] = known
+        return Table(known.name(), known.metadata, location, known.io, self)
 
 
 class _TimelyRequests(CommitGuard):

@@ -19,6 +19,7 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
+from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
@@ -190,12 +191,12 @@ class Ledger:
         wanted = equals("run", run)
         if kinds:
             wanted = And(wanted, among("kind", typed_rows.names_of_kinds(kinds)))
-            columns = typed_rows.columns_of_kinds(kinds) if columns == ("*",) else columns
+            if columns == ("*",):
+                columns = list({"kind", "detail"}.union(*map(typed_rows.columns_of, kinds)))
         if after:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
-            found = self.lakehouse.scan_own(table, wanted, columns=columns)
-        rows: list[Any] = parse_rows(found)
+            rows: list[Any] = parse_rows(read_rows(table, wanted, columns=columns))
         return self.translate([row for row in rows if not kinds or isinstance(row, tuple(kinds))])
 
 

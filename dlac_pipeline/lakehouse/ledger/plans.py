@@ -112,4 +112,4 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
 
 
 def _any(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> bool:
-    return bool(lakehouse.read_own(name, row_filter, limit=1).num_rows)
+    return bool(lakehouse.read_own(name, row_filter, columns=("unit",)).num_rows)

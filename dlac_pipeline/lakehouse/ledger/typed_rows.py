@@ -391,11 +391,6 @@ def repeatable(rows: Iterable[LedgerRow]) -> list[Columns]:
     return [{name: each[name] for name in each if each[name] is not None and name not in out} for each, out in columns]
 
 
-def columns_of_kinds(kinds: Sequence[type[LedgerRow]]) -> tuple[str, ...]:
-    """Return the columns that rows of these classes have."""
-    return tuple(dict.fromkeys(("kind", "detail", *(column for each in kinds for column in columns_of(each)))))
-
-
 def names_of_kinds(kinds: Sequence[type[LedgerRow]]) -> list[str]:
     """Return the kinds in the table that rows of these classes may have."""
     return list(dict.fromkeys(name for each in kinds for name in (each.kind, *each.older_kinds)))
