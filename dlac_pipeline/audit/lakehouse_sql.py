@@ -146,10 +146,7 @@ def open_audit(
     """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are in them.
 
     `until_seq`, with a run: its ledger as it was with that `seq`. `query`: only the tables, views and macros that it needs.
-    DuckDB binds the whole tree below a view when it is defined. For all views that takes seconds.
-
-    Raises:
-        CatalogUnreachable: the catalog does not answer.
+    DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
     """
     needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
     connection = duckdb.connect()
@@ -213,8 +210,7 @@ def _define(
 def write_database(lakehouse: Lakehouse, path: Path) -> None:
     """Write the lakehouse's tables, with the views and macros over them, to a DuckDB file that is read without DLAC.
 
-    Raises:
-        SpecInvalid: the file exists, or cannot be made.
+    Raises `SpecInvalid` if the file exists, or cannot be made.
     """
     if path.exists():
         raise SpecInvalid(
@@ -236,7 +232,6 @@ def _add_table(
     lakehouse: Lakehouse,
     name: str,
     wanted: BooleanExpression,
-    *,
     load: bool = False,
 ) -> None:
     """Add rows of one of DLAC's tables: as a table if there are few, or with `load`, and else as a view of its files."""
@@ -245,7 +240,8 @@ def _add_table(
     def add(table: Table) -> None:
         files = own_rows.data_files(table, wanted)
         rows = None if files is None else own_rows.rows_in_files(table, files, wanted, folders)
-        kind = "TABLE" if load or rows is None or not own_rows.are_large(files or ()) else "VIEW"
+        is_large = sum(each.record_count for each in files or ()) > own_rows.LARGE_ROWS
+        kind = "VIEW" if is_large and rows is not None and not load else "TABLE"
         if rows is None:
             connection.register("arrow_rows", own_rows.read_rows(table, wanted))
         connection.execute(f"CREATE OR REPLACE {kind} {name} AS {rows or 'FROM arrow_rows'}")
