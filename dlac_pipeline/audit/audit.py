@@ -89,7 +89,7 @@ def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> 
 
     Raises as `open_run`.
     """
-    with open_run(lakehouse, run, checkpoint) as connection:
+    with open_run(lakehouse, run, checkpoint, query="totals problems advances slices units") as connection:
         return audit_open_run(lakehouse, connection, run)
 
 
@@ -100,8 +100,12 @@ def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, 
     return AuditReport(**totals, problems=tuple(problems))
 
 
-def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> duckdb.DuckDBPyConnection:
+def open_run(
+    lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *, query: str | None = None
+) -> duckdb.DuckDBPyConnection:
     """Open an audit connection for one run, for many questions. An id or a step selects an earlier state, as in `audit_run`.
+
+    `query`: only what it needs is defined.
 
     Raises:
         NoSuchRun: the ledger has no row of it.
@@ -115,7 +119,7 @@ def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> d
     if checkpoint is not None:
         rows = Ledger(lakehouse).head_rows(run)
         until_seq = last_seq_as_head(rows, checkpoint_of(run, rows, checkpoint).checkpoint_id)
-    connection = open_audit(lakehouse, run=run, until_seq=until_seq)
+    connection = open_audit(lakehouse, run=run, until_seq=until_seq, query=query)
     if not connection.execute("SELECT count(*) FROM consumption").fetchall()[0][0]:
         connection.close()
         raise no_such_run(run, Ledger(lakehouse).runs())

@@ -4,18 +4,13 @@ The script names the data files of the tables' current snapshots. So it answers 
 while those files are kept.
 """
 
-from typing import Any
-
-import duckdb
-from pyiceberg.io.pyarrow import schema_to_pyarrow
-
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
 from dlac_pipeline.lakehouse.errors import UnsupportedDeletes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.own_rows import no_rows, sql_literals
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
-from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 
 _HEAD = """\
 -- The rows that a checkpoint of run {run} has consumed. Run this script in DuckDB without changes: duckdb < this.sql
@@ -42,17 +37,20 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
         UnsupportedDeletes: one of DLAC's tables carries delete files.
     """
     check_run_name(run)
-    with open_run(lakehouse, run, checkpoint) as connection:
-        found = rows_of(connection, sql_script("last_row"))
+    last_advance, last_row = sql_script("last_advance"), sql_script("last_row")
+    with open_run(lakehouse, run, checkpoint, query=last_advance + last_row) as connection:
+        found = [row for advance in rows_of(connection, last_advance) for row in rows_of(connection, last_row, advance)]
     # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
     tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     if found:
         [row] = found
-        file, checkpoint = _quoted(row["file_path"]), _quoted(row["checkpoint_id"])
+        file, checkpoint = sql_literals([row["file_path"]]), sql_literals([row["checkpoint_id"]])
         example = sql_script("explained_row").format(run=run, file=file, row=row["row"], checkpoint=checkpoint)
     else:
         example = _NO_EXAMPLE.format(run=run)
-    questions = [sql_script(name) for name in QUESTIONS]
+    # The walk to the ancestors of a checkpoint reads the branches again and again.
+    scripts = (sql_script(name) for name in QUESTIONS)
+    questions = [each.replace("VIEW branch_checkpoints", "TABLE branch_checkpoints") for each in scripts]
     return "\n".join([_HEAD.format(run=run), *tables, _QUESTIONS + "\n".join(questions), example])
 
 
@@ -61,26 +59,11 @@ def _table_view(lakehouse: Lakehouse, name: str) -> str:
     if any(task.delete_files for task in tasks):
         raise UnsupportedDeletes(f"expected table {name!r} without delete files, found some: compact it, then retry")
     if not tasks:
-        return f"CREATE OR REPLACE VIEW {name} AS {_no_rows(name)};\n"
+        return f"CREATE OR REPLACE VIEW {name} AS {no_rows(name)};\n"
     here = lakehouse.relocation.here
     paths = sorted(here(raw_path(task.file.file_path) or task.file.file_path) for task in tasks)
-    listed = ",\n    ".join(_quoted(path) for path in paths)
+    listed = ",\n    ".join(sql_literals([path]) for path in paths)
     return (
         f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet([\n    {listed}\n"
         "], union_by_name = true, hive_partitioning = false);\n"
     )
-
-
-def _no_rows(name: str) -> str:
-    """A query with the columns of one of DLAC's tables and no row."""
-    schema, _ = TABLES[name]
-    empty: Any = schema_to_pyarrow(schema, include_field_ids=False).empty_table()
-    with duckdb.connect() as connection:
-        connection.register("empty", empty)
-        columns = rows_of(connection, "DESCRIBE empty")
-    listed = ", ".join(f"NULL::{column['column_type']} AS {column['column_name']}" for column in columns)
-    return f"SELECT {listed} WHERE false"
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

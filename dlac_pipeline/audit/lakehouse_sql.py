@@ -1,24 +1,28 @@
-"""DuckDB over a lakehouse: DLAC's five tables as Arrow, and over them the views and macros of `sql/`.
+"""DuckDB over a lakehouse: DLAC's five tables, and over them the views and macros of `sql/`.
 
 They use the tables alone, and neither the order code nor a manifest. A connection shows the tables as they were when it was
 opened.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
+from uuid import uuid4
 
 import duckdb
-import pyarrow as pa
-import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
+from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.durable_io import temporary_beside
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
+from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
+from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 
 QUESTIONS = (
     "bare_path",
@@ -46,6 +50,7 @@ _AUDIT = (
     "live_plans",
     "complete_sources",
     "dead_positions",
+    "block_tiles",
     "intervals",
     "duplicates",
     "gaps",
@@ -77,16 +82,31 @@ _VIEWS = (*QUESTIONS, *_AUDIT)
 _OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
+_COMMENTS = re.compile(r"--.*")
 _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
 _LISTING = re.compile(r"\b(show|describe|pragma|information_schema|query_table|(duckdb|sqlite|pg)_\w+)\b")
 """Words of a query that may use any table or view without its name."""
 _READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
 """Texts of a query, one of which occurs where it reads a data file."""
-_PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
-"""The content ids in the JSON of a leg or a claim."""
-_KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
+_PLANS_OF = r"""
+SELECT DISTINCT plan_id FROM (
+    SELECT plan_id FROM consumption
+    UNION ALL
+    SELECT plan_id FROM slices
+    UNION ALL
+    SELECT unnest(regexp_extract_all(detail, '\b[0-9a-f]{24}\b')) FROM consumption WHERE kind IN ('leg', 'claim')
+)
+"""
+"""The plans that advances, slices, and the JSON of legs and claims name."""
+_NAMED_BY = {
+    "slices": ("cut_id", "SELECT DISTINCT cut_id FROM consumption"),
+    "plans": ("plan_id", _PLANS_OF),
+    "work_units": ("write_id", "SELECT DISTINCT write_id FROM plans"),
+}
+"""The rows of other tables that the ledger of a run needs: the column that names them, and the query for its values."""
+_KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
-_KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
+_KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "shortfalls", "repeats")
 """Further such views. They are too expensive without a run."""
 
 
@@ -114,107 +134,120 @@ _LOCKED = (
 )
 
 
+@cache
 def sql_script(name: str) -> str:
     """The text of `sql/<name>.sql`."""
     return (files(__package__) / "sql" / f"{name}.sql").read_text()
 
 
 def open_audit(
-    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None
+    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None, query: str | None = None
 ) -> duckdb.DuckDBPyConnection:
-    """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are loaded.
+    """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are in them.
 
-    `until_seq`, with a run: its ledger as it was with that `seq`.
-
-    Raises:
-        CatalogUnreachable: the catalog does not answer.
+    `until_seq`, with a run: its ledger as it was with that `seq`. `query`: only the tables, views and macros that it needs.
+    DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
     """
-    kept = _KEPT if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN)
-    return _define(_own_tables(lakehouse, run, until_seq), _VIEWS, kept)
+    needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
+    connection = duckdb.connect()
+    connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-{uuid4().hex}'])}")
+    connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
+    mine: BooleanExpression = AlwaysTrue() if run is None else equals("run", run)
+    if run is not None and until_seq is not None:
+        mine = And(mine, at_most("seq", until_seq))
+    for name in _OWN:
+        wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
+        if run is not None and name in _NAMED_BY:
+            column, values = _NAMED_BY[name]
+            wanted = among(column, [value for (value,) in connection.execute(values).fetchall() if value is not None])
+        if needed is None or name in needed or run is not None:
+            _add_table(connection, lakehouse, name, wanted)
+    large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
+    if large:
+        connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
+    views = [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]]
+    kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
+    _define(connection, views, kept, large=large)
+    return connection
 
 
 def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
-    """Open a connection with the tables, views and macros that a query needs.
+    """Open a connection with the tables, views and macros that a query needs. Raises as `open_audit`."""
+    return open_audit(lakehouse, query=query)
 
-    DuckDB binds the whole tree below a view when it is defined. For all views that takes seconds.
 
-    Raises:
-        CatalogUnreachable: the catalog does not answer.
-    """
-    query = query.casefold()
-    if _LISTING.search(query):
-        return open_audit(lakehouse)
-    scripts = {name: _words_and_names(name) for name in _VIEWS}
+def _names_in(query: str) -> set[str]:
+    """Return the names in a query, and those in the scripts that it needs."""
+    scripts = [_words_and_names(name) for name in _VIEWS]
     needed = words = set(_WORDS.findall(query))
     while words:
-        words = set().union(*(uses for uses, defines in scripts.values() if words & defines)) - needed
+        words = set().union(*(uses for uses, defines in scripts if words & defines)) - needed
         needed = needed | words
     if _READING_FILES.search(query):
         needed.add("work_units")  # `lock_to_lakehouse` allows its data files
-    tables = {name: lakehouse.read_own(name) for name in _OWN if name in needed}
-    return _define(tables, [name for name, (_, defines) in scripts.items() if needed & defines], _KEPT)
+    return needed
 
 
 @cache
 def _words_and_names(script: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all words of a script, and the names of the views and macros that it defines."""
-    text = sql_script(script)
+    """Return all words of a script but its comments, and the names of the views and macros that it defines."""
+    text = _COMMENTS.sub("", sql_script(script))
     return frozenset(_WORDS.findall(text)), frozenset(_DEFINITION.findall(text))
 
 
-def _define(tables: dict[str, pa.Table], views: Iterable[str], kept: Collection[str]) -> duckdb.DuckDBPyConnection:
-    """Return a connection with these tables and views. Those of `kept` are computed at once."""
-    connection = duckdb.connect()
-    for name, rows in tables.items():
-        connection.register(name, rows)
+def _define(
+    connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str], *, large: bool = False
+) -> None:
+    """Define these views on a connection. Those of `kept` are computed at once, and compressed if they may be `large`."""
     for name in views:
         connection.execute(sql_script(name))
         if name in kept:
-            connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
-    return connection
+            connection.execute(f"CREATE TABLE kept AS FROM {name}; DROP VIEW {name}; ALTER TABLE kept RENAME TO {name}")
+            if large:
+                connection.execute("CHECKPOINT lakehouse")  # this compresses the table
 
 
 def write_database(lakehouse: Lakehouse, path: Path) -> None:
     """Write the lakehouse's tables, with the views and macros over them, to a DuckDB file that is read without DLAC.
 
-    Raises:
-        SpecInvalid: the file exists, or cannot be made.
+    Raises `SpecInvalid` if the file exists, or cannot be made.
     """
     if path.exists():
         raise SpecInvalid(
             f"expected the name of a new file, found the file {str(path)!r}: remove it, or name another one"
         )
-    tables = _own_tables(lakehouse, None, None)
     try:
         with temporary_beside(path) as temporary:
             with duckdb.connect(str(temporary)) as connection:
-                for name, rows in tables.items():
-                    connection.register(f"arrow_{name}", rows)
-                    connection.execute(f"CREATE TABLE {name} AS FROM arrow_{name}")
-                    connection.unregister(f"arrow_{name}")
-                for name in _VIEWS:
-                    connection.execute(sql_script(name))
+                for name in _OWN:
+                    _add_table(connection, lakehouse, name, AlwaysTrue(), load=True)
+                _define(connection, _VIEWS, ())
             temporary.rename(path)
     except (duckdb.IOException, OSError) as err:
         raise SpecInvalid(f"expected to write the DuckDB file {str(path)!r}, found {err}: name another place") from err
 
 
-def _own_tables(lakehouse: Lakehouse, run: str | None, until_seq: int | None) -> dict[str, pa.Table]:
-    """Return DLAC's tables, with a run only the rows that it needs."""
-    everything = AlwaysTrue()
-    mine: BooleanExpression = everything if run is None else equals("run", run)
-    if run is not None and until_seq is not None:
-        mine = And(mine, at_most("seq", until_seq))
-    consumption = lakehouse.read_own("consumption", mine)
-    cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))
-    slices = lakehouse.read_own("slices", cuts)
-    named = everything if run is None else among("plan_id", _plans_of(consumption, slices))
-    plans = lakehouse.read_own("plans", named)
-    units = lakehouse.read_own(
-        "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
-    )
-    recoveries = lakehouse.read_own("recoveries", mine)
-    return dict(zip(_OWN, (consumption, slices, plans, units, recoveries), strict=True))
+def _add_table(
+    connection: duckdb.DuckDBPyConnection,
+    lakehouse: Lakehouse,
+    name: str,
+    wanted: BooleanExpression,
+    load: bool = False,
+) -> None:
+    """Add rows of one of DLAC's tables: as a table if there are few, or with `load`, and else as a view of its files."""
+    folders = tuple(f"{folder}/" for folder in own_rows.local_paths(lakehouse.config.warehouse))
+
+    def add(table: Table) -> None:
+        files = own_rows.data_files(table, wanted)
+        rows = None if files is None else own_rows.rows_in_files(table, files, wanted, folders)
+        is_large = sum(each.record_count for each in files or ()) > own_rows.LARGE_ROWS
+        kind = "VIEW" if is_large and rows is not None and not load else "TABLE"
+        if rows is None:
+            connection.register("arrow_rows", own_rows.read_rows(table, wanted))
+        connection.execute(f"CREATE OR REPLACE {kind} {name} AS {rows or 'FROM arrow_rows'}")
+        connection.unregister("arrow_rows")
+
+    lakehouse.look(name, add)
 
 
 def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> None:
@@ -222,14 +255,18 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
 
     No extension is loaded, no variable of this process is found by its name, and no setting can be changed any more.
     """
-    folders = _local_paths(lakehouse.config.warehouse)
-    is_loaded = connection.execute("FROM duckdb_views() WHERE view_name = 'work_units'").fetchall()
-    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_loaded else []
-    planned = sorted(path for (address,) in named for path in _local_paths(address))
+    folders = own_rows.local_paths(lakehouse.config.warehouse)
+    is_added = ("work_units",) in connection.execute("SHOW TABLES").fetchall()
+    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_added else []
+    below = tuple(
+        f"{folder}/" for folder in folders
+    )  # they need no permission of their own, and to resolve many takes long
+    elsewhere = [address for (address,) in named if not (raw_path(address) or "").startswith(below)]
+    planned = sorted(path for address in elsewhere for path in own_rows.local_paths(address))
     for setting in _LOCKED:
         connection.execute(f"SET {setting}")
-    connection.execute(f"SET allowed_directories = {_listed(folders)}")
-    connection.execute(f"SET allowed_paths = {_listed(planned)}")
+    connection.execute(f"SET allowed_directories = [{sql_literals(folders)}]")
+    connection.execute(f"SET allowed_paths = [{sql_literals(planned)}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
 
@@ -277,32 +314,8 @@ def _words_of(query: str) -> list[tuple[str, Any]]:
     return [(word, kind) for word, kind in words if kind != duckdb.token_type.comment]
 
 
-def _local_paths(address: str) -> list[str]:
-    """Return the local path of an address as it is written and as it is resolved. Empty for an address elsewhere."""
-    scheme, colon, rest = address.partition(":")
-    if colon and scheme != "file":
-        return []
-    path = "/" + (rest if colon else address).lstrip("/")
-    return sorted({path, str(Path(path).resolve())})
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return "[" + ", ".join("'" + path.replace("'", "''") + "'" for path in paths) + "]"
-
-
-def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Iterable[Any] = ()) -> list[dict[str, Any]]:
+def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Any = ()) -> list[dict[str, Any]]:
     """The rows of a query's answer, column name -> value."""
-    answer = connection.execute(query, list(parameters))
+    answer = connection.execute(query, parameters)
     names = [column[0] for column in answer.description or ()]
     return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
-
-
-def _plans_of(consumption: pa.Table, slices: pa.Table) -> list[str]:
-    """The plans that advances, slices, legs and claims name."""
-    naming = consumption.filter(pc.is_in(consumption["kind"], pa.array(["leg", "claim"])))["detail"].to_pylist()
-    named = (plan_id for detail in naming for plan_id in _PLAN_IDS.findall(detail or ""))
-    return sorted({*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"]), *named})
-
-
-def _distinct(values: pa.ChunkedArray) -> list[str]:
-    return [value for value in values.unique().to_pylist() if value is not None]

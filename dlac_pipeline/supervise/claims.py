@@ -128,5 +128,5 @@ def left_in_order(rows: list[LedgerRow], attempt: int) -> bool:
 
 def last_reason(rows: list[LedgerRow], attempt: int) -> str:
     """Return why an attempt took its last checkpoint, or `steps` if it took none or recorded no reason."""
-    reasons = [row.reason for row in rows if isinstance(row, CheckpointRow) and row.attempt == attempt]
-    return (reasons[-1] or "steps") if reasons else "steps"
+    taken = [row for row in rows if isinstance(row, CheckpointRow) and row.attempt == attempt]
+    return (taken[-1].reason or "steps") if taken else "steps"

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
-from dlac_pipeline.audit.lakehouse_sql import open_audit, open_query, rows_of
+from dlac_pipeline.audit.lakehouse_sql import lock_to_lakehouse, open_audit, open_query, rows_of
 from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_coverage, draw_losses
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import NoSuchRun
+from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
@@ -265,3 +266,32 @@ def test_a_query_opens_only_tables_it_needs(lake: Lake) -> None:
     for query, expected in {"SELECT 1": set(), "SHOW TABLES": shown}.items():
         with open_query(lake.lakehouse, query) as connection:
             assert {name for (name,) in connection.execute("SHOW TABLES").fetchall()} == expected
+
+
+def test_large_ledger_answers_the_same(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger that is read from its files has the rows of one that is loaded, with and without access to other files."""
+    ledger = Ledger(lake.lakehouse)
+    rows, report, explained = (
+        ledger.rows("faulty"),
+        audit_run(lake.lakehouse, "faulty"),
+        explain_sql(lake.lakehouse, "faulty"),
+    )
+    queries = [
+        "FROM consumed_rows ORDER BY ALL",
+        "FROM coverage ORDER BY ALL",
+        "SELECT file_path, consumed(file_path, 0, (SELECT max(checkpoint_id) FROM lineage)) FROM units ORDER BY ALL",
+    ]
+    loaded = [_answer_of(lake, query) for query in queries]
+    monkeypatch.setattr(own_rows, "LARGE_ROWS", 0)
+    assert ledger.rows("faulty") == rows
+    assert len(ledger.head_rows("faulty")) < len(rows)
+    assert audit_run(lake.lakehouse, "faulty") == report
+    assert explain_sql(lake.lakehouse, "faulty") == explained
+    assert [_answer_of(lake, query) for query in queries] == loaded
+
+
+def _answer_of(lake: Lake, query: str) -> list[tuple[object, ...]]:
+    """Return the answer of `dlac sql`."""
+    with open_query(lake.lakehouse, query) as connection:
+        lock_to_lakehouse(connection, lake.lakehouse)
+        return connection.execute(query).fetchall()

@@ -1,6 +1,6 @@
--- One row per checkpoint: the given one and its ancestors, on the surviving lineage or not, through forks also in other runs.
--- FROM ancestors('run-000000010-1a2b').
-CREATE OR REPLACE MACRO ancestors(checkpoint) AS TABLE
+-- One row per branch that led to a checkpoint, its own one included, with the last seq of it that did. The checkpoint is on the
+-- surviving lineage or not. Its ancestors may be in other runs, through forks.
+CREATE OR REPLACE MACRO ancestor_branches(checkpoint) AS TABLE
 WITH RECURSIVE
 -- The argument is renamed first, because it may be a column of a caller's table.
 target AS (
@@ -16,5 +16,10 @@ walk AS (
         -- Each run counts its own seq. Within a run a parent is always older.
         AND (b.run <> walk.run OR b.seq < walk.upto)
 )
+SELECT run, branch, upto FROM walk;
+
+-- One row per checkpoint: the given one and its ancestors. FROM ancestors('run-000000010-1a2b').
+CREATE OR REPLACE MACRO ancestors(checkpoint) AS TABLE
 SELECT b.run, b.checkpoint_id, b.seq
-FROM walk JOIN branch_checkpoints AS b ON b.run = walk.run AND b.branch = walk.branch AND b.seq <= walk.upto;
+FROM ancestor_branches(checkpoint) AS walk
+JOIN branch_checkpoints AS b ON b.run = walk.run AND b.branch = walk.branch AND b.seq <= walk.upto;

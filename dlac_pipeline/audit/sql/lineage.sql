@@ -3,9 +3,8 @@
 CREATE OR REPLACE VIEW lineage AS
 WITH RECURSIVE
 heads AS (
-    SELECT DISTINCT run, head_after AS checkpoint_id
-    FROM consumption
-    QUALIFY seq = max(seq) OVER (PARTITION BY run)
+    SELECT DISTINCT c.run, c.head_after AS checkpoint_id
+    FROM consumption AS c JOIN (SELECT run, max(seq) AS seq FROM consumption GROUP BY run) AS newest USING (run, seq)
 ),
 walk AS (
     SELECT b.run, b.branch, b.seq AS upto, b.branch_parent

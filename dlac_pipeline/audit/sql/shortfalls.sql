@@ -3,7 +3,6 @@
 -- steps are checked and `rows` is NULL. A key group may be short at the end of a leg in which it has nothing more to read.
 CREATE OR REPLACE VIEW shortfalls AS
 WITH
-moved AS MATERIALIZED (FROM advances),
 expected AS (
     SELECT
         c.run, c.leg, c.checkpoint_id, coalesce(p.step, 0) AS from_step, c.step, g.key_group,
@@ -14,19 +13,12 @@ expected AS (
     CROSS JOIN LATERAL (SELECT unnest(range(s.key_groups)) AS key_group) AS g
     WHERE c.step > coalesce(p.step, 0)
 ),
-steps AS (
-    SELECT run, checkpoint_id, key_group, min(first_step) AS first_step, max(last_step) AS last_step
-    FROM moved
-    GROUP BY ALL
-),
-read AS (
-    SELECT run, checkpoint_id, key_group, sum(live_rows)::BIGINT AS rows
+found AS (
+    SELECT run, checkpoint_id, key_group, min(first_step) AS first_step, max(last_step) AS last_step,
+        sum(live_rows)::BIGINT AS rows
     FROM intervals
     WHERE kind = 'advance'
     GROUP BY ALL
-),
-found AS (
-    FROM steps JOIN read USING (run, checkpoint_id, key_group)
 ),
 -- The last pass of each active source in a leg. An endless source has 1 << 30.
 bounds AS (
@@ -54,12 +46,12 @@ left_over AS (
         ON i.run = b.run AND i.source = b.source AND i.pass <= b.last_pass AND i.kind = 'ahead' AND i.live_rows > 0
     UNION
     SELECT b.run, b.leg, m.key_group
-    FROM bounds AS b JOIN moved AS m
+    FROM bounds AS b JOIN advances AS m
         ON m.run = b.run AND m.source = b.source AND m.pass <= b.last_pass AND m.leg > b.leg AND m.rows_consumed > 0
 ),
 last_moved AS (
     SELECT m.run, m.leg, m.key_group, max(c.step) AS step
-    FROM moved AS m JOIN lineage AS c USING (run, checkpoint_id)
+    FROM advances AS m JOIN lineage AS c USING (run, checkpoint_id)
     GROUP BY ALL
 ),
 judged AS (

@@ -1,24 +1,43 @@
-"""Rows of DLAC's own tables as Arrow.
+"""Rows of DLAC's own tables as Arrow, or as a query for DuckDB.
 
 pyiceberg reads each manifest again for each scan, and converts the schema and the filter again for each data file, in Python.
 Own tables have many small files, their columns keep their names, and rows are removed with their files. So a manifest is read
-once, and one Arrow dataset reads the files.
+once, and one Arrow dataset reads the files. Of many rows in local files DuckDB reads what is needed, PyArrow whole columns.
 """
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo
+from pyiceberg.expressions import (
+    AlwaysFalse,
+    AlwaysTrue,
+    And,
+    BooleanExpression,
+    EqualTo,
+    GreaterThan,
+    In,
+    LessThanOrEqual,
+)
 from pyiceberg.expressions.visitors import bind
-from pyiceberg.io.pyarrow import expression_to_pyarrow, schema_to_pyarrow
+from pyiceberg.io.pyarrow import PyArrowFileIO, expression_to_pyarrow, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
 from pyiceberg.table import Table
 from pyiceberg.utils.concurrent import ExecutorFactory
 
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+
+LARGE_ROWS = 250_000
+"""Rows in data files from which on a table is not loaded."""
+_GLOBBING = re.compile(r"[*?\[\]]")  # for these DuckDB looks for other files than the named one
+_RELATIONS = {EqualTo: "=", GreaterThan: ">", LessThanOrEqual: "<="}
 _OPEN_FILES = 256
 _MANIFESTS = 4096
 _FORMAT = ds.ParquetFileFormat()
@@ -29,22 +48,23 @@ _FILES: dict[str, list[DataFile]] = {}
 def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[str] = ("*",)) -> pa.Table:
     """Return the rows of an own table that a filter selects, in the order of its data files.
 
-    Only files of one run are opened if the filter is a condition on `run`, or an `And` that begins with one.
-
-    Raises:
-        FileNotFoundError: upkeep has removed a file of this snapshot.
+    Only files of one run are opened if the filter is a condition on `run`, or an `And` that begins with one. Raises
+    `FileNotFoundError` if upkeep has removed a file of this snapshot.
     """
     scan = table.scan(row_filter, selected_fields=tuple(columns))
-    files = _data_files(table)
+    files = data_files(table, row_filter)
     if files is None:
         return scan.to_arrow()
+    is_large = sum(each.record_count for each in files) > LARGE_ROWS
+    rows = rows_in_files(table, files, row_filter, ("/",)) if is_large else None
+    if rows is not None:
+        return _read_by_duckdb(rows, schema_to_pyarrow(scan.projection(), include_field_ids=False))
     schema: Any = schema_to_pyarrow(table.schema(), include_field_ids=False)
     wanted: dict[str, Any] = {"columns": [field.name for field in scan.projection().fields]}
     if row_filter != AlwaysTrue():
         bound = bind(table.schema(), row_filter, case_sensitive=True)
         wanted["filter"] = expression_to_pyarrow(bound, table.schema())
-    run = _run_in(row_filter)
-    named = iter([each.file_path for each in files if run is None or _partition_of(each) in ([], [run])])
+    named = iter([each.file_path for each in files])
     parts = [schema.empty_table().select(wanted["columns"])]
     while paths := list(islice(named, _OPEN_FILES)):
         with ExitStack() as opened:
@@ -54,8 +74,8 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     return pa.concat_tables(parts)
 
 
-def _data_files(table: Table) -> list[DataFile] | None:
-    """Return the data files of a table's current snapshot, or None if it has delete files."""
+def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | None:
+    """Return the data files of a table's current snapshot that may have wanted rows, or None if it has delete files."""
     snapshot = table.current_snapshot()
     manifests = [] if snapshot is None else snapshot.manifests(table.io)
     if any(each.content != ManifestContent.DATA for each in manifests):
@@ -71,7 +91,9 @@ def _data_files(table: Table) -> list[DataFile] | None:
     _FILES.update(known)
     for path in list(_FILES)[:-_MANIFESTS]:
         _FILES.pop(path, None)
-    return [file for each in manifests for file in known[each.manifest_path]]
+    run = _run_in(row_filter)
+    files = [file for each in manifests for file in known[each.manifest_path]]
+    return [each for each in files if run is None or _partition_of(each) in ([], [run])]
 
 
 def _partition_of(file: DataFile) -> list[Any]:
@@ -85,3 +107,75 @@ def _run_in(row_filter: BooleanExpression) -> str | None:
     if isinstance(row_filter, EqualTo) and getattr(row_filter.term, "name", "") == "run":
         return str(row_filter.literal.value)
     return None
+
+
+def _read_by_duckdb(rows: str, schema: Any) -> pa.Table:
+    import duckdb  # it takes 0.2 s, and few processes read a large table
+
+    with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'")
+        found: Any = connection.sql(f"SELECT {', '.join(schema.names)} FROM ({rows})").to_arrow_table()
+    return found.cast(schema)
+
+
+def rows_in_files(
+    table: Table, files: Sequence[DataFile], wanted: BooleanExpression, folders: tuple[str, ...]
+) -> str | None:
+    """Return a query for rows of an own table, or None if DuckDB cannot read a data file, or one is not in `folders`.
+
+    Raises `FileNotFoundError` if one is missing.
+    """
+    io, name, paths = table.io, table.name()[-1], []
+    for each in files:
+        places = io.parse_location(each.file_path, io.properties) if isinstance(io, PyArrowFileIO) else ("", "", "")
+        if places[0] != "file" or not places[2].startswith(folders) or _GLOBBING.search(places[2]):
+            return None
+        paths.append(places[2])
+    if missing := next((path for path in paths if not os.path.exists(path)), None):
+        raise FileNotFoundError(missing)
+    # older files lack newer columns
+    found = f"read_parquet([{sql_literals(paths)}], union_by_name = true, hive_partitioning = false)"
+    return f"{no_rows(name)} UNION ALL BY NAME FROM {found} WHERE {_condition(wanted)}" if paths else no_rows(name)
+
+
+@cache
+def no_rows(name: str) -> str:
+    """Return a query with the columns of one of DLAC's tables, and no row."""
+    import duckdb
+
+    schema: Any = schema_to_pyarrow(TABLES[name][0], include_field_ids=False)
+    with duckdb.connect() as connection:
+        empty = connection.from_arrow(schema.empty_table())
+        columns = ", ".join(
+            f"NULL::{kind} AS {column}" for column, kind in zip(empty.columns, empty.types, strict=True)
+        )
+    return f"SELECT {columns} WHERE false"
+
+
+def local_paths(address: str) -> list[str]:
+    """Return the local path of an address as it is written and as it is resolved. Empty for an address elsewhere."""
+    scheme, colon, rest = address.partition(":")
+    if colon and scheme != "file":
+        return []
+    path = "/" + (rest if colon else address).lstrip("/")
+    return sorted({path, str(Path(path).resolve())})
+
+
+def sql_literals(values: Iterable[str | int]) -> str:
+    """Return values as literals of SQL, with commas between them."""
+    return ", ".join(str(each) if isinstance(each, int) else "'" + each.replace("'", "''") + "'" for each in values)
+
+
+def _condition(wanted: BooleanExpression) -> str:
+    """Return one of the expressions with which own tables are read as SQL."""
+    if isinstance(wanted, And):
+        return f"{_condition(wanted.left)} AND {_condition(wanted.right)}"
+    found: Any = wanted  # the hidden signatures of pyiceberg's pydantic bases
+    if isinstance(wanted, In):
+        name, listed = found.term.name, sql_literals(sorted(each.value for each in found.literals))
+        # most rows are advances: by this DuckDB skips their other columns, and not by a list
+        most = "kind <> 'advance' AND " if name == "kind" and "'advance'" not in listed else ""
+        return f"{most}{name} IN ({listed})"
+    if type(wanted) in _RELATIONS:
+        return f"{found.term.name} {_RELATIONS[type(wanted)]} {sql_literals([found.literal.value])}"
+    return {AlwaysTrue: "true", AlwaysFalse: "false"}[type(wanted)]

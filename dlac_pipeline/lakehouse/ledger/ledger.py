@@ -191,6 +191,8 @@ class Ledger:
         wanted = equals("run", run)
         if kinds:
             wanted = And(wanted, among("kind", typed_rows.names_of_kinds(kinds)))
+            if columns == ("*",):
+                columns = list({"kind", "detail"}.union(*map(typed_rows.columns_of, kinds)))
         if after:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
