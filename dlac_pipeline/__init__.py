@@ -26,7 +26,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -182,8 +182,6 @@ class Interval:
 
 @dataclass(slots=True)
 class _Pace:
-    """Steps and the seconds that they took."""
-
     steps: int = 0
     seconds: float = 0.0
 

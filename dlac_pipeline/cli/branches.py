@@ -3,7 +3,6 @@
 import json
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +11,11 @@ import typer
 from typer import Option
 
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
 
 if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.lakehouse.ledger.branches import Rewound
 
 app = typer.Typer()
@@ -69,7 +67,7 @@ def rewind(
         exclude=exclude or (),
         source=source,
         why=why,
-        spec=_known_spec(lakehouse, run, spec, home),
+        spec=ui.known_spec(lakehouse, run, spec, home),
     )
     if as_json:
         ui.show_json(asdict(done))
@@ -130,7 +128,7 @@ def fork(
     read = ui.resolved(spec, home)
     job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
     lakehouse = ui.lakehouse_of(spec, home, create=True)
-    parent = _known_spec(lakehouse, run, None, home)
+    parent = ui.known_spec(lakehouse, run, None, home)
     files = None if parent is None else tiers_of(parent).files
     done = fork_run(lakehouse, job, run, step=step, checkpoint_id=checkpoint, files=files)
     if as_json:
@@ -167,10 +165,3 @@ def retire(
         ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
     if not gone:
         ui.show_text(f"run {run} has no abandoned checkpoint without a tag")
-
-
-def _known_spec(lakehouse: "Lakehouse", run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
-    """Return the run's spec, or None for one that was launched from another node."""
-    with suppress(NoSuchJobSpec):
-        return ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    return None

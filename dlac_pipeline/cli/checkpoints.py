@@ -1,6 +1,5 @@
 """Checkpoints of a run: list, tag, verify. And checkpoints from and for other programs: adopt, export, identify."""
 
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -11,7 +10,6 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes, table_columns
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 
 app = typer.Typer()
@@ -83,9 +81,9 @@ def verify(
     from dlac_pipeline.lakehouse.ledger.commits import record_verified
 
     problems: dict[str, str | None] = {}
-    ledger, files = ui.ledger_of(spec, home), None
-    with suppress(NoSuchJobSpec):  # launched from another node: the addresses in the lakehouse suffice
-        files = tiers_of(ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse)).files
+    ledger = ui.ledger_of(spec, home)
+    job = ui.known_spec(ledger.lakehouse, run, spec, home)
+    files = None if job is None else tiers_of(job).files  # else the addresses in the lakehouse suffice
     with ui.steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         verdicts = verify_checkpoints(

@@ -5,6 +5,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,6 +21,7 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
 from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec, read_spec
@@ -131,6 +133,13 @@ def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: "L
     from dlac_pipeline.supervise.claims import last_spec
 
     return given_spec(run, spec, home) or last_spec(lakehouse or lakehouse_of(None, home), run)
+
+
+def known_spec(lakehouse: "Lakehouse", run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
+    """Return the run's spec, or None for one that was launched from another node."""
+    with suppress(NoSuchJobSpec):
+        return spec_of_run(run, spec, home, lakehouse=lakehouse)
+    return None
 
 
 def places_of_run(run: str, spec: Path | None, home: Path | None) -> tuple["Lakehouse", "Tiers"]:

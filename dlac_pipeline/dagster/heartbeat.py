@@ -1,7 +1,6 @@
 """Heartbeat of a Dagster run's process, for a sensor that finds runs whose process is gone, and the end of that process.
 
-If the code server that would interrupt the process is dead, the process reads its run's status at each heartbeat. Heartbeats
-are in Dagster's key-value storage: run tags are written all at once, and two writers can lose each other's.
+Heartbeats are in Dagster's key-value storage: run tags are written all at once, and two writers can lose each other's.
 """
 
 import json
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass
 import dagster as dg
 import psutil
 
+from dlac_pipeline.elastic.ranks.processes import is_running
 from dlac_pipeline.lakehouse.masking import mask_secrets
 
 BEAT_EVERY_S = 5.0
@@ -47,10 +47,7 @@ class RunHeartbeat:
     @property
     def is_gone(self) -> bool:
         """True if the process has ended. Only for a process of this node."""
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.pid)
-            return process.create_time() != self.started_at or process.status() == psutil.STATUS_ZOMBIE
-        return True
+        return not is_running(self.pid, started_by=self.started_at)
 
 
 class Heartbeat:

@@ -5,7 +5,8 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -93,18 +94,12 @@ class DlacDataset(IterableDataset[DictBatch]):
         return bisect_left(range(first, steps + 1), True, key=lambda step: order.valid_rows(step) < self.leg.batch_size)
 
     def __iter__(self) -> Iterator[DictBatch]:
-        """Yield the batches after the position.
-
-        Raises:
-            DataFileUnreadable: a row group is missing or does not decode.
-        """
+        """Yield the batches after the position. Raises `DataFileUnreadable` if a row group is missing or does not decode."""
         self._iteration += 1
         return self._batches(self._iteration)
 
     def state_dict(self) -> states.State:
-        """Return the consumer's position as JSON data of a few KB.
-
-        Call it between the step of the last batch and the next batch.
+        """Return the consumer's position as JSON data of a few KB. Call it between the step of the last batch and the next batch.
 
         For a streamed dataset of several ranks it is this rank's part: `gathered_state` or `merge_states` combine the parts.
         """
@@ -173,8 +168,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         they go to an accelerator. Without an accelerator both change nothing. `options` are the others of DataLoader:
         num_workers, prefetch_factor, persistent_workers, multiprocessing_context, ...
 
-        Raises:
-            SpecInvalid: the device is not on this node.
+        Raises `SpecInvalid` if the device is not on this node.
         """
         return DlacLoader(self, inputs, device=device, pin_memory=pin_memory, options=options)
 
@@ -331,7 +325,8 @@ class DlacLoader(DataLoader[DictBatch]):
         early = None if dataset.ends_apart else inputs
         self._source, self._unwraps = dataset, early is not None
         # DataLoader pins in a thread of its own where it has workers.
-        super().__init__(dataset, batch_size=None, collate_fn=_Inputs(early), pin_memory=self._copies.pins, **options)
+        collate = partial(_collate, early)
+        super().__init__(dataset, batch_size=None, collate_fn=collate, pin_memory=self._copies.pins, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its own private iterator
         self._iterator = None  # persistent workers of an iteration that was left have read ahead
@@ -357,11 +352,6 @@ class DlacLoader(DataLoader[DictBatch]):
         self._source.load_state_dict(state)
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """Collate function of a loader: the batch itself, or the result of the user's function beside the batch's facts."""
-
-    make: Callable[[DictBatch], Any] | None
-
-    def __call__(self, batch: Any) -> DictBatch:
-        return batch if self.make is None else {"inputs": self.make(batch), ABOUT: batch[ABOUT]}
+def _collate(make: Callable[[DictBatch], Any] | None, batch: DictBatch) -> DictBatch:
+    """Return the batch itself, or the result of the user's function beside the batch's facts."""
+    return batch if make is None else {"inputs": make(batch), ABOUT: batch[ABOUT]}

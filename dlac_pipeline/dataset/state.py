@@ -48,8 +48,7 @@ def make_state(
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """One state of those of all ranks at one step, which any number of ranks can load.
 
-    Raises:
-        ResumeMismatch: they are of different steps or legs, differ in a key group that ranks share, or one is missing.
+    Raises `ResumeMismatch` if they are of different steps or legs, differ in a key group that ranks share, or one is missing.
     """
     read = [read_state(state) for state in states]
     found = sorted({(state["step"], state["leg"]["digest"], str(state.get("last_batch"))) for state in read})

@@ -1,8 +1,4 @@
-"""DLAC's elastic agent: torch's, which starts the processes of a node's ranks, with the share of the ranks that a round assigns.
-
-torch's agent restarts ranks by count, and stops all of them as soon as one ended. DLAC's supervisor decides by progress, and
-first collects the reasons of all ranks. So it asks this agent to start ranks only, and watches them itself.
-"""
+"""DLAC's elastic agent: torch's, which starts the ranks of a node, and no more. See docs/design/0010-starting-ranks.md."""
 
 import logging
 import multiprocessing

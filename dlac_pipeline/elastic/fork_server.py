@@ -1,8 +1,4 @@
-"""The fork server of this process: multiprocessing's, with what ranks import imported ahead (`preload.py`).
-
-One server serves all attempts of a supervisor. It starts beside the supervisor's own imports. Without PyTorch: the supervisor
-imports that while the server does.
-"""
+"""The fork server of this process: multiprocessing's, with ranks' imports made ahead. See docs/design/0010-starting-ranks.md."""
 
 import json
 import multiprocessing

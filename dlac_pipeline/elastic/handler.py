@@ -1,9 +1,7 @@
-"""DLAC's rounds as a rendezvous backend of torchrun: `torchrun --rdzv-backend dlac --rdzv-endpoint HOST:PORT ... train.py`.
+"""DLAC's rounds as a rendezvous backend of torchrun: `torchrun --rdzv-backend dlac ...`. See docs/launchers.md.
 
-torchrun's agent starts the ranks of a round, and asks several times a second for another round. There should be one when a node
-was lost or its ranks failed, when a node came that makes more ranks, and when the leader was lost. The agent then stops its ranks
-with SIGTERM, so that they commit a checkpoint, and does not count a restart. It counts failures of its own ranks, also those that
-follow from a lost node. The first rank claims the run (`training_run("job.toml")`).
+torchrun's agent asks several times a second for another round. There should be one when a node was lost or its ranks failed, when
+a node came that makes more ranks, and when the leader was lost. The first rank claims the run (`training_run("job.toml")`).
 """
 
 import threading

@@ -1,8 +1,6 @@
 """One node's heartbeat in the store of a run, the lease of the leader, and the rounds that the leader forms.
 
-A thread talks to the store a few times a second, so that a silent network does not block the node. The leader reads the
-records of all nodes. Any other node reads one record, the lease, and the announcements that it names. Only this node's own
-clock counts.
+A thread talks to the store, so that a silent network does not block the node. See docs/design/0015-rounds.md.
 
     slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one
@@ -10,10 +8,6 @@ clock counts.
     member/SLOT         the part of the last round's plan for the node in SLOT
     round/N/SLOT        the plan of round N as the leader in SLOT formed it
     round/N/SLOT/...    the announcements of that leader
-
-A stranger may have copied the records of an earlier store with the same key, and write them again. So numbers of heartbeats
-and rounds begin at the milliseconds since 1970 and count up: older ones are lower. A plan, a refusal and the end of the run
-name the nodes that they are for by random ids, and count for these only.
 """
 
 import secrets

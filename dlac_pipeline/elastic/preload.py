@@ -1,7 +1,6 @@
 """Imports of multiprocessing's fork server, once per supervisor, so that ranks start without importing.
 
-The fork server imports this module, and this module the rest. A fork copies the calling thread alone, so an import must start
-no thread and open no accelerator.
+The fork server imports this module, and this module the rest. See docs/design/0010-starting-ranks.md.
 """
 
 import ctypes

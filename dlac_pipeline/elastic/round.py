@@ -14,7 +14,6 @@ from dlac_pipeline.elastic.sealed_store import Message
 RESUME, VERDICT = "resume", "verdict"
 """Announcements of a leader: the resume point, and the end of the attempt."""
 LEADER = 0
-"""Place of the leader."""
 _EACH_BEAT = ("now", "progress", "in_hand")
 """Parts of a message that always change: they wait for the next beat."""
 _POLL_S = 0.02
@@ -33,7 +32,6 @@ class Round:
         """Nodes by place. A node that does not lead knows the leader and itself. A single node knows none."""
         self.hosts = {place: member.offer.host for place, member in self.members.items()}
         self.others = [place for place in range(share.nodes) if place != share.node]
-        """Places of the other nodes."""
         self._heartbeat = heartbeat
         self._message: Message = {}
 

@@ -1,9 +1,4 @@
-"""Sealed messages in a store of torch: without the key none can be read, and none is accepted.
-
-A JSON message is encrypted and authenticated together with its name (Fernet of `cryptography`). Nothing from a store is
-unpickled. A stranger who reaches the port can still delete and overwrite. An overwritten message counts as missing, and its
-writer writes it again.
-"""
+"""Sealed messages in a store of torch: without the key none can be read or forged. See docs/design/0015-rounds.md."""
 
 import base64
 import hashlib

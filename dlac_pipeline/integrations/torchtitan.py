@@ -1,7 +1,4 @@
-"""torchtitan: the batches of a training run as its data loader, and its checkpoints as those of the run. See docs/trainers.md.
-
-Nothing of torchtitan is imported: its trainer, its loader and its checkpoint manager are known by their methods.
-"""
+"""torchtitan, without importing it: the batches of a run as its data loader, and its checkpoints. See docs/trainers.md."""
 
 from collections.abc import Callable
 from pathlib import Path

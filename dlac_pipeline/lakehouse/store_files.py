@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pyarrow.fs as pafs
 from blake3 import blake3
 from pyiceberg.io.pyarrow import PyArrowFileIO
+from tenacity import RetryCallState, retry_if_exception
 
 from dlac_pipeline.lakehouse import s3_objects
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably, temporary_beside, write_durably
@@ -26,14 +27,6 @@ _CHUNK_BYTES = 8 << 20
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-
-class _Transient(Exception):
-    """A failure that may pass."""
-
-    def __init__(self, cause: OSError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def is_local(address: str) -> bool:
@@ -104,31 +97,23 @@ class StoreFiles:
         self._tried(lambda files, path: files.remove(path), address, "remove from")
 
     def _tried(self, call: "Callable[[_Local | S3Objects | _Remote, str], Result]", address: str, doing: str) -> Result:
-        tries = 0
+        def warn_once(tried: RetryCallState) -> None:
+            if tried.attempt_number == 1 and tried.outcome is not None:
+                found, message = tried.outcome.exception(), "expected to %s the checkpoint store at %s, found %s; %s"
+                again = f"trying again for {self._deadline_s:.0f} s"
+                _log.warning(message, doing, mask_secrets(address), mask_secrets(str(found)), again)
 
-        def attempt() -> Result:
-            nonlocal tries
-            tries += 1
-            try:
-                return call(*self._at(address))
-            except (FileNotFoundError, FileExistsError):
-                raise
-            except OSError as err:
-                if is_final(err):
-                    raise
-                if tries == 1 and self._deadline_s > 0:
-                    message = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
-                    _log.warning(message, doing, mask_secrets(address), mask_secrets(str(err)), self._deadline_s)
-                raise _Transient(err) from err
-
+        tries = retrying(self._deadline_s).copy(retry=retry_if_exception(_is_transient), before_sleep=warn_once)
         try:
-            return retrying(self._deadline_s, of=_Transient)(attempt)
-        except _Transient as err:
-            raise _unavailable(address, doing, err.cause, f", for {self._deadline_s:.0f} s") from err
+            return tries(lambda: call(*self._at(address)))
         except FileNotFoundError:
             raise
         except OSError as err:
-            raise _unavailable(address, doing, err, "") from err
+            how_long = f", for {self._deadline_s:.0f} s" if _is_transient(err) else ""
+            raise StoreUnavailable(
+                f"expected to {doing} the checkpoint store at {address!r}, found {type(err).__name__}{how_long}: {err}; "
+                "free, mount or reach it: the last committed checkpoint is untouched"
+            ) from err
 
     def _at(self, address: str) -> "tuple[_Local | S3Objects | _Remote, str]":
         if is_local(address):
@@ -246,8 +231,5 @@ class _Remote(Objects):
                 yield chunk
 
 
-def _unavailable(address: str, doing: str, err: OSError, how_long: str) -> StoreUnavailable:
-    return StoreUnavailable(
-        f"expected to {doing} the checkpoint store at {address!r}, found {type(err).__name__}{how_long}: {err}; "
-        "free, mount or reach it: the last committed checkpoint is untouched"
-    )
+def _is_transient(err: BaseException) -> bool:
+    return isinstance(err, OSError) and not (isinstance(err, FileNotFoundError | FileExistsError) or is_final(err))

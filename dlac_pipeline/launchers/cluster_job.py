@@ -1,8 +1,4 @@
-"""A run as one job of a cluster: submit it, follow it, cancel it, and judge how it ended.
-
-The nodes recover without help (`launchers/node_process.py`). Their events come from the scheduler's logs, which may lag or be
-lost. The ledger records whether the run is finished: a scheduler's "completed" only means that no process is left.
-"""
+"""A run as one job of a cluster: submit, follow, cancel it, and judge how it ended. See docs/design/0012-launchers.md."""
 
 import json
 import threading

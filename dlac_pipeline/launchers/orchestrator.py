@@ -16,7 +16,6 @@ from dlac_pipeline.lakehouse.plain_json import strict_json
 MARGIN_S = 5.0
 """Extra seconds for a launcher, past the ranks' grace period, when it is not needed any more."""
 _ALIVE_EVERY_S = 5.0
-"""Seconds between two heartbeats."""
 _EVENTS: list[TextIO] = []
 """The last one is the stream of events. None: `sys.stdout`."""
 _REPORTING = threading.Lock()

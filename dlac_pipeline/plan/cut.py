@@ -1,10 +1,7 @@
-"""Cut of one pass: units permuted, laid end to end, dealt to key groups, and walked in blocks.
+"""Cut of one pass: units permuted, laid end to end, dealt to key groups, and walked in blocks. See docs/order.md.
 
 A pass is cut once. The place of its slices is a pure function of (units, cut settings, pass, rows dealt before). Exclusions
 may add skipped rows later. They never move a slice, nor a row within its block.
-
-Position k of a block is its row (a*k + c) mod R. The inverse is one line of integer SQL: scripts of `audit/sql` repeat both
-directions. A change of a permutation or of a key is another order (`ORDER_VERSION`). See docs/order.md.
 """
 
 from bisect import bisect_left

@@ -1,9 +1,4 @@
-"""Mixture: the source of the n-th sample, by a deterministic weighted schedule without memory.
-
-Sample k of key group g is the n-th of the leg, n = k*G + g. u = (a*n) mod P falls into the bin of one of the remaining
-sources. The bins are as wide as their weights. P is prime and a/P near the golden ratio, so any range of samples contains
-each source's share within a few samples, and a key group sees every u once in P samples.
-"""
+"""Mixture: the source of the n-th sample, by a deterministic weighted schedule without memory. See docs/design/0002-reader.md."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -91,8 +91,7 @@ class Plans:
     def read(self, plan_id: str) -> Plan:
         """Return a plan with its units, whether or not its table and pin still exist.
 
-        Raises:
-            SpecInvalid: no such plan was written.
+        Raises `SpecInvalid` if no such plan was written.
         """
         if plan_id not in self._plans:
             row = self.row(plan_id)

@@ -1,7 +1,6 @@
 """Slices of the passes that a run enters: computed from the cut of a pass, written before a row of the ledger names the cut."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +10,6 @@ from blake3 import blake3
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.plans import SLICES_ARROW, write_slices
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.plan.cut import PassCut
 from dlac_pipeline.plan.order import LegOrder
 
@@ -22,21 +20,22 @@ class SliceWriter:
     def __init__(self, lakehouse: Lakehouse, order: LegOrder) -> None:
         self._lakehouse = lakehouse
         self._order = order
-        self._written: set[tuple[int, int]] = set()
+        self._cut_ids: dict[tuple[int, int], str] = {}
 
-    def write(self, advances: Iterable[AdvanceRow]) -> None:
-        """Write the slices of the passes that these advances enter. Rows that name their cuts are committed afterwards."""
-        for source, pass_index in dict.fromkeys((each.source, each.pass_index) for each in advances):
-            if (source, pass_index) not in self._written:
-                order = self._order.sources[source]
-                write_cut(self._lakehouse, order.open_cut_of(pass_index).plan_id, order.cut_of(pass_index))
-                self._written.add((source, pass_index))
+    def write(self, source: int, pass_index: int) -> str:
+        """Write the slices of a pass. Return the id of its cut, for rows that are committed afterwards."""
+        if (source, pass_index) not in self._cut_ids:
+            order = self._order.sources[source]
+            plan_id, cut = order.open_cut_of(pass_index).plan_id, order.cut_of(pass_index)
+            self._cut_ids[source, pass_index] = write_cut(self._lakehouse, plan_id, cut)
+        return self._cut_ids[source, pass_index]
 
 
-def write_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> None:
-    """Write the slices of one pass over a plan, unless they exist."""
+def write_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> str:
+    """Write the slices of one pass over a plan, unless they exist. Return the id of the cut."""
     cut_id = cut_id_of(plan_id, cut)
     write_slices(lakehouse, cut_id, lambda: slices_arrow(cut_id, plan_id, cut))
+    return cut_id
 
 
 def cut_id_of(plan_id: str, cut: PassCut) -> str:

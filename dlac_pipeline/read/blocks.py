@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,14 +40,6 @@ class UnitUnreadable(DataFileUnreadable):
     def __init__(self, message: str, *, path: str | None = None, row_group: int = -1) -> None:
         super().__init__(message)
         self.detail = {} if path is None else {"path": path, "row_group": row_group}
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A data file's footer, and how its columns become those of the table."""
-
-    metadata: pq.FileMetaData
-    columns: FileColumns
 
 
 class BlockDecoder:
@@ -95,17 +86,16 @@ class BlockDecoder:
     def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
         """One row group, planned with `rows` rows. Raises `UnitUnreadable` if it is missing, corrupt or of another length."""
         with self._naming(path, row_group):
-            opened = self._open(path)
-            names = opened.columns.in_file
-            table = self._read(path, opened.metadata, row_group, names) if names else None
-        found = opened.metadata.row_group(row_group).num_rows if table is None else table.num_rows
+            metadata, columns = self._open(path)
+            table = self._read(path, metadata, row_group, columns.in_file) if columns.in_file else None
+        found = metadata.row_group(row_group).num_rows if table is None else table.num_rows
         if found != rows:
             raise UnitUnreadable(
                 f"expected {rows} rows in row group {row_group} of {path!r}, as planned, found {found}: the file was altered",
                 path=path,
                 row_group=row_group,
             )
-        return opened.columns.align(table, rows)
+        return columns.align(table, rows)
 
     def list_length(self, units: UnitTable, unit: int, name: str) -> int | None:
         """Return the length of the first live list of a column in a work unit, or None if all of them are null.
@@ -117,11 +107,10 @@ class BlockDecoder:
         (path, row_group), rows = units.place(unit), int(units.rows[unit])
         alone = self._alone(name)
         with self._naming(path, row_group):
-            opened = alone._open(path)
-            if not opened.columns.in_file:
+            metadata, columns = alone._open(path)
+            if not columns.in_file:
                 return None  # lists are no partition values
-            leaf = opened.columns.first_leaves[opened.columns.in_file[0]]
-            chunk = opened.metadata.row_group(row_group).column(leaf)
+            chunk = metadata.row_group(row_group).column(columns.first_leaves[columns.in_file[0]])
             nulls = None if chunk.statistics is None else chunk.statistics.null_count
             if nulls == chunk.num_values == rows:
                 return None
@@ -155,13 +144,14 @@ class BlockDecoder:
             file = open_parquet(stream, self._schema.fields, metadata=metadata, pre_buffer=remote)
             return file.read_row_group(row_group, columns=names, use_threads=False)
 
-    def _footer(self, path: str) -> _Opened:
+    def _footer(self, path: str) -> tuple[pq.FileMetaData, FileColumns]:
+        """Return a data file's footer, and how its columns become those of the table."""
         with self._io.new_input(path).open() as stream:
             file = open_parquet(stream, self._schema.fields)
             absent = lacks_columns(file.schema_arrow, self._schema, self._columns, self._name_mapping)
             values = self._partition_values(path) if absent else {}
-            columns = FileColumns.of(file.schema_arrow, self._schema, self._columns, self._name_mapping, values)
-            return _Opened(file.metadata, columns)
+            mapping = self._name_mapping
+            return file.metadata, FileColumns.of(file.schema_arrow, self._schema, self._columns, mapping, values)
 
 
 def open_decoder(table: Table, source: LegSource, snapshot_ids: Collection[int]) -> BlockDecoder:

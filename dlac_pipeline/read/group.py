@@ -148,14 +148,13 @@ class GroupReader:
             if not until[-1]:
                 continue
             assert isinstance(stream, RowStream)
-            run = stream.run(until)
-            cursors[:, source] = run.cursors
-            rows, places = run.rows, None
+            columns, rows, cursors[:, source] = stream.run(until)
+            places = None
             if not whole or len(rows) < schedule.size:
                 batch, slot = np.nonzero(mine)
                 inside = (slot >= self.low) & (slot < self.high)
                 rows, places = rows[inside], (batch * self.width + slot - self.low)[inside]
-            pieces.append((run.columns, rows, places))
+            pieces.append((columns, rows, places))
         self._at += schedule.size
         return GroupRun(pieces, schedule[:, self.low : self.high], cursors)
 

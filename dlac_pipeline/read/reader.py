@@ -147,7 +147,6 @@ class RankReader:
         return self._order.total_steps
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the remaining steps."""
         return self._counted() if self._order.counted else self._batches_with_counts()
 
     def every(self, count: int, first: int = 0) -> Iterator[Batch]:

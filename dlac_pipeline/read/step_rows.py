@@ -1,8 +1,4 @@
-"""Rows of one optimizer step, computed from the order of its leg: nothing is logged.
-
-The samples of each key group are drawn one by one, by the reader's own `GroupReader`. Rows of counted legs are not decoded.
-Those of streamed legs are, from the given reader state on, because a transform or packing decides how many items they have.
-"""
+"""Rows of one optimizer step, computed from the order of its leg. See docs/design/0021-rows-of-a-step.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +28,6 @@ class SampleRow:
     """Work unit of the plan `plan_id`."""
     plan_id: str
     unit_row: int
-    """Row in the work unit."""
     file_path: str
     row_group: int
     row: int
@@ -113,7 +108,6 @@ def _slots_of(taken: GroupBatch, source: int, first: int, *, counted: bool) -> I
 def _rows_of(
     order: SourceOrder, source: int, group: int, slots: Iterator[int], advance: BlockAdvance
 ) -> Iterator[SampleRow]:
-    """Yield the rows that an advance consumed."""
     cut = order.cut_of(advance.pass_index)
     block = cut.block(group, advance.block)
     plan_id = order.open_cut_of(advance.pass_index).plan_id

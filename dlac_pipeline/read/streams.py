@@ -57,7 +57,7 @@ class SourceBlocks(Generic[Prepared]):
 
     def walk(self, group: int, cursor: Cursor) -> "BlockWalk[Prepared]":
         """The blocks of a key group from a cursor on."""
-        return BlockWalk(self, self.prefetch, group, cursor)
+        return BlockWalk(self, group, cursor)
 
     def wanted(self, group: int, row_range: RowRange) -> Wanted[Prepared]:
         """Return the preparation of a range's block."""
@@ -118,9 +118,9 @@ def _encoded_bytes(units: UnitTable, slices: Slices) -> Ints:
 class BlockWalk(Generic[Prepared]):
     """Iteration over (range, prepared block). The next block is requested as soon as one is given out."""
 
-    def __init__(self, blocks: SourceBlocks[Prepared], prefetch: Prefetcher, group: int, cursor: Cursor) -> None:
+    def __init__(self, blocks: SourceBlocks[Prepared], group: int, cursor: Cursor) -> None:
         self._blocks = blocks
-        self._prefetch = prefetch
+        self._prefetch = blocks.prefetch
         self._group = group
         self._row_ranges = blocks.row_ranges(group, cursor)
         self._current: Wanted[Prepared] | None = None
@@ -160,15 +160,6 @@ class BlockWalk(Generic[Prepared]):
         if self._current is not None:
             self._prefetch.release(self._current.key)
             self._current = None
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows of one block for several batches, and the cursor after each batch, int64 [batches, 4]."""
-
-    columns: Columns
-    rows: Ints
-    cursors: Ints
 
 
 class Walk(Protocol):
@@ -223,8 +214,11 @@ class RowStream:
         """Rows of the block being read that are left, but for its last one: taking them does not lead out of it."""
         return 0 if self._row_range is None else max(0, self._row_range.stop - self._at - 1)
 
-    def run(self, until: Ints) -> Run:
-        """Return the next until[-1] rows, which are ready. `until` counts those up to the end of each of several batches."""
+    def run(self, until: Ints) -> tuple[Columns, Ints, Ints]:
+        """Return the next until[-1] rows of columns, which are ready, and the cursor after each batch, int64 [batches, 4].
+
+        `until` counts the rows up to the end of each of several batches.
+        """
         row_range, start = self._row_range, self._at
         assert row_range is not None
         self._at = start + int(until[-1])
@@ -235,7 +229,7 @@ class RowStream:
         cursors[until == 0] = self.cursor
         if until[-1]:
             self.cursor = Cursor(*cursors[-1].tolist())
-        return Run(self._columns, row_range.rows_of(start, self._at), cursors)
+        return self._columns, row_range.rows_of(start, self._at), cursors
 
     def close(self) -> None:
         """Release the blocks."""

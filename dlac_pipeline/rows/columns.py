@@ -1,14 +1,6 @@
 """Columns of Arrow as columns of tensors: the types that can become tensors, and Arrow buffers as arrays.
 
-The schema and the source's declarations determine the tensors of a column, never the data:
-
-    number, boolean            name [rows]
-    date, time, timestamp      name [rows], int64: days, or the type's own unit, since the epoch or midnight
-    fixed[n], uuid             name [rows, n], uint8
-    list                       name [rows, length]; a list of another length is refused
-    list, declared ragged      name [items], flat; name.offsets [rows + 1], int64
-    string, binary             name [bytes], flat uint8; name.offsets [rows + 1], int64
-    declared nullable          also: name.valid [rows], bool; a null reads as zeros, or as empty
+The schema and the source's declarations determine the tensors of a column, never the data. docs/reading.md lists them by type.
 """
 
 from collections.abc import Collection, Sequence

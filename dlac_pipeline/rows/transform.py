@@ -2,9 +2,7 @@
 
     def f(batch: pa.RecordBatch) -> pa.RecordBatch
 
-The function maps, drops or multiplies rows. Its result for a row may depend on nothing but that row. Several background threads
-may call it at the same time. If its output has the column `dlac_row` of its input (int64: 0, 1, 2, ...), it names the input row
-of each output row, in non-decreasing order. Without it, output row i comes from input row i. See docs/reading.md.
+Several background threads may call it at the same time. docs/reading.md has its contract.
 """
 
 import importlib
@@ -47,10 +45,6 @@ class Transform:
     digest: str
     """Digest of the bytes of the function's source file and its name. Imports of that file are not in it."""
     function: Callable[[pa.RecordBatch], Any]
-
-    def __call__(self, batch: pa.RecordBatch) -> Any:
-        """Return the function's result for a batch, unchecked."""
-        return self.function(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +148,7 @@ class _Call:
         """The output of a batch, rejected rows found by bisection and left out."""
         numbers = pa.array(np.arange(len(batch), dtype=np.int64))
         try:
-            output = self.transform(batch.append_column(ROW, numbers))
+            output = self.transform.function(batch.append_column(ROW, numbers))
         except MemoryError:
             raise  # not the fault of a row
         except Exception as err:

@@ -341,8 +341,7 @@ class JobSpec(spec_problems.Section):
     def resolved(self, home: Path) -> JobSpec:
         """This spec with the embedded lakehouse and store of `home` where none is named.
 
-        Raises:
-            SpecInvalid: `home` is no folder.
+        Raises `SpecInvalid` if `home` is no folder.
         """
         home = checked_home(home)
         made_in = self.checkpoint.local or (str(home / "checkpoints") if "://" in self.checkpoint.store else "")
@@ -378,8 +377,7 @@ def read_spec(path: Path, *, overrides: Mapping[str, Any] | None = None) -> JobS
 
     `overrides` are settings by their names in the file, such as `launch.world_size`, in place of the file's.
 
-    Raises:
-        SpecInvalid: the file cannot be read, or a field is wrong.
+    Raises `SpecInvalid` if the file cannot be read, or a field is wrong.
     """
     parsers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
     parser = parsers.get(path.suffix)

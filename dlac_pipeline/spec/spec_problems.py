@@ -25,7 +25,6 @@ _NOT_A_SECTION = ("model_type", "model_attributes_type", "dict_type", "list_type
 LONGEST_WAIT_S = 1_209_600
 """Two weeks: the longest time that a setting lets something wait. Timers of sockets end at 24 days."""
 Wait = Annotated[float, Ge(0), Le(LONGEST_WAIT_S)]
-"""Seconds to wait."""
 Timeout = Annotated[float, Gt(0), Le(LONGEST_WAIT_S)]
 """Seconds after which something counts as failed."""
 LONGEST_S = 315_360_000

@@ -57,8 +57,7 @@ class Committer:
         self._rows_since: list[typed_rows.Columns] = []
         """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
-        self._slices = SliceWriter(lakehouse, trained.order)
-        self._maker = RowMaker(trained.leg, trained.order)
+        self._maker = RowMaker(trained.leg, trained.order, SliceWriter(lakehouse, trained.order))
         self._settings = spec.checkpoint
         self._config_digest = config_digest(spec)
         self._tiers = tiers
@@ -107,7 +106,6 @@ class Committer:
         reader_state = agreed_reader_state(self._order, votes, taken.step)
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
         advances = self._maker.advances(taken, votes)
-        self._slices.write(advances)
         checkpoint = self._maker.checkpoint(taken, checkpoint_id=checkpoint_id, parent=parent, world_size=len(votes))
         if not self._nodes_known:
             holders = () if self._tiers.store is None else holders_of(votes)

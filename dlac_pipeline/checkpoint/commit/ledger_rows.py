@@ -10,7 +10,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow, LegRow, QuarantinedRowsRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.slices import cut_id_of
+from dlac_pipeline.plan.slices import SliceWriter
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 Vote = dict[str, Any]
@@ -33,10 +33,10 @@ class AttemptLeg:
 class RowMaker:
     """Maker of the rows of one attempt's checkpoints. `order` is used here only, because rows may be made in the background."""
 
-    def __init__(self, leg: Leg, order: LegOrder) -> None:
+    def __init__(self, leg: Leg, order: LegOrder, slices: SliceWriter) -> None:
         self._leg = leg
         self._order = order
-        self._cuts: dict[tuple[int, int], str] = {}
+        self._slices = slices
 
     def checkpoint(self, taken: ReaderStateTracker, **facts: Any) -> CheckpointRow:
         """Return the checkpoint's own row, with further fields from `facts`."""
@@ -51,7 +51,7 @@ class RowMaker:
         )
 
     def rows(self, checkpoint: CheckpointRow, advances: Sequence[AdvanceRow], *, leg_is_new: bool) -> list[LedgerRow]:
-        """Return the other rows of the checkpoint: the leg's if it is new, and the advances."""
+        """Return the other rows of the checkpoint: the leg's if it is new, and the advances, whose slices are written."""
         rows: list[LedgerRow] = self._leg_rows(checkpoint.checkpoint_id) if leg_is_new else []
         return rows + [
             replace(
@@ -60,7 +60,7 @@ class RowMaker:
                 leg=checkpoint.leg,
                 step=checkpoint.step,
                 plan_id=self._order.sources[advance.source].open_cut_of(advance.pass_index).live_plan_id,
-                cut_id=self._cut_id(advance.source, advance.pass_index),
+                cut_id=self._slices.write(advance.source, advance.pass_index),
             )
             for advance in advances
         ]
@@ -87,13 +87,6 @@ class RowMaker:
             for group in range(self._order.settings.key_groups)
             for advance in self._order.advances(group, first, last, applied=applied)
         ]
-
-    def _cut_id(self, source: int, pass_index: int) -> str:
-        if (source, pass_index) not in self._cuts:
-            order = self._order.sources[source]
-            plan_id = order.open_cut_of(pass_index).plan_id
-            self._cuts[source, pass_index] = cut_id_of(plan_id, order.cut_of(pass_index))
-        return self._cuts[source, pass_index]
 
 
 def agreed_reader_state(order: LegOrder, votes: Sequence[Vote], step: int) -> list[list[list[int]]]:

@@ -1,8 +1,4 @@
-"""Retention: the choice of a run's checkpoints to keep, and the removal of the others' files.
-
-A row retires a checkpoint in the append that makes a newer one the head, and its files are removed after it. What failed is
-tried again after the next checkpoint. The first removal includes what replaced attempts staged and never committed.
-"""
+"""Retention: the choice of checkpoints to keep, and the removal of the others. See docs/design/0003-checkpoints.md."""
 
 import logging
 import re

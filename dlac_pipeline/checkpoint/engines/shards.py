@@ -1,8 +1,4 @@
-"""Reading and writing of a checkpoint's folder by torch.distributed.checkpoint (DCP), which plans the parts of each rank.
-
-Each rank's tensors are a safetensors file in the layout of DCP's `HuggingFaceStorageWriter`. Plain values and other types of
-elements are a list in a second file of the rank. An index in plain values records all places.
-"""
+"""A checkpoint's folder, written and read by torch.distributed.checkpoint (DCP). See docs/design/0004-engines.md."""
 
 import json
 from collections import defaultdict

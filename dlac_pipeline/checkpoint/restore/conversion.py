@@ -1,8 +1,4 @@
-"""Checkpoints converted to another number of ranks: made once, verified, never partial.
-
-A conversion is made under a unique name, and renamed to `<run>/converted/<checkpoint>/` when it is whole. Of two processes, one
-waits for the other while that makes progress. No ledger row names it: it is removed with its checkpoint.
-"""
+"""Checkpoints converted to another number of ranks: made once, verified, never partial. See docs/checkpoints.md."""
 
 import fcntl
 import json

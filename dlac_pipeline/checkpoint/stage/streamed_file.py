@@ -1,7 +1,4 @@
-"""Streamed file: a state is written once, front to back, and digested on the way, so that nothing is read again.
-
-Large files bypass the page cache (O_DIRECT) where the file system can: that saves CPU time, and keeps what training reads.
-"""
+"""Streamed file: a state is written once, front to back, and digested on the way. See docs/design/0003-checkpoints.md."""
 
 import errno
 import fcntl
@@ -53,7 +50,6 @@ class Written:
     digest: str
     """BLAKE3, as hex."""
     digest_s: float
-    """Seconds that digesting took."""
 
 
 @dataclass(frozen=True, slots=True)

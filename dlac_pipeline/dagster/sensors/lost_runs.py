@@ -4,15 +4,14 @@ import importlib
 import json
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import dagster as dg
-import psutil
 
 from dlac_pipeline.dagster.heartbeat import RunHeartbeat, beats_of
 from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
 from dlac_pipeline.dagster.training_runs import names_of_training
+from dlac_pipeline.elastic.ranks.processes import is_running
 
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _LOOK_EVERY_S, _COUNTED_S = 5, 30.0
@@ -76,7 +75,7 @@ def _lost_early(instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: floa
     if silent_s < settings.gone_after_s:
         return ""
     pid, since = _started_here(instance, run)
-    if pid and not _is_there(pid, since):
+    if pid and not is_running(pid, started_by=since):
         return f"its process {pid} is gone, and sent no heartbeat"
     if not pid and (server := _server_here(run)) and not _answers(server):
         return "it was not started, and the code server that was to start it is gone"
@@ -105,14 +104,6 @@ def _server_here(run: dg.DagsterRun) -> str:
 def _answers(server: str) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(server) == 0
-
-
-def _is_there(pid: int, since: float) -> bool:
-    """Return True if the process that had this id at that time runs."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        return process.create_time() <= since and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def _end(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> bool:

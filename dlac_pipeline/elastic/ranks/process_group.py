@@ -19,9 +19,8 @@ _SERVED: list[TCPStore] = []
 def join() -> None:
     """Initialize the default process group, unless the script did.
 
-    torchrun keeps its store across its restarts, with the addresses of dead ranks: each restart gets keys of its own. On
-    several nodes each one counts restarts alone, so the numbers are useless. There torchrun must not keep the store
-    (docs/launchers.md).
+    torchrun keeps its store across its restarts, with the addresses of dead ranks: each restart gets keys of its own. On several
+    nodes each one counts restarts alone, so the numbers are useless. There torchrun must not keep the store (docs/launchers.md).
     """
     if dist.is_initialized():
         return

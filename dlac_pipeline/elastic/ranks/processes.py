@@ -1,5 +1,6 @@
 """The processes of one node's ranks in one attempt: started in the background, signalled by process group, waited for."""
 
+import math
 import os
 import signal
 import threading
@@ -163,8 +164,9 @@ def signal_rank(pid: int, number: signal.Signals, *, alive: bool) -> None:
                 os.kill(pid, number)
 
 
-def is_running(pid: int) -> bool:
-    """Return whether a process runs. One that has ended, but was not reaped by its parent, does not."""
+def is_running(pid: int, *, started_by: float = math.inf) -> bool:
+    """Return whether a process runs that had this id at `started_by`. One that has ended, but was not reaped, does not."""
     with suppress(psutil.Error):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.create_time() <= started_by and process.status() != psutil.STATUS_ZOMBIE
     return False

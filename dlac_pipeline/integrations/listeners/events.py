@@ -12,7 +12,6 @@ class RunEvent:
     attempt: int
     """Number of the attempt, from 1."""
     at: float
-    """Moment of the event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

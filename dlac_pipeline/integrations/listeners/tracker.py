@@ -1,7 +1,4 @@
-"""Tracking of experiments: one tracked run per training run, over all recoveries and launches.
-
-`loss` has each committed step once. `progress/loss` is sampled while training, and has repeated steps twice.
-"""
+"""Tracking of experiments: one tracked run per training run, over all its launches. See docs/design/0019-listeners.md."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Mirrors of tables of other formats: an Iceberg table of the lakehouse's own catalog over the data files in their place.
 
-One version becomes one snapshot, whose id is the version's number. Nothing is copied but the positions of dead rows. `main`
-has versions in growing order. A version that is older than its head is a snapshot apart. See
-docs/design/0017-other-formats.md.
+One version becomes one snapshot, whose id is the version's number. See docs/design/0017-other-formats.md.
 """
 
 from collections import defaultdict

@@ -6,7 +6,7 @@ Conditions have no NOT: it is resolved when they are bound, so that a condition 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import and_, or_
 from typing import Any
@@ -157,8 +157,6 @@ def combine(every: bool, parts: Sequence[Condition]) -> Condition:
 
 @dataclass(frozen=True)
 class _OnOne(Condition):
-    """A condition on one column."""
-
     path: FieldPath
 
     @property
@@ -201,10 +199,17 @@ class _OnOne(Condition):
 
 
 @dataclass(frozen=True)
-class IsNull(_OnOne):
-    """`column is null`, or with `negated` its opposite."""
-
+class _Negatable(_OnOne):
     negated: bool = False
+
+    def _must_be_true(self, facts: Facts) -> bool:
+        """Return True if all rows have values, for none of which the opposite may be true."""
+        return not facts.may_be_null and not replace(self, negated=not self.negated)._may_be_true(facts)
+
+
+@dataclass(frozen=True)
+class IsNull(_Negatable):
+    """`column is null`, or with `negated` its opposite."""
 
     def _may_be_true(self, facts: Facts) -> bool:
         return facts.may_have_value if self.negated else facts.may_be_null
@@ -217,16 +222,11 @@ class IsNull(_OnOne):
 
 
 @dataclass(frozen=True)
-class IsNan(_OnOne):
+class IsNan(_Negatable):
     """`column is nan`, or with `negated` its opposite: null is neither."""
-
-    negated: bool = False
 
     def _may_be_true(self, facts: Facts) -> bool:
         return facts.may_have_value and (self.negated or self._may_be_nan(facts))
-
-    def _must_be_true(self, facts: Facts) -> bool:
-        return self.negated and not facts.may_be_null and not self._may_be_nan(facts)
 
     def _true_rows(self, values: Any) -> _Flags:
         if not self._has_nan:
@@ -266,23 +266,15 @@ class IsBetween(_OnOne):
 
 
 @dataclass(frozen=True)
-class IsAmong(_OnOne):
+class IsAmong(_Negatable):
     """A column's value is one of `members`, or with `negated` is a value and none of them."""
 
     members: frozenset[Any] = frozenset()
-    negated: bool = False
 
     def _may_be_true(self, facts: Facts) -> bool:
         if self.negated:
             return facts.may_have_value and not self._is_only_member(facts)
         return any(facts.may_hold(value) for value in self.members)
-
-    def _must_be_true(self, facts: Facts) -> bool:
-        if facts.may_be_null:
-            return False
-        if self.negated:
-            return not any(facts.may_hold(value) for value in self.members)
-        return self._is_only_member(facts)
 
     def _true_rows(self, values: Any) -> _Flags:
         if self._has_nan:  # a hash would tell -0.0 from 0.0
@@ -300,20 +292,15 @@ class IsAmong(_OnOne):
 
 
 @dataclass(frozen=True)
-class IsLike(_OnOne):
+class IsLike(_Negatable):
     """A text matches a LIKE pattern: it starts with `prefix`, and the pattern `rest` follows, or any text if that is None."""
 
     prefix: str = ""
     rest: str | None = None
-    negated: bool = False
 
     def _may_be_true(self, facts: Facts) -> bool:
         settled = self._all_start(facts) and self.rest is None if self.negated else self._none_starts(facts)
         return facts.may_have_value and not settled
-
-    def _must_be_true(self, facts: Facts) -> bool:
-        proven = self._none_starts(facts) if self.negated else self._all_start(facts) and self.rest is None
-        return not facts.may_be_null and proven
 
     def _true_rows(self, values: Any) -> _Flags:
         if self.rest is None:
@@ -344,7 +331,7 @@ def match_members(path: FieldPath, places: Sequence[LiteralPlace], negated: bool
     members = frozenset(place.equal for place in places if place.equal is not None)
     if not members:
         return IsNull(path, negated=True) if negated else NEVER
-    return IsAmong(path, members, negated)
+    return IsAmong(path, negated, members)
 
 
 def match_pattern(path: FieldPath, pattern: str, negated: bool) -> Condition:
@@ -352,7 +339,7 @@ def match_pattern(path: FieldPath, pattern: str, negated: bool) -> Condition:
     prefix, rest = _split_pattern(pattern)
     if rest == "":
         return match_members(path, [LiteralPlace(prefix, prefix, prefix)], negated)
-    return IsLike(path, prefix, rest, negated)
+    return IsLike(path, negated, prefix, rest)
 
 
 def _split_pattern(pattern: str) -> tuple[str, str | None]:

@@ -98,10 +98,7 @@ class History:
 
     @property
     def portions(self) -> tuple[Portion, ...]:
-        """Return where every new live row is read, once, in order.
-
-        Raises `AppendHistoryLost` if it cannot be determined.
-        """
+        """Return where every new live row is read, once, in order. Raises `AppendHistoryLost` if it cannot be determined."""
         if isinstance(self._found.portions, AppendHistoryLost):
             raise self._found.portions
         return self._found.portions

@@ -51,8 +51,7 @@ def committing(lakehouse: Lakehouse, table: Table) -> Iterator[Transaction]:
 def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> int:
     """Expire snapshots of an own table but the newest `keep` and the named ones. Return their number.
 
-    Raises:
-        CatalogUnreachable, CommitConflict: as `committing`, after a minute.
+    Raises `CatalogUnreachable` or `CommitConflict` as `committing`, after a minute.
     """
 
     def once() -> int:

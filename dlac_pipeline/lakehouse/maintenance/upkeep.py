@@ -1,16 +1,6 @@
 """Upkeep of DLAC's own tables: merge small files, expire snapshots, remove files that nothing names.
 
-Safe beside live committers and beside other upkeep, at any moment, and safe to kill. Source tables are not DLAC's: they are
-never touched.
-
-One checkpoint is one data file, so that a run of weeks has tens of thousands, and a scan opens every one. A merge is one
-`overwrite` snapshot, built on the table object whose files were read. Against live committers it loses, reads again and takes
-fewer files. It changes no row, no `seq` and no property.
-
-Files that no retained snapshot names are what expiry and compaction leave, and commits that failed. A file that is not named yet
-may belong to a commit under way. So: list the files, move `main`, read the table again, and delete what was listed and is still
-not named. The writer of a listed file had read the table before `main` moved. If its commit has not landed, the catalog refuses
-it, and the writer repeats it with new files, as every writer of these tables does.
+One checkpoint is one data file, so that a run of weeks has tens of thousands, and a scan opens every one. See docs/upkeep.md.
 """
 
 from collections import defaultdict

@@ -1,7 +1,4 @@
-"""Registration: an Iceberg table over Parquet files in their place. It can be repeated for new files, and copies nothing.
-
-A registered file that changes under its name is refused, by its size or by the time of its change. See docs/registering.md.
-"""
+"""Registration: an Iceberg table over Parquet files in their place, again for new files. See docs/registering.md."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,9 +53,7 @@ class Registered:
 
 
 def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: bool = False) -> Registered:
-    """Make the Parquet files at a location an Iceberg table, or add the new ones to it in one commit.
-
-    `dry_run` commits nothing.
+    """Make the Parquet files at a location an Iceberg table, or add the new ones to it in one commit. `dry_run` commits nothing.
 
     Raises:
         SpecInvalid: there are no files, they belong to a table, their columns or partition keys contradict each other, or the

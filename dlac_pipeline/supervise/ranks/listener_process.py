@@ -1,8 +1,4 @@
-"""Process of a run's listeners, from the side of training: events go in, and nothing that listeners do comes back.
-
-A listener may hang in C code, or leave threads and exit handlers. So listeners run in a process of their own, which ends by the
-end of its standard input, however this process ends.
-"""
+"""Process of a run's listeners: events go in, and nothing comes back to training. See docs/design/0019-listeners.md."""
 
 import json
 import logging
