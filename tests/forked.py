@@ -234,6 +234,7 @@ def _run(arguments: list[str]) -> None:
 
 def main() -> None:
     """Import the libraries, and serve the requests of a socket."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the first request may come from a thread that holds signals back
     for name in _IMPORTS:
         importlib.import_module(name)
     setproctitle("tests.forked")  # it finds its place as long as the environment is the first one
