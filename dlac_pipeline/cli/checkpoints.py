@@ -88,13 +88,11 @@ def verify(
         files = tiers_of(ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse)).files
     with ui.steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
-        verdicts = verify_checkpoints(
-            ledger.lakehouse,
-            run,
-            step,
-            files=files,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        verdicts = verify_checkpoints(ledger.lakehouse, run, step, files=files, progress=show)
         try:
             for verdict in verdicts:
                 problems[verdict.checkpoint.checkpoint_id] = verdict.problem
