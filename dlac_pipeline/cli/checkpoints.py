@@ -41,7 +41,7 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
 def tag(
     run: ui.RunName,
     name: Annotated[str, Argument(help="Name of the tag.", callback=check_checkpoint_name)],
-    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    step: ui.Step = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
 ) -> None:
@@ -141,7 +141,7 @@ def adopt(
 def export(
     run: ui.RunName,
     out: Annotated[Path, Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")],
-    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    step: ui.Step = None,
     part: Annotated[str, Option(help="Part of the state that has the weights, by its name in the script.")] = "model",
     config: Annotated[
         Path | None,
@@ -168,7 +168,7 @@ def export(
 def export_state(
     run: ui.RunName,
     out: Annotated[Path, Argument(help="New folder to write.")],
-    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    step: ui.Step = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
