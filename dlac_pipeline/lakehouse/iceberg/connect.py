@@ -273,8 +273,7 @@ class Lakehouse:
 
     def create_namespace(self, namespace: str) -> None:
         """Create `namespace` unless it exists. Safe to race."""
-        race = suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError)  # pyiceberg's own
-        with reachable(self.config.uri), race:
+        with reachable(self.config.uri), suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError):
             self.catalog.create_namespace_if_not_exists(namespace)
 
 
