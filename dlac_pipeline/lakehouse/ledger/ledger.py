@@ -159,12 +159,9 @@ class Ledger:
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` return what to append, commit, and repeat on conflict or doubt. Return the last read.
 
-        `decide` raises to refuse. It returns None when its rows exist already.
-
-        Raises:
-            SpecInvalid: a run cannot have this name, and none has it yet.
-            CommitOutcomeUnknown: the catalog was unavailable past the deadline, or until a stop was requested.
-            LakehouseError: the warehouse cannot be written.
+        `decide` raises to refuse. It returns None when its rows exist already. Raises `SpecInvalid` for a new name that no run
+        can have, `CommitOutcomeUnknown` after the deadline or a requested stop without an answer of the catalog, and
+        `LakehouseError` if the warehouse cannot be written.
         """
         try:
             return retrying(self._deadline_s, stop=self._stop)(_Tries(self, run, decide).once)
