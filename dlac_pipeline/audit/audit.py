@@ -7,7 +7,8 @@ was. It also checks that the data files exist and are the planned ones: their fo
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any
 
 import duckdb
@@ -85,10 +86,7 @@ class AuditReport:
 
 
 def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> AuditReport:
-    """Audit a run, finished or not. An id or a step selects the state in which that checkpoint was last the head.
-
-    Raises as `open_run`.
-    """
+    """Audit a run, or its state when a checkpoint (id or step) was last the head. Raises as `open_run`."""
     with open_run(lakehouse, run, checkpoint, query="totals problems advances slices units") as connection:
         return audit_open_run(lakehouse, connection, run)
 
@@ -132,10 +130,7 @@ def _problems(connection: duckdb.DuckDBPyConnection, run: str) -> list[str]:
 
 
 def _file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, run: str) -> list[str]:
-    """Return the problems of the data files of the blocks that the run's surviving lineage has entered, as sentences.
-
-    Files of released snapshots that their table has expired since may be gone.
-    """
+    """Return the problems of the data files that the surviving lineage has entered. Those of expired snapshots may be gone."""
     units = rows_of(
         connection,
         "SELECT DISTINCT u.file_path, u.row_group, u.first_row, u.rows, u.plan_id "
@@ -144,9 +139,7 @@ def _file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, 
         "WHERE a.run = ? ORDER BY u.file_path, u.row_group",
         [run],
     )
-    by_file: dict[str, list[dict[str, Any]]] = {}
-    for unit in units:
-        by_file.setdefault(unit["file_path"], []).append(unit)
+    by_file = {path: list(of_file) for path, of_file in groupby(units, key=itemgetter("file_path"))}
     tables, expired = _source_files(connection, lakehouse)
     own = lakehouse.own("consumption").io
 
@@ -154,18 +147,14 @@ def _file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, 
         return _problem_of_file(tables.get(by_file[path][0]["plan_id"], own), path, by_file[path], expired)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
-        answers = pool.map(answer, by_file)
-        problems = [problem for problem in answers if problem is not None]
+        problems = [problem for problem in pool.map(answer, by_file) if problem is not None]
     if len(problems) > _NAMED:
         return [*problems[:_NAMED], f"{len(problems) - _NAMED} more data files are missing or differ from their plan"]
     return problems
 
 
 def _source_files(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> tuple[dict[str, FileIO], set[str]]:
-    """Return plan -> access to the files of its table, in that table's catalog, and the plans of expired snapshots.
-
-    A table counts by its uuid, under any name.
-    """
+    """Return plan -> file access of its table, which counts by its uuid, and the plans of expired snapshots."""
     plans = rows_of(connection, "SELECT plan_id, source_table, table_uuid, snapshot_id FROM plans", [])
     tables: dict[str, Table] = {}
     for name in {plan["source_table"] for plan in plans}:

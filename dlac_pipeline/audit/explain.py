@@ -28,13 +28,8 @@ _NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet. Later: SELECT consumed('<d
 def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> str:
     """A self-contained DuckDB script that answers whether a row was consumed by a checkpoint, with an example from `run`.
 
-    The example is that of its head, or of `checkpoint`, an id or a step.
-
-    Raises:
-        NoSuchRun: the ledger has no row of it.
-        NoSuchCheckpoint: it has no such checkpoint.
-        SpecInvalid: a run cannot have this name, which the script has in its comments.
-        UnsupportedDeletes: one of DLAC's tables carries delete files.
+    The example is that of its head, or of `checkpoint`, an id or a step. Raises as `open_run`, and `SpecInvalid` for a name
+    that no run can have (it is in comments), or `UnsupportedDeletes` if one of DLAC's tables carries delete files.
     """
     check_run_name(run)
     last_advance, last_row = sql_script("last_advance"), sql_script("last_row")

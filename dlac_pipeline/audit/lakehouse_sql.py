@@ -1,8 +1,4 @@
-"""DuckDB over a lakehouse: DLAC's five tables, and over them the views and macros of `sql/`.
-
-They use the tables alone, and neither the order code nor a manifest. A connection shows the tables as they were when it was
-opened.
-"""
+"""DuckDB over a lakehouse: DLAC's five tables as they were when it was opened, and over them alone the views of `sql/`."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -25,58 +21,18 @@ from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 
 QUESTIONS = (
-    "bare_path",
-    "checkpoints",
-    "branch_checkpoints",
-    "lineage",
-    "ancestors",
-    "units",
-    "blocks",
-    "cut_plans",
-    "row_positions",
-    "touched",
-    "consumed",
+    *("bare_path", "checkpoints", "branch_checkpoints", "lineage", "ancestors"),
+    *("units", "blocks", "cut_plans", "row_positions", "touched", "consumed"),
 )
 """Scripts that find the checkpoints that have seen a row. Each uses only those before it."""
 
 _AUDIT = (
-    "or_nothing",
-    "finishes",
-    "advances",
-    "cuts",
-    "legs",
-    "leg_sources",
-    "leg_cuts",
-    "live_plans",
-    "complete_sources",
-    "dead_positions",
-    "block_tiles",
-    "intervals",
-    "duplicates",
-    "gaps",
-    "passed_over",
-    "rows_at",
-    "rows_seen",
-    "consumed_at",
-    "consumed_rows",
-    "consumed_units",
-    "coverage",
-    "passes",
-    "shortfalls",
-    "repeats",
-    "quarantined_units",
-    "sources",
-    "totals",
-    "cut_problems",
-    "advance_problems",
-    "leg_problems",
-    "lineage_problems",
-    "problems",
-    "checkpoint_costs",
-    "exports",
-    "verifications",
-    "rewinds",
-    "branches",
+    *("or_nothing", "finishes", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans"),
+    *("complete_sources", "dead_positions", "block_tiles", "intervals", "duplicates", "gaps", "passed_over"),
+    *("rows_at", "rows_seen", "consumed_at", "consumed_rows", "consumed_units", "coverage", "passes"),
+    *("shortfalls", "repeats", "quarantined_units", "sources", "totals"),
+    *("cut_problems", "advance_problems", "leg_problems", "lineage_problems", "problems"),
+    *("checkpoint_costs", "exports", "verifications", "rewinds", "branches"),
 )
 _VIEWS = (*QUESTIONS, *_AUDIT)
 _OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
@@ -108,8 +64,6 @@ _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sourc
 """Views that many others use. They are computed once, or else each of those would compute them again."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "shortfalls", "repeats")
 """Further such views. They are too expensive without a run."""
-
-
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
 """Statements that leave files alone. Tables that they make or change are in memory."""
 _WRITING = ("COPY", "EXPORT", "IMPORT", "ATTACH", "INSTALL", "LOAD", "PREPARE", "EXECUTE", "SECRET")
@@ -208,10 +162,7 @@ def _define(
 
 
 def write_database(lakehouse: Lakehouse, path: Path) -> None:
-    """Write the lakehouse's tables, with the views and macros over them, to a DuckDB file that is read without DLAC.
-
-    Raises `SpecInvalid` if the file exists, or cannot be made.
-    """
+    """Write the tables, views and macros to a new DuckDB file, which is read without DLAC. Raises `SpecInvalid` if it cannot."""
     if path.exists():
         raise SpecInvalid(
             f"expected the name of a new file, found the file {str(path)!r}: remove it, or name another one"
@@ -258,9 +209,8 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
     folders = own_rows.local_paths(lakehouse.config.warehouse)
     is_added = ("work_units",) in connection.execute("SHOW TABLES").fetchall()
     named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_added else []
-    below = tuple(
-        f"{folder}/" for folder in folders
-    )  # they need no permission of their own, and to resolve many takes long
+    # they need no permission of their own, and to resolve many takes long
+    below = tuple(f"{folder}/" for folder in folders)
     elsewhere = [address for (address,) in named if not (raw_path(address) or "").startswith(below)]
     planned = sorted(path for address in elsewhere for path in own_rows.local_paths(address))
     for setting in _LOCKED:
@@ -274,11 +224,8 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
 def check_reads_only(connection: duckdb.DuckDBPyConnection, query: str) -> None:
     """Check that a query writes no file: DuckDB writes wherever it may read.
 
-    A COPY may be inside of a SELECT, and a function may run text as SQL.
-
-    Raises:
-        SpecInvalid: it has a statement or a function that might.
-        duckdb.Error: it cannot be parsed.
+    A COPY may be inside of a SELECT, and a function may run text as SQL. Raises `SpecInvalid` for a statement or a function
+    that might write, and `duckdb.Error` for a query that cannot be parsed.
     """
     # DuckDB reads characters that are not printable as spaces
     query = "".join(" " if each > "\x7f" and not each.isprintable() else each for each in query)

@@ -24,11 +24,9 @@ class LossCurve:
 def read_losses(connection: duckdb.DuckDBPyConnection, run: str) -> LossCurve:
     """The loss curve of a run, from an audit connection."""
     checkpoints = rows_of(connection, sql_script("losses"), [run])
-    losses = {
-        step: loss
-        for row in checkpoints
-        for step, loss in zip(range(row["from_step"] + 1, row["step"] + 1), row["losses"] or [], strict=False)
-    }
+    losses: dict[int, float] = {}
+    for row in checkpoints:
+        losses |= zip(range(row["from_step"] + 1, row["step"] + 1), row["losses"] or [], strict=False)
     return LossCurve(
         run=run,
         losses=losses,

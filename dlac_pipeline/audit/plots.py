@@ -33,15 +33,8 @@ def draw_losses(curves: Sequence[LossCurve]) -> bytes:
         axes.plot(steps, [curve.losses[step] for step in steps], color=color, linewidth=width, label=curve.run)
     last = curves[-1]
     at_checkpoints = [last.losses.get(step, float("nan")) for step in last.checkpoint_steps]
-    axes.plot(
-        last.checkpoint_steps,
-        at_checkpoints,
-        "o",
-        color="white",
-        markeredgecolor="#16335b",
-        markersize=4,
-        label="checkpoint",
-    )
+    dots: dict[str, Any] = {"color": "white", "markeredgecolor": "#16335b", "markersize": 4, "label": "checkpoint"}
+    axes.plot(last.checkpoint_steps, at_checkpoints, "o", **dots)
     _mark_recoveries(axes, last)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss")
@@ -70,9 +63,8 @@ def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     axes.set_title("red: some rows twice; gray: no live rows", loc="left", fontsize=8)
     if len(files) <= _NAMED_FILES:
         names = [path.rsplit("/", 1)[-1] for path in files]
-        axes.set_yticks(
-            range(len(files)), [name if len(name) <= 16 else f"…{name[-15:]}" for name in names], fontsize=7
-        )
+        labels = [name if len(name) <= 16 else f"…{name[-15:]}" for name in names]
+        axes.set_yticks(range(len(files)), labels, fontsize=7)
     return _png(figure)
 
 
@@ -111,17 +103,11 @@ def _coverage_of(rows: list[dict[str, Any]], files: list[str]) -> Any:
 
 def _mark_recoveries(axes: "Axes", curve: LossCurve) -> None:
     for number, recovery in enumerate(each for each in curve.recoveries if each["outcome"] == "resumed"):
+        step, took = recovery["resumed_step"], format_duration(Recovery(**recovery).recovered_s)
         label = "recovery" if number == 0 else None
-        axes.axvline(recovery["resumed_step"], color=_MARK, linestyle="--", linewidth=1.2, label=label)
-        axes.annotate(
-            format_duration(Recovery(**recovery).recovered_s),
-            (recovery["resumed_step"], 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -8),
-            textcoords="offset points",
-            color=_MARK,
-            fontsize=7,
-        )
+        axes.axvline(step, color=_MARK, linestyle="--", linewidth=1.2, label=label)
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (3, -8)}
+        axes.annotate(took, (step, 1.0), **place, textcoords="offset points", color=_MARK, fontsize=7)
 
 
 def _figure(width_inches: float, height_inches: float) -> "Figure":

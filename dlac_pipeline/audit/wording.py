@@ -1,7 +1,4 @@
-"""Text for people: durations, ages, counts, bytes, and tables that fit the terminal.
-
-Programs get the facts as JSON. Everything here returns plain text without markup.
-"""
+"""Text for people, plain and without markup: durations, ages, counts, bytes, and tables that fit the terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,10 +107,7 @@ def _lines_of(
     below: Sequence[int],
     width: int,
 ) -> list[str] | None:
-    """Return the table with the columns `inline`, and the others `below` each row, or None if that is wider than `width`.
-
-    Its only long column is folded if much room is left for it.
-    """
+    """Return the table with the columns `inline`, and the others `below` each row, or None if that is wider than `width`."""
     if not inline:
         return None
     cells_of = {index: [columns[index].name, *(row[index] for row in rows)] for index in inline}

@@ -111,7 +111,7 @@ def fork(
     run: ui.RunName,
     new: Annotated[str, Option("--as", help="Name of the new run.", callback=check_run_name)],
     spec: Annotated[Path, Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
-    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    step: ui.Step = None,
     checkpoint: CheckpointId = None,
     home: ui.Home = None,
     as_json: ui.AsJson = False,

@@ -39,7 +39,7 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
 def tag(
     run: ui.RunName,
     name: Annotated[str, Argument(help="Name of the tag.", callback=check_checkpoint_name)],
-    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    step: ui.Step = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
 ) -> None:
@@ -86,13 +86,11 @@ def verify(
     files = None if job is None else tiers_of(job).files  # else the addresses in the lakehouse suffice
     with ui.steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
-        verdicts = verify_checkpoints(
-            ledger.lakehouse,
-            run,
-            step,
-            files=files,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        verdicts = verify_checkpoints(ledger.lakehouse, run, step, files=files, progress=show)
         try:
             for verdict in verdicts:
                 problems[verdict.checkpoint.checkpoint_id] = verdict.problem
@@ -141,7 +139,7 @@ def adopt(
 def export(
     run: ui.RunName,
     out: Annotated[Path, Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")],
-    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    step: ui.Step = None,
     part: Annotated[str, Option(help="Part of the state that has the weights, by its name in the script.")] = "model",
     config: Annotated[
         Path | None,
@@ -168,7 +166,7 @@ def export(
 def export_state(
     run: ui.RunName,
     out: Annotated[Path, Argument(help="New folder to write.")],
-    step: Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    step: ui.Step = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,

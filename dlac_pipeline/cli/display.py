@@ -12,14 +12,8 @@ from rich.markup import escape
 from rich.progress import Progress, TextColumn
 from rich.text import Text
 
-from dlac_pipeline.audit.wording import (
-    format_ago,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_rate,
-    lay_out_facts,
-)
+from dlac_pipeline.audit import wording
+from dlac_pipeline.audit.wording import format_ago, format_bytes, format_count, format_duration, format_rate
 from dlac_pipeline.cli.shared import bar_columns
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
@@ -72,7 +66,7 @@ def watch_run(
         with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
             for facts in looks:
                 described = describe_live(facts, options)
-                live.update(Text("\n".join(lay_out_facts(described, console.width))), refresh=True)
+                live.update(Text("\n".join(wording.lay_out_facts(described, console.width))), refresh=True)
 
 
 def _looks(open_lakehouse: "Callable[[], Lakehouse]", run: str, every_s: float) -> Iterator[dict[str, Any]]:

@@ -95,9 +95,8 @@ def pins(
     columns = table_columns(names, right=("snapshot",), long=("needed by", "other runs"))
     rows = []
     for pin in found:
-        files = (
-            f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
-        )
+        held = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}"
+        files = held if pin.held_files else "nothing"
         others = ", ".join(use.run for use in pin.uses if not use.needed)
         ages = format_age(pin.committed_at), format_age(pin.pinned_at)
         rows.append((pin.table, str(pin.snapshot_id), *ages, files, ", ".join(pin.needed_by), others))

@@ -81,6 +81,7 @@ SpecOption = Annotated[
     ),
 ]
 RunName = Annotated[str, Argument(help="Name of the training run.", callback=check_run_name)]
+Step = Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")]
 Sandbox = Annotated[Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
@@ -173,10 +174,8 @@ def show_json(value: object) -> None:
 
 def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table, or one for each row, a field per line, where it would be wider than the terminal. None is NULL."""
-    cells = [
-        [Text("NULL", style="dim") if value is None else Text(terminal_text(str(value))) for value in row]
-        for row in rows
-    ]
+    null = Text("NULL", style="dim")
+    cells = [[null if value is None else Text(terminal_text(str(value))) for value in row] for row in rows]
     table = Table()
     for name in names:
         table.add_column(Text(terminal_text(name)))

@@ -66,7 +66,8 @@ def init(
 
     files = _is_location(source)
     name = (table or _table_of(source)) if files else source
-    run = check_run_name(run or _run_of(name))
+    named = re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]).lstrip("._-")[:100]
+    run = check_run_name(run or named or "first")
     check_free(into, run)
     lakehouse = ui.lakehouse_of(None, home, create=files or catalog is not None, catalog=catalog)
     if files:
@@ -98,11 +99,6 @@ def _table_of(location: str) -> str:
     place = location[: location.rfind("/", 0, wild.start())] if wild else location
     last = place.rstrip("/").rpartition("/")[2] if "://" in place else Path(place).absolute().name
     return f"lake.{re.sub(r'[^A-Za-z0-9_]', '_', last.removesuffix('.parquet'))}"
-
-
-def _run_of(table: str) -> str:
-    """Return a name that a run can have, after a table."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", table.rpartition(".")[2]).lstrip("._-")[:100] or "first"
 
 
 def _show_next(run: str, into: Path, options: tuple[str, ...]) -> None:
@@ -171,7 +167,12 @@ def train(
     With several nodes, start the same command on each of them. A node that gets SIGTERM exits, and the others continue. With
     launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
-    job = _with_torchrun_options(ui.resolved(spec, home), context.args)
+    from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+
+    job = ui.resolved(spec, home)
+    environment = os.environ if job.launch.on == "here" else {}
+    if are_given(context.args, environment):
+        job = _with_launch(job, launch_settings(context.args, environment, job.launch, job.run))
     options = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
     job = _with_launch(job, {name: value for name, value in options.items() if value is not None})
     request = Request(spec=job, plan_ids=tuple(plan_id or ()), repin=True, takeover=takeover)
@@ -195,15 +196,6 @@ def rendezvous(address: Annotated[str, Argument(help="host:port, the same addres
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
     serve_rendezvous(address, stop, lambda: ui.show_text(f"serving the rendezvous at {address}"))
-
-
-def _with_torchrun_options(job: JobSpec, options: list[str]) -> JobSpec:
-    from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
-
-    environment = os.environ if job.launch.on == "here" else {}
-    if not are_given(options, environment):
-        return job
-    return _with_launch(job, launch_settings(options, environment, job.launch, job.run))
 
 
 def _with_launch(job: JobSpec, options: dict[str, object]) -> JobSpec:

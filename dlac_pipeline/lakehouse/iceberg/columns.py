@@ -103,10 +103,7 @@ def arrow_type(iceberg_type: ice.IcebergType) -> pa.DataType:
 
 @dataclass(frozen=True)
 class _Column:
-    """Source of one column of the table: the file's column `in_file` of type `found`, or a constant.
-
-    `mapped` is the name mapping of the fields below it, if the file has no ids.
-    """
+    """Source of one column: the file's `in_file` of type `found`, with the name mapping of fields below it, or a constant."""
 
     field: ice.NestedField
     in_file: str | None = None
@@ -149,11 +146,8 @@ class FileColumns:
     ) -> "FileColumns":
         """The way from a file with `file_schema` to the columns `names` of `schema`.
 
-        `partition_values` are the file's identity partition values by source field id.
-
-        Raises:
-            NoSuchColumn: the schema lacks a name, or the file lacks a required column that has no default.
-            UnsupportedColumn: the file's type cannot be promoted to the table's.
+        `partition_values` are the file's identity partition values by source field id. Raises `NoSuchColumn` if the schema
+        lacks a name, or the file a required column without default, and `UnsupportedColumn` for a type that is not promoted.
         """
         top_level = {field.name: field for field in schema.fields}
         for name in names:

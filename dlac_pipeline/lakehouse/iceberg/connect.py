@@ -32,6 +32,11 @@ from dlac_pipeline.lakehouse.outages import check_address, is_misconfigured, is_
 from dlac_pipeline.lakehouse.retrying import may_pass, rereading, retrying
 
 _T = TypeVar("_T")
+# The Iceberg expressions of a column and a value, whose pydantic bases hide the real signatures.
+equals: Callable[[str, str], BooleanExpression] = EqualTo  # type: ignore[assignment]
+at_most: Callable[[str, int], BooleanExpression] = LessThanOrEqual  # type: ignore[assignment]
+more_than: Callable[[str, int], BooleanExpression] = GreaterThan  # type: ignore[assignment]
+among: Callable[[str, Sequence[str]], BooleanExpression] = In  # type: ignore[assignment]
 _TABLE_PROPERTIES = {
     "commit.retry.num-retries": "0",
     "commit.manifest-merge.enabled": "true",
@@ -73,9 +78,7 @@ class Lakehouse:
         """Return the catalog of a table, opened, and the table's name in it.
 
         A name such as "lake:docs.pages" is that of table docs.pages in the catalog that PyIceberg's configuration names lake.
-        "delta:/data/pages" is a table of another format, whose mirror is in this catalog.
-
-        Raises `CatalogMisconfigured` if no catalog of that name is configured.
+        "delta:/data/pages" is a table of another format, whose mirror is in this catalog. Raises `CatalogMisconfigured`.
         """
         if split_identifier(identifier) is not None:
             return self, mirror_name(identifier, self.config.namespace)
@@ -83,16 +86,16 @@ class Lakehouse:
         if not separator:
             return self, identifier
         if name not in self._others:
-            self._others[name] = _open_other(name)
+            config = source_catalog(name)
+            check_address(config)
+            with reachable(config.uri), opening(config.uri):  # it has source tables only: nothing is made in it
+                self._others[name] = Lakehouse(config, _open(config, relocations.Relocation(), create=False))
         return self._others[name], table
 
     def load(self, identifier: str) -> Table:
         """The table named `identifier` (namespace.table, or catalog:namespace.table) as it is now.
 
-        Raises:
-            NoSuchTable: there is none.
-            CatalogUnreachable: the catalog does not answer.
-            LakehouseError: the table's metadata is not in the warehouse.
+        Raises `NoSuchTable`, `CatalogUnreachable`, or `LakehouseError` if the table's metadata is not in the warehouse.
         """
         home, identifier = self.catalog_of(identifier)
         if home is not self:
@@ -152,10 +155,7 @@ class Lakehouse:
         return True
 
     def own(self, name: str) -> Table:
-        """Return DLAC's own table `name`, one of `schemas.TABLES`. One of an older version gets the columns that it lacks.
-
-        Raises `FormatTooNew` if a newer DLAC wrote it.
-        """
+        """Return DLAC's own table `name`, with the columns that an older version lacks. Raises `FormatTooNew`."""
         try:
             table = self._load_not_older(name)
         except errors.NoSuchTable:  # its maker was killed, or is still making it
@@ -208,9 +208,7 @@ class Lakehouse:
     def look(self, name: str, read: Callable[[Table], _T]) -> _T:
         """Return the result of `read` on DLAC's own table `name`. Read again if upkeep deletes files under it.
 
-        Raises:
-            CatalogUnreachable: the catalog does not answer.
-            LakehouseError: files that the table names are not in the warehouse.
+        Raises `CatalogUnreachable`, or `LakehouseError` if files that the table names are not in the warehouse.
         """
         try:
             with reachable(self.config.uri):
@@ -275,8 +273,7 @@ class Lakehouse:
 
     def create_namespace(self, namespace: str) -> None:
         """Create `namespace` unless it exists. Safe to race."""
-        race = suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError)  # pyiceberg's own
-        with reachable(self.config.uri), race:
+        with reachable(self.config.uri), suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError):
             self.catalog.create_namespace_if_not_exists(namespace)
 
 
@@ -299,10 +296,7 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
 
     `answered`: another process of the run has opened this catalog, so a transient failure is an outage.
 
-    Raises:
-        CatalogUnreachable: the catalog does not answer.
-        CatalogMisconfigured: its address or its credentials are wrong, or no catalog has its name.
-        NoSuchLakehouse: none exists, and `create` is false.
+    Raises `CatalogUnreachable`, `CatalogMisconfigured` for a wrong address, name or credentials, or `NoSuchLakehouse`.
     """
     named, config = config, configured(config)
     if config.kind in ("dynamodb", "bigquery"):
@@ -327,14 +321,6 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
             lakehouse.create_own_tables()
         lakehouse.record_place()
     return lakehouse
-
-
-def _open_other(name: str) -> Lakehouse:
-    """Open a catalog that has source tables only: nothing is made in it."""
-    config = source_catalog(name)
-    check_address(config)
-    with reachable(config.uri), opening(config.uri):
-        return Lakehouse(config, _open(config, relocations.Relocation(), create=False))
 
 
 def _no_lakehouse(config: LakehouseConfig) -> errors.NoSuchLakehouse:
@@ -398,26 +384,6 @@ def _open(config: LakehouseConfig, relocation: relocations.Relocation, *, create
                 raise
             time.sleep(delay_s)
     return guarded_catalog(kind)(name, **properties)
-
-
-def equals(column: str, value: str) -> BooleanExpression:
-    """The Iceberg expression `column = value`."""
-    return EqualTo(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
-
-
-def at_most(column: str, value: int) -> BooleanExpression:
-    """The Iceberg expression `column <= value`."""
-    return LessThanOrEqual(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
-
-
-def more_than(column: str, value: int) -> BooleanExpression:
-    """The Iceberg expression `column > value`."""
-    return GreaterThan(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
-
-
-def among(column: str, values: Sequence[str]) -> BooleanExpression:
-    """The Iceberg expression `column IN values`."""
-    return In(column, set(values))  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
 
 
 @contextmanager

@@ -81,12 +81,8 @@ def live_files(
 ) -> list[LiveFile]:
     """The data files of a snapshot that may hold rows for which `condition` is true, sorted by path.
 
-    `condition` is bound to `schema`: the snapshot's own unless given.
-
-    Raises:
-        NoSuchSnapshot: the table has no such snapshot.
-        DataFileUnreadable: a manifest is missing, or a data file is not Parquet.
-        UnsupportedDeletes: a delete file is neither Parquet nor Puffin.
+    `condition` is bound to `schema`: the snapshot's own unless given. Raises `NoSuchSnapshot`, `DataFileUnreadable` if a
+    manifest is missing or a data file is not Parquet, or `UnsupportedDeletes` for a delete file of another format.
     """
     snapshot = snapshot_of(table, snapshot_id)
     pruning = _Pruning(schema or snapshot_schema(table, snapshot_id), table.specs(), condition)
@@ -234,10 +230,6 @@ class _Deletes:
                 "compact the table, then plan again"
             )
 
-    def vector_of(self, file: DataFile, sequence_number: int) -> DeleteFile | None:
-        found = self.vectors.get(file.file_path)
-        return found if found is not None and found.sequence_number >= sequence_number else None
-
     def positional_of(self, file: DataFile, sequence_number: int) -> tuple[DeleteFile, ...]:
         """The positional delete files that may name rows of a data file: not older than it."""
         beside = self.by_partition.get(_partition_of(file), ())
@@ -257,7 +249,9 @@ def _live_file(entry: ManifestEntry, deletes: _Deletes, pruning: _Pruning) -> Li
         raise DataFileUnreadable(
             f"expected data files in Parquet, found {file.file_format.value} at {file.file_path!r}: rewrite the table as Parquet"
         )
-    vector = deletes.vector_of(file, sequence_number)
+    vector = deletes.vectors.get(file.file_path)
+    if vector is not None and vector.sequence_number < sequence_number:
+        vector = None
     return LiveFile(
         path=file.file_path,
         spec_id=file.spec_id,

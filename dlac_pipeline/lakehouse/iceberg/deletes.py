@@ -26,15 +26,8 @@ from pyiceberg.types import NestedField
 from pyroaring import BitMap64
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes
-from dlac_pipeline.lakehouse.iceberg.columns import (
-    Bounds,
-    FileColumns,
-    concat_chunks,
-    expect,
-    field_ids,
-    name_mapping_of,
-    open_parquet,
-)
+from dlac_pipeline.lakehouse.iceberg import columns as parquet_columns
+from dlac_pipeline.lakehouse.iceberg.columns import Bounds, FileColumns, concat_chunks, expect, field_ids, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
 
 Ints = npt.NDArray[np.int64]
@@ -53,7 +46,7 @@ class Deletes:
 
     def __init__(self, table: Table, schema: Schema) -> None:
         self._io = table.io
-        self._mapping = name_mapping_of(table)
+        self._mapping = parquet_columns.name_mapping_of(table)
         self._fields = _all_fields(table, schema)
         self._positions: Once[Mapping[str, Ints]] = Once()
         self._values: Once[pa.Table] = Once()
@@ -62,10 +55,8 @@ class Deletes:
     def dead_rows(self, file: LiveFile, parquet: pq.ParquetFile) -> Ints:
         """The sorted positions of the rows of `file` (opened as `parquet`) that its deletes name.
 
-        Raises:
-            DataFileUnreadable: a delete file is missing or cannot be decoded.
-            UnsupportedDeletes: a deletion vector is not in a Puffin file, or an equality delete names columns that do not
-                exist, or below the top level.
+        Raises `DataFileUnreadable` for a delete file that cannot be read, or `UnsupportedDeletes` for a deletion vector outside
+        of a Puffin file, or an equality delete of columns that do not exist or are below the top level.
         """
         found = [self.positions(file)]
         ids = sorted({delete.equality_ids for delete in file.equality})

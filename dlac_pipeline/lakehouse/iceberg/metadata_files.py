@@ -1,8 +1,4 @@
-"""The files of one of DLAC's own tables as the warehouse has them, and the metadata files that the catalog does not name.
-
-A commit writes its metadata file, numbered one higher than the file it replaces, before the catalog names it. So a file of the
-next number may be left by a commit that did not land. One of a higher number proves that the catalog once named a newer state.
-"""
+"""The files of an own table as the warehouse has them, also metadata files that the catalog does not name (design note 0013)."""
 
 import json
 import re
@@ -40,7 +36,6 @@ class TableFolder:
         self._io = table.io
         self._filesystem, self._metadata_path = _resolve(self._io, places.metadata_path)
         self.folders = [self.path(places.data_path), self._metadata_path]
-        """Paths of both folders."""
 
     def files(self) -> dict[str, FileInfo]:
         """Return path -> file of everything in both folders."""

@@ -16,16 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-from pyiceberg.expressions import (
-    AlwaysFalse,
-    AlwaysTrue,
-    And,
-    BooleanExpression,
-    EqualTo,
-    GreaterThan,
-    In,
-    LessThanOrEqual,
-)
+from pyiceberg import expressions
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In
 from pyiceberg.expressions.visitors import bind
 from pyiceberg.io.pyarrow import PyArrowFileIO, expression_to_pyarrow, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
@@ -37,7 +29,7 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 LARGE_ROWS = 250_000
 """Rows in data files from which on a table is not loaded."""
 _GLOBBING = re.compile(r"[*?\[\]]")  # for these DuckDB looks for other files than the named one
-_RELATIONS = {EqualTo: "=", GreaterThan: ">", LessThanOrEqual: "<="}
+_RELATIONS = {EqualTo: "=", expressions.GreaterThan: ">", expressions.LessThanOrEqual: "<="}
 _OPEN_FILES = 256
 _MANIFESTS = 4096
 _FORMAT = ds.ParquetFileFormat()
@@ -121,10 +113,7 @@ def _read_by_duckdb(rows: str, schema: Any) -> pa.Table:
 def rows_in_files(
     table: Table, files: Sequence[DataFile], wanted: BooleanExpression, folders: tuple[str, ...]
 ) -> str | None:
-    """Return a query for rows of an own table, or None if DuckDB cannot read a data file, or one is not in `folders`.
-
-    Raises `FileNotFoundError` if one is missing.
-    """
+    """Return a query for rows of an own table, or None for files outside of `folders`. Raises `FileNotFoundError`."""
     io, name, paths = table.io, table.name()[-1], []
     for each in files:
         places = io.parse_location(each.file_path, io.properties) if isinstance(io, PyArrowFileIO) else ("", "", "")
@@ -146,10 +135,8 @@ def no_rows(name: str) -> str:
     schema: Any = schema_to_pyarrow(TABLES[name][0], include_field_ids=False)
     with duckdb.connect() as connection:
         empty = connection.from_arrow(schema.empty_table())
-        columns = ", ".join(
-            f"NULL::{kind} AS {column}" for column, kind in zip(empty.columns, empty.types, strict=True)
-        )
-    return f"SELECT {columns} WHERE false"
+        columns = [f"NULL::{kind} AS {column}" for column, kind in zip(empty.columns, empty.types, strict=True)]
+    return f"SELECT {', '.join(columns)} WHERE false"
 
 
 def local_paths(address: str) -> list[str]:
@@ -178,4 +165,4 @@ def _condition(wanted: BooleanExpression) -> str:
         return f"{most}{name} IN ({listed})"
     if type(wanted) in _RELATIONS:
         return f"{found.term.name} {_RELATIONS[type(wanted)]} {sql_literals([found.literal.value])}"
-    return {AlwaysTrue: "true", AlwaysFalse: "false"}[type(wanted)]
+    return {AlwaysTrue: "true", expressions.AlwaysFalse: "false"}[type(wanted)]

@@ -122,9 +122,7 @@ def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pi
 def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: bool = False) -> bool:
     """Remove the pin of a snapshot. Return False if it has none. Expiry may then remove what only the pin held.
 
-    Raises:
-        SpecInvalid: a run needs it, and `force` is not set.
-        PinLost: the tag names another snapshot, or cannot be removed.
+    Raises `SpecInvalid` if a run needs it, unless `force` is set, and `PinLost` if the tag is another's or cannot be removed.
     """
     tag = pin_tag(snapshot_id)
 
@@ -132,8 +130,12 @@ def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force
         table = lakehouse.load(identifier)
         if not is_pinned(table, identifier, snapshot_id):
             return False
-        if not force:
-            _check_free(lakehouse, table, identifier, snapshot_id)
+        uses = () if force else _uses(table, snapshot_id, _plans(lakehouse), _runs(lakehouse))
+        if needed := [use.run for use in uses if use.needed]:
+            raise errors.SpecInvalid(
+                f"expected no run to need snapshot {snapshot_id} of {identifier!r}, found {needed!r}: let them finish first, and "
+                "retire what rewinds have left; with force they stop with PinLost as soon as the snapshot is expired"
+            )
         with reachable(lakehouse.catalog_of(identifier)[0].config.uri), as_commit_conflict():
             table.manage_snapshots().remove_tag(tag).commit()
         return True
@@ -153,10 +155,7 @@ def release_pins(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
     snapshot at this moment becomes known by its claim. If the claim comes during the removal, the pin is taken again. If it
     comes later, the run finds its pin lost before it reads, and plans again at its next launch.
 
-    Raises:
-        NoSuchTable: the table does not exist.
-        PinLost: a tag cannot be removed.
-        NoSuchSnapshot: a snapshot was claimed, and expired, while it had no pin.
+    Raises `NoSuchTable`, `PinLost`, or `NoSuchSnapshot` if a snapshot was claimed, and expired, while it had no pin.
     """
     table = lakehouse.load(identifier)
     pinned = [ref.snapshot_id for tag, ref in table.refs().items() if tag == pin_tag(ref.snapshot_id)]
@@ -178,10 +177,7 @@ def release_pins(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
 def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["tag", "none"]) -> str:
     """Keep a snapshot alive as the source's `pin` setting defines. Return the tag's name, or "" without a tag.
 
-    Raises:
-        SpecInvalid: the catalog or the warehouse does not allow a tag on this table.
-        PinLost: the tag does not stay.
-        NoSuchSnapshot: the snapshot does not exist.
+    Raises `SpecInvalid` if the table cannot be tagged, `PinLost` if the tag does not stay, or `NoSuchSnapshot`.
     """
     snapshot_of(lakehouse.load(identifier), snapshot_id)  # a snapshot that cannot be read is another failure
     if how == "none":
@@ -194,29 +190,15 @@ def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["
             f'({err}): set pin = "none" for this source. {_UNTAGGED}'
         ) from err
     except errors.LakehouseError as err:
-        if not _is_refusal(err):
+        cause = err.__cause__ or err
+        text = str(cause).lower()
+        if not isinstance(cause, (*_REFUSED, PermissionError)) and not any(sign in text for sign in _REFUSALS):
             raise
         raise errors.SpecInvalid(
             f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that this source may only be read "
-            f'({type(err.__cause__ or err).__name__}): set pin = "none" for this source, or have the right to tag it granted. '
+            f'({type(cause).__name__}): set pin = "none" for this source, or have the right to tag it granted. '
             + _UNTAGGED
         ) from err
-
-
-def _is_refusal(err: BaseException) -> bool:
-    cause = err.__cause__ or err
-    text = str(cause).lower()
-    return isinstance(cause, (*_REFUSED, PermissionError)) or any(sign in text for sign in _REFUSALS)
-
-
-def _check_free(lakehouse: Lakehouse, table: Table, identifier: str, snapshot_id: int) -> None:
-    uses = _uses(table, snapshot_id, _plans(lakehouse), _runs(lakehouse))
-    needed = [use.run for use in uses if use.needed]
-    if needed:
-        raise errors.SpecInvalid(
-            f"expected no run to need snapshot {snapshot_id} of {identifier!r}, found {needed!r}: let them finish first, and "
-            "retire what rewinds have left; with force they stop with PinLost as soon as the snapshot is expired"
-        )
 
 
 def _plans(lakehouse: Lakehouse) -> list[Columns]:

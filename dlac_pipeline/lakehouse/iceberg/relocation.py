@@ -1,7 +1,4 @@
-"""From where an embedded lakehouse was made to where it is now: `Relocation`. See docs/design/0014-moving.md.
-
-Iceberg records absolute paths, and so does the ledger. They stay as recorded. Each is translated where a file is opened.
-"""
+"""From where an embedded lakehouse was made to where it is now: `Relocation`. See docs/design/0014-moving.md."""
 
 import json
 import re
@@ -19,6 +16,14 @@ PROPERTY = "dlac.relocation"
 """Property of the catalog, given to its file I/O: where the folders of a moved lakehouse are."""
 MADE_AT = "dlac.catalog-file"
 """Property of DLAC's namespace: the catalog's file when it was made."""
+_METADATA = (
+    "SELECT metadata_location FROM iceberg_tables "
+    "WHERE catalog_name = ? AND table_namespace = ? AND table_name = 'consumption'"
+)
+_MADE_AT = (
+    "SELECT property_value FROM iceberg_namespace_properties "
+    "WHERE catalog_name = ? AND namespace = ? AND property_key = ?"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +66,6 @@ class Relocation:
         return "file://" + quote(_replace_folder(unquote(urlsplit(uri).path), moves))
 
 
-_NOT_MOVED = Relocation()
-
-
 def raw_path(location: str) -> str | None:
     """Return the path of a local location as Iceberg records it, without escapes, or None for one of an object store."""
     if location.startswith("file:"):
@@ -93,16 +95,8 @@ def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
         if not {"iceberg_tables", "iceberg_namespace_properties"} <= names:
             return Recorded()
         key = (config.catalog_name, config.namespace)
-        (metadata,) = connection.execute(
-            "SELECT metadata_location FROM iceberg_tables "
-            "WHERE catalog_name = ? AND table_namespace = ? AND table_name = 'consumption'",
-            key,
-        ).fetchone() or (None,)
-        (made_at,) = connection.execute(
-            "SELECT property_value FROM iceberg_namespace_properties "
-            "WHERE catalog_name = ? AND namespace = ? AND property_key = ?",
-            (*key, MADE_AT),
-        ).fetchone() or (None,)
+        (metadata,) = connection.execute(_METADATA, key).fetchone() or (None,)
+        (made_at,) = connection.execute(_MADE_AT, (*key, MADE_AT)).fetchone() or (None,)
     return Recorded(ledger_metadata=metadata, catalog_file=made_at)
 
 
@@ -112,14 +106,15 @@ def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
     path = None if metadata is None else raw_path(metadata)
     warehouse = raw_path(config.warehouse) if config.warehouse else None
     if file is None or path is None or warehouse is None:
-        return _NOT_MOVED
+        return Relocation()
     below = re.search(rf"/{re.escape(config.namespace)}(\.db)?/consumption/metadata/[^/]+$", path)
     if below is None:
-        return _NOT_MOVED
-    before, below_warehouse = path[: below.start()], below.group()
-    file = file.resolve()
-    made_at = Path(recorded.catalog_file or _guess_origin(file, warehouse, before))
-    current = Path(f"{warehouse}{below_warehouse}")
+        return Relocation()
+    before, file = path[: below.start()], file.resolve()
+    # an older DLAC recorded no place of its catalog: it was made beside the warehouse, if it is beside it now
+    beside = Path(warehouse).parent == file.parent and Path(warehouse).name == Path(before).name
+    made_at = Path(recorded.catalog_file or (Path(before).parent / file.name if beside else file))
+    current = Path(f"{warehouse}{below.group()}")
     # the catalog may be an older backup
     found_here = current.exists() or (current.parent.is_dir() and not Path(path).exists())
     moves = [] if made_at.parent == file.parent else [(str(made_at.parent), str(file.parent))]
@@ -143,12 +138,6 @@ def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
             f"tables in {before!r} both would write: copy that folder as well, and name the copy with lakehouse.warehouse"
         )
     return relocation
-
-
-def _guess_origin(file: Path, warehouse: str, before: str) -> str:
-    """Guess the file of a catalog of an older DLAC when it was made: beside the warehouse, if it is beside it now."""
-    beside = Path(warehouse).parent == file.parent and Path(warehouse).name == Path(before).name
-    return str(Path(before).parent / file.name) if beside else str(file)
 
 
 def _replace_folder(path: str, moves: tuple[tuple[str, str], ...]) -> str:

@@ -50,11 +50,8 @@ def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Co
     """Return the condition in `text`, and the columns that it uses under their names in the text.
 
     Where `schema` lacks a name, the newest schema of the table that has them all decides which columns are meant. A renamed
-    column is still found by its field id, and a later column is null in older files.
-
-    Raises:
-        SpecInvalid: it is blank or no filter, or compares a column with an incomparable literal.
-        NoSuchColumn: no schema of the table has all columns that it names.
+    column is still found by its field id, and a later column is null in older files. Raises `NoSuchColumn` if no schema has
+    them all, or `SpecInvalid` for a blank text, no filter, or an incomparable literal.
     """
     if not text.strip():
         raise SpecInvalid(
@@ -66,20 +63,11 @@ def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Co
     except NoSuchColumn:
         now = {found.field_id: found for found in schema.fields}
         for other in sorted(table.schemas().values(), key=lambda known: known.schema_id, reverse=True):
-            current = Schema(
-                *(now.get(each.field_id, each).model_copy(update={"name": each.name}) for each in other.fields)
-            )
-            for names in (current, other):  # fields inside of a struct may have been renamed, too
+            renamed = (now.get(each.field_id, each).model_copy(update={"name": each.name}) for each in other.fields)
+            for names in (Schema(*renamed), other):  # fields inside of a struct may have been renamed, too
                 with suppress(NoSuchColumn):
                     return names, parse_filter(text, names)
         raise
-
-
-def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> list[tuple[Schema, Condition]]:
-    """Return the exclusions, each with its schema. Those that `schema` understands become one condition."""
-    parsed = [parse_exclusion(text, schema, table) for text in exclude]
-    own = combine(False, [condition for names, condition in parsed if names is schema])
-    return [(schema, own), *((names, condition) for names, condition in parsed if names is not schema)]
 
 
 def row_groups_of(
@@ -92,22 +80,22 @@ def row_groups_of(
     only: Collection[str] | None = None,
     exclude: Sequence[str] = (),
 ) -> list[RowGroup]:
-    """Yield all row groups of a snapshot but for files that the filter excludes whole, sorted by file path and row group.
+    """Return all row groups of a snapshot but for files that the filter excludes whole, sorted by file path and row group.
 
     A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions do not change
     the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `only` names
     the files to read. `schema` names the columns, by default the snapshot's own.
 
-    Raises:
-        NoSuchSnapshot, SpecInvalid, NoSuchColumn: the request does not fit the table.
-        DataFileUnreadable: a data file, delete file or manifest cannot be read.
-        UnsupportedDeletes, UnsupportedColumn: a file contains data that cannot be read exactly.
+    Raises `NoSuchSnapshot`, `SpecInvalid` or `NoSuchColumn` for a request that does not fit the table, `DataFileUnreadable`,
+    and `UnsupportedDeletes` or `UnsupportedColumn` for data that cannot be read exactly.
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
     files = live_files(table, snapshot_id, wanted, schema=schema)
     files = [file for file in files if only is None or file.path in only]
-    planner = _Planner(table, schema, _excluded(exclude, schema, table))
+    parsed = [parse_exclusion(text, schema, table) for text in exclude]
+    own = combine(False, [condition for names, condition in parsed if names is schema])  # all of them as one condition
+    planner = _Planner(table, schema, [(schema, own), *(each for each in parsed if each[0] is not schema)])
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
         for done, found in enumerate(pool.map(planner.row_groups, files), start=1):
@@ -158,9 +146,8 @@ class _Planner:
         return groups
 
     def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, schema: Schema, condition: Condition) -> "_InFile":
-        names, values = condition.columns, file.partition_values
-        columns = FileColumns.of(parquet.schema_arrow, schema, names, self._mapping, values)
-        return _InFile(condition, parquet, columns)
+        of_file = parquet.schema_arrow, schema, condition.columns, self._mapping, file.partition_values
+        return _InFile(condition, parquet, FileColumns.of(*of_file))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,12 @@
 """Catalogs of pyiceberg whose failed commits never destroy a table.
 
-- pyiceberg deletes a commit's manifests when `commit_table` raises `CommitFailedException`. If the answer of a landed commit
-  was lost and its request is sent again, the repetition fails in exactly that way, and the deleted manifests are those of the
-  landed snapshot. The guard checks whether this commit's snapshot is in the table. If so, the commit succeeded. If not, it
-  raises our own `CommitConflict`, on which pyiceberg deletes nothing. Upkeep removes left-over files. (Many later commits may
-  have expired a landed snapshot by the time of the check, so a caller that repeats a commit decides from the rows.)
+- pyiceberg deletes a commit's manifests when `commit_table` raises `CommitFailedException`, also for the repetition of a
+  landed commit whose answer was lost. If the commit's snapshot is in the table, it succeeded. If not, the guard raises our
+  own `CommitConflict`, on which pyiceberg deletes nothing. Upkeep removes left-over files. (Many later commits may have
+  expired a landed snapshot by the time of the check, so a caller that repeats a commit decides from the rows.)
 - pyiceberg's expiry drops a tag that was made since the expiry was decided, with its snapshot, and fails on a snapshot that
   is gone already. Under the guard, both are conflicts.
-- A client that is frozen or cut off between the two requests of its commit does not block the others for good. PostgreSQL
-  takes the row from it, and a waiting client asks again. The error is one more doubt: the client reads again and decides from
-  the rows.
+- A client that is frozen or cut off within its commit does not block the others for good. PostgreSQL takes the row from it.
 - A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
 """
 
@@ -27,14 +24,9 @@ from pyiceberg.catalog import Catalog, MetastoreCatalog
 from pyiceberg.catalog.sql import IcebergTables, SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse, StagedTable, Table
+from pyiceberg.table import update as table_updates
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.update import (
-    AddSnapshotUpdate,
-    RemoveSnapshotsUpdate,
-    SetSnapshotRefUpdate,
-    TableRequirement,
-    TableUpdate,
-)
+from pyiceberg.table.update import TableRequirement, TableUpdate
 from pyiceberg.typedef import Identifier
 from requests import Session
 from sqlalchemy import Connection, Dialect, create_engine, event, text
@@ -147,9 +139,7 @@ class _TimelyRequests(CommitGuard):
 def guarded_catalog(name: str) -> type[Catalog]:
     """Return the guarded class of a kind of catalog, such as "rest", or of a catalog's class, such as "package.Catalog".
 
-    Raises:
-        ModuleNotFoundError: a module that it needs is not installed.
-        ValueError: it is no class of a catalog.
+    Raises `ModuleNotFoundError` if a module that it needs is not installed, or `ValueError` if it is no class of a catalog.
     """
     module, _, attribute = _CLASSES.get(name, name).rpartition(".")
     found = getattr(import_module(module), attribute, None) if module else None
@@ -205,7 +195,7 @@ def _landed_or_conflict(
     catalog: Catalog, table: Table, updates: tuple[TableUpdate, ...], err: CommitFailedException
 ) -> CommitTableResponse:
     current = catalog.load_table(table.name())
-    mine = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
+    mine = [update.snapshot.snapshot_id for update in updates if isinstance(update, table_updates.AddSnapshotUpdate)]
     if mine and all(current.metadata.snapshot_by_id(snapshot_id) is not None for snapshot_id in mine):
         landed = {"metadata": current.metadata, "metadata-location": current.metadata_location}
         return CommitTableResponse.model_validate(landed)
@@ -214,11 +204,11 @@ def _landed_or_conflict(
 
 
 def _check_expiry(metadata: TableMetadata, updates: tuple[TableUpdate, ...]) -> None:
-    moved = {update.ref_name for update in updates if isinstance(update, SetSnapshotRefUpdate)}
+    moved = {update.ref_name for update in updates if isinstance(update, table_updates.SetSnapshotRefUpdate)}
     named = {ref.snapshot_id for name, ref in metadata.refs.items() if name not in moved}
     known = {snapshot.snapshot_id for snapshot in metadata.snapshots} - named
     for update in updates:
-        if isinstance(update, RemoveSnapshotsUpdate) and not known.issuperset(update.snapshot_ids):
+        if isinstance(update, table_updates.RemoveSnapshotsUpdate) and not known.issuperset(update.snapshot_ids):
             raise CommitConflict(
                 "snapshots that were to be expired are gone, or have been named by a tag: nothing landed"
             )

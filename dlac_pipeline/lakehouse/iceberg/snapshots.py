@@ -21,9 +21,7 @@ def pin_tag(snapshot_id: int) -> str:
 def snapshot_of(table: Table, snapshot_id: int | None, *, ref: str = "") -> Snapshot:
     """The named snapshot, or that of a branch or a tag, or the current one.
 
-    Raises:
-        NoSuchSnapshot: the table has no such snapshot or ref, or no snapshot at all.
-        UnsupportedSnapshot: its id is no signed 64-bit number, and so cannot be recorded.
+    Raises `NoSuchSnapshot`, or `UnsupportedSnapshot` for an id that is no signed 64-bit number, and so cannot be recorded.
     """
     if snapshot_id is None and ref:
         if ref not in table.refs():
@@ -62,9 +60,7 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
     """Tag `snapshot_id` and check afterwards that the tag exists. Return the tag's name.
 
     A racing expiry can silently drop a tag that was just created, and `create_tag` silently moves one that exists. Hence a
-    check before and a check after.
-
-    Raises `PinLost` if the tag does not stay, or names another snapshot.
+    check before and a check after. Raises `PinLost` if the tag does not stay, or names another snapshot.
     """
     tag = pin_tag(snapshot_id)
 
@@ -101,9 +97,7 @@ def is_pinned(table: Table, identifier: str, snapshot_id: int) -> bool:
 def check_pinned(lakehouse: Lakehouse, identifier: str, *, table_uuid: str, snapshot_id: int, tag: str) -> Table:
     """The source table, after checking that it is the planned one and that its pin holds.
 
-    Raises:
-        TableReplaced: the table was dropped and created again.
-        PinLost: the tag is gone or names another snapshot.
+    Raises `TableReplaced` if the table was dropped and created again, or `PinLost`.
     """
     table = lakehouse.load(identifier)
     check_same_table(identifier, planned_uuid=table_uuid, uuid=str(table.metadata.table_uuid))

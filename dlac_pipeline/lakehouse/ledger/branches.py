@@ -43,15 +43,11 @@ def commit_rewind(
     why: str = "",
     detail: dict[str, Any],
 ) -> Rewound:
-    """Make a restorable checkpoint the head, and `nonce` the owner of the run, in one append: once, however often it is
-    repeated.
+    """Make a restorable checkpoint the head, and `nonce` the owner of the run, in one append that repetition lands once.
 
     Without a checkpoint the run is at its beginning again. `detail` has further fields of the `ClaimRow`, whose
-    attempt trains nothing.
-
-    Raises:
-        NoSuchCheckpoint: the run has no such checkpoint, or it is retired or quarantined.
-        SpecInvalid: it is the head, and nothing else would change.
+    attempt trains nothing. Raises `NoSuchCheckpoint` for one that is retired, quarantined or unknown, and `SpecInvalid` for
+    the head if nothing else would change.
     """
     done: Rewound | None = None
 
@@ -98,10 +94,7 @@ def exclusions_in_force(rows: Sequence[LedgerRow]) -> tuple[Exclusion, ...]:
 
 
 def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list[CheckpointRow]:
-    """Retire abandoned checkpoints without a name: one, by id or step, or all. Return their rows.
-
-    Raises `SpecInvalid` if the checkpoint does not exist, it is on the surviving lineage, or it has a name.
-    """
+    """Retire abandoned checkpoints without a name: one, by id or step, or all. Return their rows. Raises `SpecInvalid`."""
     gone: list[CheckpointRow] = []
 
     def decide(state: RunState) -> Append | None:
@@ -113,7 +106,14 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
         needed = {*run_rows.lineage_of(rows, state.fence.head), *names_of(rows).values()}
         abandoned = {name: row for name, row in found.items() if name not in needed}
         if checkpoint is not None:
-            row = _one_abandoned(run, abandoned, checkpoint)
+            try:
+                row = checkpoint_of(run, list(abandoned.values()), checkpoint)
+            except NoSuchCheckpoint as err:
+                raise SpecInvalid(
+                    f"expected a checkpoint of run {run!r} on an abandoned branch and without a name, found {checkpoint!r}; "
+                    f"there are {sorted(abandoned)!r}: on the surviving lineage set checkpoint.keep_last, and remove a name "
+                    "with `dlac untag`"
+                ) from err
             abandoned = {row.checkpoint_id: row}
         gone = list(abandoned.values())
         retire = [typed_rows.RetireRow(checkpoint_id=name) for name in abandoned]
@@ -126,9 +126,7 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
 def checkpoint_of(run: str, rows: Sequence[LedgerRow], named: str) -> CheckpointRow:
     """Of these rows that of the checkpoint with the id `named`, or of that step, retired or not.
 
-    Raises:
-        NoSuchCheckpoint: there is none.
-        SpecInvalid: the run passed the step more than once, on several branches.
+    Raises `NoSuchCheckpoint`, or `SpecInvalid` if the run passed the step more than once, on several branches.
     """
     checkpoints = run_rows.checkpoint_rows(rows)
     if named in checkpoints:
@@ -192,16 +190,6 @@ def _check_changes(
             f"expected another checkpoint than the head of run {run!r}, or rows to exclude, found {place} at step {step} as it "
             "is: nothing to rewind"
         )
-
-
-def _one_abandoned(run: str, abandoned: dict[str, CheckpointRow], named: str) -> CheckpointRow:
-    try:
-        return checkpoint_of(run, list(abandoned.values()), named)
-    except NoSuchCheckpoint as err:
-        raise SpecInvalid(
-            f"expected a checkpoint of run {run!r} on an abandoned branch and without a name, found {named!r}; there "
-            f"are {sorted(abandoned)!r}: on the surviving lineage set checkpoint.keep_last, and remove a name with `dlac untag`"
-        ) from err
 
 
 def _rewound(row: RewindRow) -> Rewound:

@@ -1,11 +1,9 @@
-"""Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, verify, finish.
-
-Source: design.md sections 6.4 and 7.
-"""
+"""Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, verify, finish."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dlac_pipeline.lakehouse import errors
@@ -26,9 +24,7 @@ class Attempt:
 def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[str, Any]) -> RunState:
     """Make `nonce` the owner of the run, in place of attempt number `replaces`. `detail` has further fields of its `ClaimRow`.
 
-    Raises:
-        SteppedAside: attempt `replaces` is no longer the current one, because another recovery claimed the run.
-        RunFinished: the run is finished.
+    Raises `SteppedAside` if another recovery claimed the run since attempt `replaces`, or `RunFinished`.
     """
 
     def decide(state: RunState) -> Append | None:
@@ -108,10 +104,7 @@ def name_checkpoint(
 ) -> str:
     """Name the checkpoint of a step or with an id, or the head. Retention keeps it while it has a name. Return its id.
 
-    Raises:
-        NoSuchRun: the run does not exist.
-        NoSuchCheckpoint: it has no restorable checkpoint of that step.
-        SpecInvalid: another checkpoint of the run has the name.
+    Raises `NoSuchRun`, `NoSuchCheckpoint` if none can be restored, or `SpecInvalid` if another checkpoint has the name.
     """
     named = ""
 
@@ -155,11 +148,8 @@ def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None]
     def decide(state: RunState) -> Append | None:
         if any(row.verification == verification for row in ledger.rows_at(state, kinds=(typed_rows.VerifyRow,))):
             return None
-        found = [
-            typed_rows.VerifyRow(checkpoint_id=each, verification=verification, problem=problem)
-            for each, problem in problems.items()
-        ]
-        return beside(state, found)
+        row = partial(typed_rows.VerifyRow, verification=verification)
+        return beside(state, [row(checkpoint_id=each, problem=problem) for each, problem in problems.items()])
 
     ledger.append(run, decide)
 
@@ -193,10 +183,7 @@ def keep_checkpoint(
     """Keep a checkpoint, or the head, from the retention of its run, which may be training. Yield its row.
 
     A process that is killed inside leaves the name, and so the checkpoint, until `name` is used again or removed.
-
-    Raises:
-        NoSuchRun: the run does not exist.
-        NoSuchCheckpoint: the checkpoint does not exist, or was retired or found damaged since then.
+    Raises `NoSuchRun`, or `NoSuchCheckpoint` for one that does not exist or was retired or found damaged since then.
     """
     target = ledger.restorable(run, step, checkpoint_id=checkpoint_id).checkpoint_id
     if names_of(ledger.rows(run, kinds=(typed_rows.NameRow,))).get(name, target) != target:

@@ -85,12 +85,10 @@ class Ledger:
             fence = run_rows.Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
         columns = ("seq", "kind", "attempt", "nonce", "head_after", "checkpoint_id")
-        rows = self._scan(
-            table, run, columns=columns, kinds=typed_rows.HEAD_KINDS
-        )  # every append has a row of one of them
-        return RunState(
-            run=run, table=table, fence=run_rows.fence_of_rows(rows), finished=run_rows.finished_of_rows(rows)
-        )
+        # every append has a row of one of these kinds
+        rows = self._scan(table, run, columns=columns, kinds=typed_rows.HEAD_KINDS)
+        fence, finished = run_rows.fence_of_rows(rows), run_rows.finished_of_rows(rows)
+        return RunState(run=run, table=table, fence=fence, finished=finished)
 
     @overload
     def rows(self, run: str, *, after: int = 0) -> list[LedgerRow]: ...
@@ -155,22 +153,15 @@ class Ledger:
 
     def translate(self, rows: list[R]) -> list[R]:
         """Return rows as the table has them with their places in a moved lakehouse."""
-        relocation = self.lakehouse.relocation
-        return (
-            [run_rows.translate_row(row, relocation.uri_here, relocation.here) for row in rows]
-            if relocation.moves
-            else rows
-        )
+        moved = self.lakehouse.relocation
+        return [run_rows.translate_row(row, moved.uri_here, moved.here) for row in rows] if moved.moves else rows
 
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` return what to append, commit, and repeat on conflict or doubt. Return the last read.
 
-        `decide` raises to refuse. It returns None when its rows exist already.
-
-        Raises:
-            SpecInvalid: a run cannot have this name, and none has it yet.
-            CommitOutcomeUnknown: the catalog was unavailable past the deadline, or until a stop was requested.
-            LakehouseError: the warehouse cannot be written.
+        `decide` raises to refuse. It returns None when its rows exist already. Raises `SpecInvalid` for a new name that no run
+        can have, `CommitOutcomeUnknown` after the deadline or a requested stop without an answer of the catalog, and
+        `LakehouseError` if the warehouse cannot be written.
         """
         try:
             return retrying(self._deadline_s, stop=self._stop)(_Tries(self, run, decide).once)
@@ -213,26 +204,21 @@ class _Tries:
         state, wanted = self._still_decided() or self._decided_anew()
         if wanted is None:
             return state
-        run, table, lakehouse = self._run, state.table, self._ledger.lakehouse
-        relocation = lakehouse.relocation
-        completed = [_complete(row, run, wanted.fence) for row in wanted.rows]
-        if relocation.moves:
-            completed = [
-                run_rows.translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed
-            ]
-        arrow = pa.Table.from_pylist([row.to_columns() for row in completed], schema=CONSUMPTION_ARROW)
+        run, fence, table, lakehouse = self._run, wanted.fence, state.table, self._ledger.lakehouse
+        moved = lakehouse.relocation
+        rows = [_complete(row, run, fence) for row in wanted.rows]
+        if moved.moves:
+            rows = [run_rows.translate_row(row, moved.to_recorded_uri, moved.to_recorded) for row in rows]
+        arrow = pa.Table.from_pylist([row.to_columns() for row in rows], schema=CONSUMPTION_ARROW)
         with committing(lakehouse, table) as transaction:
-            properties = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
-            transaction.append(arrow, snapshot_properties=properties)
-            if wanted.finished:
-                if _property(run) in table.properties:
-                    transaction.remove_properties(_property(run))
-            else:
-                fence = wanted.fence
+            transaction.append(arrow, snapshot_properties={_RUN_OF_SNAPSHOT: run, "dlac.seq": str(fence.seq)})
+            if not wanted.finished:
                 cached = json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
                 transaction.set_properties({_property(run): cached})
+            elif _property(run) in table.properties:
+                transaction.remove_properties(_property(run))
         lakehouse.remember("consumption", table)
-        return RunState(run=run, table=table, fence=wanted.fence, finished=wanted.finished)
+        return RunState(run=run, table=table, fence=fence, finished=wanted.finished)
 
     def _decided_anew(self) -> tuple[RunState, Append | None]:
         state = self._ledger.state(self._run)
@@ -281,13 +267,5 @@ def _same_rows(run: str, before: Table, now: Table) -> bool:
 
 
 def _complete(row: LedgerRow, run: str, fence: run_rows.Fence) -> LedgerRow:
-    return replace(
-        row,
-        run=run,
-        seq=fence.seq,
-        attempt=fence.attempt,
-        nonce=fence.nonce,
-        head_after=fence.head,
-        committed_at=datetime.now(UTC),
-        format_version=FORMAT_VERSION,
-    )
+    row = replace(row, run=run, committed_at=datetime.now(UTC), format_version=FORMAT_VERSION)
+    return replace(row, seq=fence.seq, attempt=fence.attempt, nonce=fence.nonce, head_after=fence.head)

@@ -1,11 +1,4 @@
-"""Check that the ledger is not older than its checkpoint store and its warehouse, as after a restored backup.
-
-Two places have evidence of a committed checkpoint that the ledger lacks:
-
-- The store. After each commit the run's commit mark names the checkpoint, and a manifest names its parent, which was
-  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land.
-- The warehouse. A metadata file of the ledger that the catalog does not name was built on a committed state. Its own last
-  append may not have landed, and is no evidence unless the store has the mark.
+"""Check that the ledger is not older than its checkpoint store and its warehouse: docs/design/0013-older-ledger.md.
 
 A place is read first, and the rows to compare with afterwards, so that concurrent commits raise no alarm.
 """
@@ -20,7 +13,6 @@ from typing import Any
 from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.exceptions import ValidationError
 from pyiceberg.expressions import And, BooleanExpression
-from pyiceberg.io import FileIO
 from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import TableMetadataUtil
 from pyiceberg.table.snapshots import ancestors_of
@@ -45,26 +37,22 @@ Key = tuple[str, str, str, int, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
-    """A file in the store that proves a checkpoint to be committed."""
-
-    ledger_uuid: str
-    run: str
-    checkpoint_id: str
-    step: int
-    """Of the checkpoint, or of the child that names it."""
-    place: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Newer:
     """Evidence of a committed checkpoint, or rewind, that the ledger lacks."""
 
     run: str
     step: int
-    """Of the newest one that was found."""
+    """Of the newest one that was found, or of the child that names it."""
     place: str
-    """Address of the folder or the metadata file that proves it."""
+    """Address of the file or folder that proves it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof(Newer):
+    """A file in the store that proves a checkpoint to be committed."""
+
+    ledger_uuid: str
+    checkpoint_id: str
 
 
 class LedgerWatch:
@@ -106,14 +94,13 @@ def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) ->
 
 
 def check_ledger(lakehouse: Lakehouse, run: str) -> None:
-    """Raise `LedgerOlderThanStore` if the warehouse, or the store that the run's rows name, is newer than the ledger.
-
-    A store that is unavailable, or that needs other credentials than the lakehouse, is not looked at.
-    """
+    """Raise `LedgerOlderThanStore` if the warehouse, or a store of the run that can be read, is newer than the ledger."""
     ledger = Ledger(lakehouse)
     rows = _rows_of(ledger, run)
     check_warehouse(lakehouse, run, exists=bool(rows))
-    for folder in _run_folders(rows):
+    found = [row.manifest_uri.rsplit("/", 3)[0] for row in checkpoint_rows(rows).values()][-1:]
+    claimed = [row.store for row in rows if isinstance(row, ClaimRow)][-1:]
+    for folder in dict.fromkeys(each for each in (*found, *claimed) if each):
         try:
             newer = newer_in_store(ledger, run, folder, _store_files(lakehouse), rows=rows)
         except (StoreUnavailable, SpecInvalid) as err:
@@ -165,8 +152,7 @@ def newer_in_store(
         return None
     known = checkpoint_rows(_rows_of(ledger, run))  # one may have been committed since
     lost = [each for each in suspects if each.ledger_uuid == uuid and each.checkpoint_id not in known]
-    newest = max(lost, key=lambda each: each.step, default=None)
-    return None if newest is None else Newer(run=run, step=newest.step, place=newest.place)
+    return max(lost, key=lambda each: each.step, default=None)
 
 
 def mark_in(folder: str, ledger_uuid: str) -> str:
@@ -241,9 +227,12 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
     mine = content.get("table-uuid") == str(table.metadata.table_uuid)
     if not content or not (mine or rows.run is not None):
         return None
-    state = _state_of(content, location, table.io)
-    if state is None:
+    try:
+        metadata = TableMetadataUtil.parse_obj(content)
+    except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    name, catalog = ("static-table", location), NoopCatalog("static-table")
+    state = StaticTable(name, metadata, metadata_location=location, io=table.io, catalog=catalog)
     try:
         current = state.current_snapshot()  # the one under it was committed
         parent = None if current is None else state.snapshot_by_id(current.parent_snapshot_id or 0)
@@ -259,15 +248,6 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
     except FileNotFoundError:  # upkeep, or the next commit, removed it
         return None
     return None
-
-
-def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable | None:
-    try:
-        metadata = TableMetadataUtil.parse_obj(content)
-    except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    name = ("static-table", location)
-    return StaticTable(name, metadata, metadata_location=location, io=io, catalog=NoopCatalog(name[0]))
 
 
 def _lost_checkpoint(lakehouse: Lakehouse, lost: Sequence[LedgerRow], ledger_uuid: str, location: str) -> Newer | None:
@@ -314,13 +294,6 @@ def _newest_of(lakehouse: Lakehouse) -> str:
         f", or point the catalog's metadata_location of table {'.'.join(table.name())!r} to "
         f"{folder.location_of(newest)!r} (docs/recovery.md)"
     )
-
-
-def _run_folders(rows: list[LedgerRow]) -> list[str]:
-    """Return the addresses of the run's folder that its newest checkpoint and its newest claim name."""
-    found = [row.manifest_uri.rsplit("/", 3)[0] for row in checkpoint_rows(rows).values()][-1:]
-    claims = [row.store for row in rows if isinstance(row, ClaimRow)][-1:]
-    return list(dict.fromkeys(each for each in (*found, *claims) if each))
 
 
 def _unnamed_folders(folder: str, files: StoreFiles, committed: Sequence[CheckpointRow]) -> list[str]:

@@ -7,6 +7,7 @@ follow the plan row to its write id, so a crash or a race leaves no half or doub
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 
 import pyarrow as pa
 from pyiceberg.expressions import BooleanExpression
@@ -90,10 +91,7 @@ def read_units(lakehouse: Lakehouse, plan: PlanRow) -> pa.Table:
 
 def write_slices(lakehouse: Lakehouse, cut_id: str, slices: Callable[[], pa.Table]) -> None:
     """Write the slices of a cut, unless they exist. A cut's id is a digest of its content."""
-
-    def present() -> bool:
-        return _any(lakehouse, "slices", equals("cut_id", cut_id))
-
+    present = partial(_any, lakehouse, "slices", equals("cut_id", cut_id))
     if not present():
         append_own(lakehouse, "slices", slices(), unless=present)
 

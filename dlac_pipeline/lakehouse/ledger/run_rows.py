@@ -1,7 +1,4 @@
-"""Facts from the rows of one run: its owner, its head, and its restorable checkpoints. Rows in, facts out.
-
-All facts about a run at one time come from rows of one read, because rows of two reads may differ.
-"""
+"""Facts from the rows of one run, all of one read: its owner, its head, and its restorable checkpoints."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +17,9 @@ _NAMED = 5
 """Checkpoints that a message names, at the most."""
 _RUNS_NAMED = 10
 """Runs that a message names, at the most."""
-
-
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOLDS = ("fork:", "export:")
-"""Beginnings of the names by which DLAC itself holds checkpoints (`commits.held`)."""
+"""Beginnings of the names by which DLAC itself holds checkpoints (`commits.keep_checkpoint`)."""
 _NAME_CHARACTERS = 200
 
 

@@ -59,7 +59,6 @@ class LedgerRow(_Parsed):
     """Common part of all rows. The commit of a row sets these fields."""
 
     kind: ClassVar[str] = ""
-    """The kind in the table."""
     older_kinds: ClassVar[tuple[str, ...]] = ()
     """Other kinds that older versions wrote for such rows."""
     run: str = ""
@@ -68,7 +67,6 @@ class LedgerRow(_Parsed):
     attempt: int = 0
     nonce: str = ""
     head_after: str | None = None
-    """Head of the run after the append."""
     committed_at: datetime = _NOT_COMMITTED
     format_version: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
