@@ -39,7 +39,6 @@ class Trainable:
     kind: Kind
     columns: tuple[str, ...]
     with_nulls: tuple[str, ...]
-    """Columns that may have nulls."""
 
 
 def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ()) -> Trainable:
