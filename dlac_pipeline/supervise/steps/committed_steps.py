@@ -64,13 +64,8 @@ class CommittedSteps:
         parent = self._checkpoints.get(checkpoint.parent or "")
         if parent is None:
             self._check_trained(checkpoint, step)
-        return CommittedStep(
-            step=step,
-            leg=leg_of(self.rows, checkpoint.checkpoint_id),
-            checkpoint=checkpoint,
-            parent=parent,
-            nodes=self._nodes_of(checkpoint.attempt),
-        )
+        leg, nodes = leg_of(self.rows, checkpoint.checkpoint_id), self._nodes_of(checkpoint.attempt)
+        return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, nodes=nodes)
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each applied step of the surviving lineage."""
@@ -92,14 +87,10 @@ class CommittedSteps:
                 or (head_id != point.checkpoint_id and (head is None or head.attempt != attempt))
             ):
                 continue
-            spec = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt)
-            return CommittedStep(
-                step=step,
-                leg=Leg.from_json(point.leg),
-                checkpoint=CheckpointRow(attempt=attempt, step=step, world_size=spec.launch.world_size, parent=head_id),
-                parent=head,
-                nodes=self._nodes_of(attempt),
-            )
+            ranks = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt).launch.world_size
+            checkpoint = CheckpointRow(attempt=attempt, step=step, world_size=ranks, parent=head_id)
+            leg, nodes = Leg.from_json(point.leg), self._nodes_of(attempt)
+            return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=head, nodes=nodes)
         return self.find(step)
 
     @property
