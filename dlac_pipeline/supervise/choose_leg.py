@@ -94,7 +94,10 @@ class LegChooser:
         if a table was dropped and created again.
         """
         check_sources(self._spec, leg)
-        uuids = self._table_uuids()
+        uuids = {}
+        for source in self._spec.sources:
+            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
+                uuids[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
         for mine in leg.sources:
             check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuids.get(mine.table, mine.table_uuid))
         excluded = exclusions_in_force(rows)
@@ -132,13 +135,6 @@ class LegChooser:
             row is not None and _is_plan_of(source, row) for source, row in zip(self._spec.sources, found, strict=True)
         )
         return tuple(plan_ids) if fits else ()
-
-    def _table_uuids(self) -> dict[str, str]:
-        found = {}
-        for source in self._spec.sources:
-            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
-                found[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
-        return found
 
 
 def excluding(spec: JobSpec, exclusions: Sequence[typed_rows.Exclusion]) -> JobSpec:
