@@ -55,8 +55,11 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
     check_names(loaded.schema(), wanted)
     kinds = {field.name: _kind_of(field.field_type) for field in loaded.schema().fields}
     kind, columns = _check_wanted(kinds, wanted) if wanted else _choose(kinds, loaded)
+    head = loaded.current_snapshot()
     with reachable(lakehouse.config.uri):
-        files = list(_data_files(loaded))
+        manifests = [] if head is None else head.manifests(loaded.io)
+        data = (each for each in manifests if each.content == ManifestContent.DATA)
+        files = [entry.data_file for each in data for entry in each.fetch_manifest_entry(loaded.io)]
     if not sum(file.record_count for file in files):
         raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
     _check_readable(loaded, columns, files[0])
@@ -106,13 +109,6 @@ def _check_wanted(kinds: Mapping[str, Kind], wanted: Sequence[str]) -> tuple[Kin
         f"expected columns of numbers or times, or one column of texts or of lists of integers, found {list(wanted)!r}: name "
         "such columns, or write the job file by hand, which takes more types"
     )
-
-
-def _data_files(table: Table) -> Iterator[DataFile]:
-    head = table.current_snapshot()
-    for manifest in [] if head is None else head.manifests(table.io):
-        if manifest.content == ManifestContent.DATA:
-            yield from (entry.data_file for entry in manifest.fetch_manifest_entry(table.io))
 
 
 def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None:
