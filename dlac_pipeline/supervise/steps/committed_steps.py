@@ -49,11 +49,7 @@ class CommittedSteps:
         return self.lineage[0].step if self.lineage else 0
 
     def find(self, step: int) -> CommittedStep:
-        """Return a step of the surviving lineage.
-
-        Raises:
-            SpecInvalid: the run has not trained the step, or not committed it.
-        """
+        """Return a step of the surviving lineage. Raise `SpecInvalid` if the run has not trained or not committed it."""
         covering = [each for each in self.lineage if each.step >= step]
         if not covering or step < 1:
             known = f"1 to {self.last}" if self.last else "of which it has none yet"
@@ -104,9 +100,8 @@ class CommittedSteps:
         fork = next((each for each in self.rows if isinstance(each, ForkRow)), None)
         if fork is None and first.adopted is None:
             return
-        origin = (
-            f"forked from run {fork.parent_run!r}, which trained" if fork else f"adopted from {first.adopted!r}, with"
-        )
+        adopted = f"adopted from {first.adopted!r}, with"
+        origin = f"forked from run {fork.parent_run!r}, which trained" if fork else adopted
         raise SpecInvalid(
             f"expected a step that run {self._run!r} trained, {first.step + 1} or later, found {step}: its first checkpoint "
             f"was {origin} that step"

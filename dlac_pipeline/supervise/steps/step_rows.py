@@ -57,10 +57,7 @@ def define_rows_of_step(
 ) -> None:
     """Define the macro `rows_of_step('RUN', STEP)` for the calls in a query, with the columns of `StepRow` but `value`.
 
-    `spec_of` returns the job spec that is given for a run.
-
-    Raises:
-        SpecInvalid: its arguments are no literals.
+    `spec_of` returns the job spec that is given for a run. Raise `SpecInvalid` if the macro's arguments are no literals.
     """
     found = _CALL.findall(query)
     if not found or len(found) < len(_ANY_CALL.findall(query)):
