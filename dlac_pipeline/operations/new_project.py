@@ -156,9 +156,7 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     """Write the files of a project, and return their names. `lakehouse` are settings as a job file has them.
 
     Texts are tokenized by the tokenizer.json of the folder. Without one, a file is written in which each byte is a token.
-
-    Raises:
-        SpecInvalid: a file exists or cannot be written, or the run cannot have this name. Nothing is written then.
+    Raise `SpecInvalid`, and write nothing, if a file exists or cannot be written, or the run cannot have this name.
     """
     texts, vocabulary, tokenizer = {}, _VOCABULARY, ""
     if found.kind == "text":
