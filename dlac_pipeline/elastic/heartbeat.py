@@ -1,6 +1,7 @@
 """One node's heartbeat in the store of a run, the lease of the leader, and the rounds that the leader forms.
 
-A thread talks to the store, so that a silent network does not block the node. See docs/design/0015-rounds.md.
+A thread talks to the store a few times a second, so that a silent network does not block the node. Design note 0015 says who
+reads what, and why numbers of heartbeats and rounds begin at the milliseconds since 1970.
 
     slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one
@@ -380,9 +381,8 @@ class NodeHeartbeat:
             with self._lock:  # nodes that wait may be for another job than the round that trains
                 if self._plan is not None:
                     offers = {**self._offers, self.slot: self._plan.members[0].offer}
-                    lease["refused"] = rank_assignment.refuse_other_jobs(
-                        offers, self._ids_of(offers), self.slot, stay=[self.slot]
-                    )
+                    ids = self._ids_of(offers)
+                    lease["refused"] = rank_assignment.refuse_other_jobs(offers, ids, self.slot, stay=[self.slot])
         self._write_lease(found, lease)
         with self._lock:  # a lease that another node has overwritten announces nothing
             done = [each for each in announced if self._lease["announced"].get(each) == lease["announced"].get(each)]
@@ -400,10 +400,9 @@ class NodeHeartbeat:
         """Return the ids of nodes that get no verdict in this round: those that wait, and those that are lost."""
         known = {slot: peer for slot, peer in self._peers.items() if peer.id and not self._gone(slot)}
         # of a new node only the id is known
-        waiting = (
-            slot for slot, peer in known.items() if not peer.record or "offer" in peer.record or self.is_lost(slot)
-        )
-        return [known[slot].id for slot in waiting]
+        return [
+            peer.id for slot, peer in known.items() if not peer.record or "offer" in peer.record or self.is_lost(slot)
+        ]
 
     def _publish(self, name: str, message: Message) -> None:
         self._published[name] = message
@@ -468,11 +467,10 @@ class NodeHeartbeat:
 
     def _gather(self, lease: Message) -> Message:
         """Return the next round's state from the lease: it is formed, another node leads, or so many nodes are ready."""
+        before = self._members_before(lease)
         with self._lock:
             assert self._offer is not None
             mine = self._offer
-        before = self._members_before(lease)
-        with self._lock:
             offers = {**self._offers, self.slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.is_lost(slot)]
         ids = self._ids_of(offers)

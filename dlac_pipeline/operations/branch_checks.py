@@ -151,11 +151,8 @@ def _seen_rows(
                 excluded = _excluded_rows(connection, at[1], table, where, own)
                 connection.register("excluded_rows", excluded)
                 seen = rows_of(connection, "FROM rows_seen('excluded_rows', $1)", [at[1]])
-                found += [
-                    (source, each["file_path"], each["row"], each["checkpoint_id"])
-                    for each in seen
-                    if own is None or each["source"] == own
-                ]
+                mine = [each for each in seen if own is None or each["source"] == own]
+                found += [(source, each["file_path"], each["row"], each["checkpoint_id"]) for each in mine]
                 at = _forked_from(connection, at[1])
     return found
 
@@ -180,9 +177,8 @@ def _excluded_rows(
         groups = row_groups_of(table, plan["snapshot_id"], "", schema=schema, only=paths, exclude=where)
         for group in groups:
             positions = group.first_row + group.dead
-            same = {"plan_id": plan["plan_id"], "file_path": group.file_path}
-            repeated = {name: pa.repeat(value, len(positions)) for name, value in same.items()}
-            parts.append(pa.table({**repeated, "row": positions}))
+            plan_ids, files = (pa.repeat(each, len(positions)) for each in (plan["plan_id"], group.file_path))
+            parts.append(pa.table({"plan_id": plan_ids, "file_path": files, "row": positions}))
     return pa.concat_tables(parts)
 
 

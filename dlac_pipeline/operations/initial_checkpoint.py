@@ -68,13 +68,9 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     committer = Committer(leg, spec, lakehouse, tiers)
     name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
     files = _make_files(beginning, tiers, name)
+    taken = ReaderStateTracker(committed_step=0, groups=range(opened.order.settings.key_groups))
     prepared = Prepared(
-        name=name,
-        engine=beginning.engine,
-        taken=ReaderStateTracker(committed_step=0, groups=range(opened.order.settings.key_groups)),
-        waited_s=0.0,
-        note=beginning.note,
-        rows=beginning.rows,
+        name=name, engine=beginning.engine, taken=taken, waited_s=0.0, note=beginning.note, rows=beginning.rows
     )
     decision = committer.decide(_votes(opened, files, beginning.world_size), prepared)
     if decision["error"] is not None:

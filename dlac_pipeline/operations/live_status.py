@@ -44,7 +44,6 @@ class LiveStatus:
         self._rows: list[LedgerRow] = []
         self._fence = Fence()
         self.finished = False
-        """True if the run is finished."""
         self._advances: list[AdvanceRow] = []
         self._live_rows: dict[str, int] = {}
         self._steps: deque[tuple[float, int]] = deque()

@@ -39,7 +39,6 @@ class Trainable:
     kind: Kind
     columns: tuple[str, ...]
     with_nulls: tuple[str, ...]
-    """Columns that may have nulls."""
 
 
 def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ()) -> Trainable:
@@ -56,8 +55,11 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
     check_names(loaded.schema(), wanted)
     kinds = {field.name: _kind_of(field.field_type) for field in loaded.schema().fields}
     kind, columns = _check_wanted(kinds, wanted) if wanted else _choose(kinds, loaded)
+    head = loaded.current_snapshot()
     with reachable(lakehouse.config.uri):
-        files = list(_data_files(loaded))
+        manifests = [] if head is None else head.manifests(loaded.io)
+        data = (each for each in manifests if each.content == ManifestContent.DATA)
+        files = [entry.data_file for each in data for entry in each.fetch_manifest_entry(loaded.io)]
     if not sum(file.record_count for file in files):
         raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
     _check_readable(loaded, columns, files[0])
@@ -109,13 +111,6 @@ def _check_wanted(kinds: Mapping[str, Kind], wanted: Sequence[str]) -> tuple[Kin
     )
 
 
-def _data_files(table: Table) -> Iterator[DataFile]:
-    head = table.current_snapshot()
-    for manifest in [] if head is None else head.manifests(table.io):
-        if manifest.content == ManifestContent.DATA:
-            yield from (entry.data_file for entry in manifest.fetch_manifest_entry(table.io))
-
-
 def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None:
     """Check the types of columns in one data file, which Iceberg does not record: unsigned numbers may be too large."""
     schema, mapping = table.schema(), name_mapping_of(table)
@@ -161,9 +156,7 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     """Write the files of a project, and return their names. `lakehouse` are settings as a job file has them.
 
     Texts are tokenized by the tokenizer.json of the folder. Without one, a file is written in which each byte is a token.
-
-    Raises:
-        SpecInvalid: a file exists or cannot be written, or the run cannot have this name. Nothing is written then.
+    Raise `SpecInvalid`, and write nothing, if a file exists or cannot be written, or the run cannot have this name.
     """
     texts, vocabulary, tokenizer = {}, _VOCABULARY, ""
     if found.kind == "text":

@@ -33,9 +33,7 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     """Return the pending work for the run of `spec`, which follows its tables.
 
     Rows that are too few for a batch stay pending. After a launch has seen them, only a new snapshot can add more.
-
-    Raises:
-        NoSuchTable, NoSuchSnapshot: a source cannot be read.
+    Raise `NoSuchTable` or `NoSuchSnapshot` if a source cannot be read.
     """
     found = (snapshot_of(load_version(lakehouse, source.table), None, ref=source.ref) for source in spec.sources)
     present = tuple(snapshot.snapshot_id for snapshot in found)

@@ -130,9 +130,8 @@ def rehearse_run(
         TrainingFailed, DlacError: the ranks failed with it.
     """
     count = MOST_STEPS if steps is None else steps
-    done = replay_steps(
-        lakehouse, run, partial(_newest_with_successor, Ledger(lakehouse), run, count), spec=spec, folder=sandbox_folder
-    )
+    choose = partial(_newest_with_successor, Ledger(lakehouse), run, count)
+    done = replay_steps(lakehouse, run, choose, spec=spec, folder=sandbox_folder)
     assert done.restored is not None, "it begins with a checkpoint"
     digest, start = done.restored.manifest.config_digest, done.start
     return Rehearsal(
@@ -175,10 +174,6 @@ def _compared(lakehouse: Lakehouse, done: Replay) -> Iterator[RehearsedStep]:
     recorded = dict(enumerate(start.successor.losses, start.step + 1))
     skipped = skipped_steps(Ledger(lakehouse), [start.successor])
     for step in range(start.step + 1, start.last + 1):
-        yield RehearsedStep(
-            step=step,
-            recorded=recorded.get(step),
-            replayed=done.losses.get(step),
-            recorded_skipped=step in skipped,
-            replayed_skipped=step in done.skipped,
-        )
+        before, now = recorded.get(step), done.losses.get(step)
+        skips = {"recorded_skipped": step in skipped, "replayed_skipped": step in done.skipped}
+        yield RehearsedStep(step=step, recorded=before, replayed=now, **skips)

@@ -19,7 +19,6 @@ from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.durable_io import write_durably
-from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
@@ -78,12 +77,8 @@ def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: CheckpointRow, folder: P
     names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
     order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
     checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
-    here = {
-        "world_size": successor.world_size,
-        "nodes": "",
-        "termination_url": "",
-        "on_spike": None,
-    }  # all ranks are on this node
+    # All ranks are on this node.
+    here = {"world_size": successor.world_size, "nodes": "", "termination_url": "", "on_spike": None}
     launch = spec.launch.model_copy(update={**here, "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"}})
     return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
 
@@ -107,9 +102,8 @@ def replay(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
             ranks.end()
     events = launch / "events.jsonl"
     written = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    return next(
-        (event for event in written if event["event"] == "rehearsed"), {"losses": [], "skipped": [], "samples": []}
-    )
+    nothing: dict[str, Any] = {"losses": [], "skipped": [], "samples": []}
+    return next((event for event in written if event["event"] == "rehearsed"), nothing)
 
 
 def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -> None:
@@ -123,4 +117,4 @@ def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -
     if kind is not None:
         raise kind(cause.message)
     tail = cause.traceback or ranks.log_end(cause.rank)["log_tail"]
-    raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")
+    raise errors.TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")

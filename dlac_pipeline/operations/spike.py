@@ -1,8 +1,4 @@
-"""Loss spikes of a run: their steps by the ledger's losses, the rows to blame by a replay, and the rewind without these rows.
-
-The replay begins at the newest kept checkpoint before the step. In the step itself the ranks record what the script passes to
-`Batch.mean` or `Batch.token_mean`, and the rows are ranked by that.
-"""
+"""Loss spikes of a run: their steps by the ledger's losses, the rows to blame by a replay, and the rewind without these rows."""
 
 import json
 import shlex
@@ -181,10 +177,8 @@ def _rewinds(
         where = filter_of_rows([schema.find_field(name) for name in names], list(zip(*values, strict=True)))
         parse_exclusion(where, schema, table)
         if not steps.steps.lineage:
-            return (
-                (),
-                f"the run has no checkpoint: add exclude = {json.dumps([where])} to source {leg_source.name!r} of its spec",
-            )
+            add = f"add exclude = {json.dumps([where])} to source {leg_source.name!r} of its spec"
+            return (), f"the run has no checkpoint: {add}"
         words = ["--exclude", where, *(("--source", leg_source.name) if len(found.leg.sources) > 1 else ())]
         commands.append(f"dlac rewind {steps.run} --to-step {to_step} {shlex.join(words)}")
     return tuple(commands), ""

@@ -23,19 +23,8 @@ from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
-_COLUMNS = (
-    "run",
-    "seq",
-    "kind",
-    "attempt",
-    "nonce",
-    "step",
-    "checkpoint_id",
-    "parent",
-    "head_after",
-    "committed_at",
-    "detail",
-)
+_KEYS = ("run", "seq", "kind", "attempt", "nonce")
+_COLUMNS = (*_KEYS, "step", "checkpoint_id", "parent", "head_after", "committed_at", "detail")
 SPEC_PLACEHOLDER = "FILE"
 """Placeholder in a command for a job spec whose path is unknown on this node."""
 
@@ -47,7 +36,6 @@ class Standing:
     state: str
     """One of: finished, training, stopped, caught up, given up, dead, silent. Before a launch: rewound, adopted, forked."""
     note: str = ""
-    """Further facts about the state."""
     command: tuple[str, ...] = ()
     """Arguments of `dlac`."""
 
@@ -143,7 +131,6 @@ def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> S
 
 
 def _standing_of_launch(rows: list[LedgerRow], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
-    """Return the state of an attempt that was launched to train."""
     signs = liveness_of(rows, attempt)
     ago = f"last heartbeat {format_ago(signs.silent_s)}"
     if signs.here and signs.lock_held:

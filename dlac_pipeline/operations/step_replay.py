@@ -73,12 +73,7 @@ class Replay:
 
 
 def replay_steps(
-    lakehouse: Lakehouse,
-    run: str,
-    choose: Callable[[], ReplayStart],
-    *,
-    spec: JobSpec | None,
-    folder: Path | None,
+    lakehouse: Lakehouse, run: str, choose: Callable[[], ReplayStart], *, spec: JobSpec | None, folder: Path | None
 ) -> Replay:
     """Restore the checkpoint that `choose` finds, and repeat the steps after it, in a sandbox below `folder`.
 

@@ -9,8 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import tenacity
-
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -74,10 +72,10 @@ class SupervisedAttempt:
         self._lakehouse = supervision.lakehouse
         self._options = options
         self._replaces = replaces
+        self._retry = supervision.retrying(replaces=replaces)
         self._failure = failure
         self._nonce = new_nonce()
         self.folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
-        """The launch folder."""
         self._machine = AttemptMachine(has_others=bool(round_.others))
         self._monitor = AttemptMonitor(self._lakehouse, self._spec.launch, self._publish)
         self._events = EventReader(self.folder)
@@ -120,7 +118,7 @@ class SupervisedAttempt:
         current = None
         # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
         if self._replaces is None:
-            current = self._retrying()(self._supervision.ledger.state, self._spec.run).fence.attempt
+            current = self._retry(self._supervision.ledger.state, self._spec.run).fence.attempt
         request = ClaimRequest(
             nonce=self._nonce,
             replaces=self._replaces,
@@ -129,7 +127,7 @@ class SupervisedAttempt:
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
         )
-        point: ResumePoint = self._retrying()(
+        point: ResumePoint = self._retry(
             claim_and_verify,
             self._supervision.plans,
             self._spec,
@@ -141,7 +139,7 @@ class SupervisedAttempt:
         )
         failure = self._failure
         if failure is None and point.replaces > 0:  # another supervisor led the failed attempt
-            rows = self._retrying()(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow, CheckpointRow))
+            rows = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow, CheckpointRow))
             failure = failure_of_attempt(
                 rows,
                 point.replaces,
@@ -159,7 +157,7 @@ class SupervisedAttempt:
         self.number = point.attempt
         self._monitor.step = self._head_step = self._resumed_step = point.step
         self.leg = leg = Leg.from_json(point.leg)
-        rows = [self._retrying()(self._supervision.plans.row, source.plan_id) for source in leg.sources]
+        rows = [self._retry(self._supervision.plans.row, source.plan_id) for source in leg.sources]
         self._supervision.publish_start(point, self._round.share, self.folder)
         for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
@@ -173,9 +171,6 @@ class SupervisedAttempt:
             return
         self._monitor.step, self._verified = step, (step, done)
         self._publish({"event": "verifying", "step": step, "bytes": done, "of": total})
-
-    def _retrying(self) -> tenacity.Retrying:
-        return self._supervision.retrying(replaces=self._replaces)
 
     def _wait_for_start(self, ranks: AllRanks) -> list[int]:
         """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""

@@ -82,14 +82,10 @@ class LegChooser:
             for plan_id in mine.start.plan_ids:
                 self._plans.check(plan_id, table=source.table)
             self._plans.check_files(mine.start.live_plan_ids, table=source.table)
-        return next_leg(
-            self._plans,
-            excluding(self._spec, exclusions_in_force(rows)),
-            leg,
-            LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable),
-            step=manifest.step,
-            state=[[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state],
-        )
+        spec = excluding(self._spec, exclusions_in_force(rows))
+        request = LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable)
+        state = [[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state]
+        return next_leg(self._plans, spec, leg, request, step=manifest.step, state=state)
 
     def check(self, leg: Leg, rows: Sequence[typed_rows.LedgerRow]) -> Leg:
         """Check the requests of the spec and of the run's rewinds against `leg`. Exclusions of rewinds need no new leg.
@@ -98,10 +94,12 @@ class LegChooser:
         if a table was dropped and created again.
         """
         check_sources(self._spec, leg)
-        uuids = self._table_uuids()
+        uuids = {}
+        for source in self._spec.sources:
+            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
+                uuids[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
         for mine in leg.sources:
-            uuid = uuids.get(mine.table, mine.table_uuid)
-            check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuid)
+            check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuids.get(mine.table, mine.table_uuid))
         excluded = exclusions_in_force(rows)
         requested = requested_leg(excluding(self._spec, excluded), leg, uuids)
         if self._options.plans:
@@ -138,13 +136,6 @@ class LegChooser:
         )
         return tuple(plan_ids) if fits else ()
 
-    def _table_uuids(self) -> dict[str, str]:
-        found = {}
-        for source in self._spec.sources:
-            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
-                found[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
-        return found
-
 
 def excluding(spec: JobSpec, exclusions: Sequence[typed_rows.Exclusion]) -> JobSpec:
     """Return the spec with the exclusions of rewinds after its own, without repeats."""
@@ -177,13 +168,8 @@ def first_leg_of(rows: Sequence[typed_rows.LedgerRow]) -> Leg | None:
 
 def planned(leg: Leg) -> dict[str, Any]:
     """Return the fields of a `ClaimRow` for the plans that its attempt reads. Their snapshots stay pinned."""
-    return {
-        "plan_ids": [source.plan_id for source in leg.sources],
-        "leg_plan_ids": leg.plan_ids,
-        "planned": [
-            typed_rows.PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources
-        ],
-    }
+    pins = [typed_rows.PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources]
+    return {"plan_ids": [one.plan_id for one in leg.sources], "leg_plan_ids": leg.plan_ids, "planned": pins}
 
 
 def _with(known: Sequence[str], source: int, exclusions: Sequence[typed_rows.Exclusion]) -> tuple[str, ...]:

@@ -182,12 +182,8 @@ def first_cause(failures: list[Exit]) -> Exit:
 def stuck_rank(ranks: AllRanks, drained_s: float) -> Exit:
     """Return the failure of the rank with the fewest steps. All ranks were asked to exit `drained_s` seconds ago."""
     steps = {rank: -1 if each is None else each.step for rank, each in enumerate(ranks.heartbeats())}
-    return Exit(
-        rank=min(steps, key=steps.__getitem__),
-        code=1,
-        kind=STUCK,
-        message=f"still running {drained_s:.0f} s after it was asked to leave",
-    )
+    message = f"still running {drained_s:.0f} s after it was asked to leave"
+    return Exit(rank=min(steps, key=steps.__getitem__), code=1, kind=STUCK, message=message)
 
 
 class HangDetector:

@@ -8,7 +8,7 @@ from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.restore.conversion import load_state
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
-from dlac_pipeline.checkpoint.store import Tiers, folder_name_of, tiers_of
+from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -21,8 +21,8 @@ def load_checkpoint(
     """Load the checkpoint of a resume point into an engine, and the random generators of this rank. Collective.
 
     Without a checkpoint only the generators are seeded. `restores` is true for one rank of every node. Return the seconds until
-    the conversion was done, and those of the load. Raise `ResumeMismatch` if another kind of engine saved the checkpoint.
-    Otherwise raises as `fetch_checkpoint` and `load_state`.
+    the conversion was done, and those of the load. Raise `ResumeMismatch` if another kind of engine saved the checkpoint,
+    `StoreUnavailable` or `CheckpointDamaged` if a node has no verified files. Otherwise raises as `load_state`.
     """
     if point.folder is None:
         seed_rng(spec.order.seed, 0, tree.rank)
@@ -32,7 +32,12 @@ def load_checkpoint(
             f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
             f"{engine.name!r}: resume with the script that the run was started with"
         )
-    folder = fetch_checkpoint(point, tiers_of(spec), tree, restores=restores)
+    tiers = tiers_of(spec)
+    elsewhere = tiers.store is not None and point.host != socket.gethostname()
+    folder = tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
+    with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
+        if elsewhere and restores:
+            restore(CheckpointRow(manifest_uri=point.manifest_uri, manifest_digest=point.manifest_digest), tiers)
     patience_s = spec.launch.start_timeout_s / 4  # the conversion needs time as well
     spent = load_state(
         engine, folder, saved_world_size=point.world_size, tree=tree, converts=restores, patience_s=patience_s
@@ -42,14 +47,3 @@ def load_checkpoint(
     else:
         seed_rng(spec.order.seed, point.step, tree.rank)
     return spent
-
-
-def fetch_checkpoint(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
-    """Return the verified files on this node. Collective. Raise `StoreUnavailable` or `CheckpointDamaged` if a node has none."""
-    assert point.folder is not None, "there is a checkpoint to resume from"
-    elsewhere = tiers.store is not None and point.host != socket.gethostname()
-    folder = tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
-    with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
-        if elsewhere and restores:
-            restore(CheckpointRow(manifest_uri=point.manifest_uri, manifest_digest=point.manifest_digest), tiers)
-    return folder

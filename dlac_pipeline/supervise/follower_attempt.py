@@ -140,14 +140,11 @@ class FollowerAttempt:
         known = [found for found in ranks.heartbeats() if found is not None]
         cut_off, leader = self._round.cut_off, self._round.hosts[LEADER]
         reason = "lost the rendezvous" if cut_off else f"lost node {leader}, which led"
-        end = planned_end(
-            f"attempt {self._attempt} {reason}", step=max((found.step for found in known), default=0), undone=known
-        )
-        failure = replace(
-            end,
-            failed_at=end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER),
-            rows=end.rows * self._round.share.world_size // max(1, len(known)),
-        )
+        step = max((found.step for found in known), default=0)
+        end = planned_end(f"attempt {self._attempt} {reason}", step=step, undone=known)
+        failed_at = end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER)
+        rows = end.rows * self._round.share.world_size // max(1, len(known))
+        failure = replace(end, failed_at=failed_at, rows=rows)
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)
 

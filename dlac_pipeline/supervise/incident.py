@@ -33,7 +33,6 @@ class AttemptMonitor:
         """Last step that all ranks have finished."""
         self.find_hang = HangDetector(launch).find_hang
         self.incident: Incident | None = None
-        """The recovery in progress."""
         self._lakehouse = lakehouse
         self._publish = publish
         self._stragglers = Stragglers(launch)

@@ -31,14 +31,11 @@ class Supervision:
     request: Request
     lakehouse: Lakehouse
     plans: Plans
-    """Plans that this process has read."""
     starter: RankStarter
     on_event: Callable[[Event], None]
-    """Receiver of events in this process."""
     listeners: ListenerProcess | None = None
     """Process of the listeners that the job spec names."""
     ledger_uuid: str = ""
-    """Identity of the lakehouse's ledger."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the run was asked to stop, or this node to leave it."""
     leaving: threading.Event = field(default_factory=threading.Event)

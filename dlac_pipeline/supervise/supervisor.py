@@ -117,16 +117,9 @@ class Supervisor:
             leaving=self._leaving,
             launched_at=self._launched_at,
         )
-        with (
-            closing(Membership.of_job(self._spec, ledger=ledger)) as membership,
-            closing(Takeover(supervision)) as takeover,
-        ):
-            launch = _Launch(
-                supervision=supervision,
-                membership=membership,
-                takeover=takeover,
-                restart_policy=RestartPolicy(supervision),
-            )
+        membership, policy = Membership.of_job(self._spec, ledger=ledger), RestartPolicy(supervision)
+        with closing(membership), closing(Takeover(supervision)) as takeover:
+            launch = _Launch(supervision=supervision, membership=membership, takeover=takeover, restart_policy=policy)
             while True:
                 try:
                     round_ = self._next_round(launch)

@@ -132,9 +132,8 @@ class CheckpointPolicy:
     def _report_interval(self, interval: Interval) -> None:
         choice = interval.news()
         if choice is not None:
-            self._events.write(
-                {"event": "interval", "step": self._step, "interval_s": choice.interval_s, "why": choice.reason}
-            )
+            news = {"interval_s": choice.interval_s, "why": choice.reason}
+            self._events.write({"event": "interval", "step": self._step, **news})
             _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.reason)
 
     @property

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -44,11 +43,6 @@ class OpenAttempt:
         """The last finished optimizer step."""
         return self.tracker.step
 
-    def position(self) -> dict[str, Any]:
-        """Return leg, plans and the last finished step."""
-        plans = [plan for source in self.leg.sources for plan in source.start.live_plan_ids]
-        return {"leg": self.leg.index, "plans": plans, "step": self.step}
-
     @property
     def rehearses(self) -> bool:
         """True for a rehearsal, which commits nothing."""
@@ -82,17 +76,12 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     state = opened.start_state() if point.leg_is_new else point.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
+    exchange = communicator.exchange(counted=opened.order.counted)
     reader = opened.reader(
-        rank=communicator.rank,
-        world_size=communicator.world_size,
-        step=point.step,
-        state=state,
-        exchange=communicator.exchange(counted=opened.order.counted),
+        rank=communicator.rank, world_size=communicator.world_size, step=point.step, state=state, exchange=exchange
     )
-    cursors = [[source[group] for source in state] for group in reader.groups]
-    tracker = ReaderStateTracker(
-        committed_step=point.step, groups=reader.groups, cursors=np.array(cursors, dtype=np.int64)
-    )
+    cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
+    tracker = ReaderStateTracker(committed_step=point.step, groups=reader.groups, cursors=cursors)
     trained = AttemptLeg(
         attempt=attempt,
         leg=opened.leg,

@@ -38,7 +38,6 @@ class OwnRecoveries:
         self._spec = spec
         self._events = events
         self._incident: Incident | None = None
-        """The recovery in progress."""
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
         """Begin to record the recovery of this attempt if one before it failed. An error of the record is only logged."""

@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+import numpy as np
+import torch
+
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.spikes import FACTOR, WINDOW, LossWindow, count_to_blame, finite_or_inf, recorded_losses
 from dlac_pipeline.checkpoint.step_sync import MAX_STEPS, StepSync
@@ -16,10 +19,45 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.train.open_attempt import OpenAttempt
-from dlac_pipeline.train.sample_losses import Parts, SampleLosses
 
 _READ = 20 * WINDOW
 """Steps whose losses are read from the ledger. Some of them may be NaN, or of steps that were not applied."""
+Parts = list[tuple[float, int]]
+"""Loss and items of a sample, or of each of its documents in their order. Empty for an empty slot."""
+
+
+class SampleLosses:
+    """The losses of this rank's samples in one step. Their tensors stay on their device, without their graph, until `read`."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.step = batch.step
+        # The other tensors of the batch may be large, and share their memory with those of other steps.
+        self._valid, self._document = batch.valid.clone(), batch.tensors.get("document", torch.zeros(0)).clone()
+        self._then = batch.on_mean
+        self._has_graph = False
+        self.sums: dict[int, torch.Tensor] = {}
+        """Sums over the calls with values [B/W] (1) and [B/W, T] (2). The calls for micro-batches have zeros elsewhere."""
+
+    def add(self, losses: torch.Tensor) -> None:
+        """Add the values of one call. Values without a graph are measures, and no loss, if others have one."""
+        self._then(losses)
+        dim, mine = losses.dim(), losses.detach()
+        if dim in (1, 2) and len(losses) == len(self._valid) and losses.requires_grad >= self._has_graph:
+            known = self.sums if losses.requires_grad == self._has_graph else {}
+            self.sums = {**known, dim: known[dim] + mine if dim in known else mine}
+            self._has_graph = losses.requires_grad
+
+    def read(self) -> list[Parts]:
+        """Return the losses of each slot, those of documents as the mean over their tokens."""
+        whole = self.sums.get(1, torch.zeros(len(self._valid))).cpu().double().tolist()
+        parts = [[(loss, 1)] for loss in whole]
+        if 2 in self.sums:
+            tokens = self.sums[2].cpu().double().numpy()
+            for slot, document in enumerate(self._document.numpy()):
+                items = np.bincount(document)[1:]
+                means = np.bincount(document, np.where(document > 0, tokens[slot], 0.0))[1:] / items + whole[slot]
+                parts[slot] = list(zip(means.tolist(), items.tolist(), strict=True))
+        return [part if valid and self.sums else [] for part, valid in zip(parts, self._valid.tolist(), strict=True)]
 
 
 class SpikeCheck:
@@ -73,11 +111,10 @@ class SpikeCheck:
                 f"{found}; no checkpoint has the step, the last committed one is kept: `dlac spike {self._run} --step {step}` "
                 "ranks its rows and prints the rewind without the worst, then train again"
             )
-        blamed = [] if step <= self._tolerated_step else self._find_blamed(step)
+        tolerated = step <= self._tolerated_step
+        blamed = [] if tolerated else self._find_blamed(step)
         if not blamed:
-            without = (
-                "without the rows that it blamed before" if step <= self._tolerated_step else "no few rows to blame"
-            )
+            without = "without the rows that it blamed before" if tolerated else "no few rows to blame"
             self._warn(f"{found}, {without}: training continues")
             return
         err = LossSpiked(f"{found}, by {len(blamed)} of its samples: the next attempt leaves their rows out")

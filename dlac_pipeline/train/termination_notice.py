@@ -60,7 +60,6 @@ class Notices:
         self._notice_file = notice_file
         self._on_deadline = on_deadline
         self.first: Notice | None = None
-        """The first notice, or None."""
         self._deadline: float | None = None
         self._closed = threading.Event()
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
@@ -115,7 +114,10 @@ class Notices:
         while not self._closed.is_set():
             left_s = _LOOK_EVERY_S if self._deadline is None else self._deadline - time.monotonic()
             if left_s <= 0:
-                self._end()
+                last_words = threading.Thread(target=self._on_deadline, daemon=True)
+                last_words.start()
+                last_words.join(_LAST_WORDS_S)  # its disk may block the rank
+                os._exit(Preempted.exit_code)
             self._wakeup_receiver.settimeout(max(0.001, min(left_s, _LOOK_EVERY_S)))
             with suppress(TimeoutError):
                 for number in self._wakeup_receiver.recv(64):
@@ -127,12 +129,6 @@ class Notices:
         self._wakeup_receiver.close()
         self._wakeup_sender.close()
 
-    def _end(self) -> None:
-        last_words = threading.Thread(target=self._on_deadline, daemon=True)
-        last_words.start()
-        last_words.join(_LAST_WORDS_S)  # its disk may block the rank
-        os._exit(Preempted.exit_code)
-
     def _ask(self) -> None:
         """Ask the URL until it announces a termination. Any other answer is logged once and is no reason to stop."""
         reported = False
@@ -142,9 +138,8 @@ class Notices:
                 problem = self._answer(session)
                 if problem and not reported:
                     reported = True
-                    _log.warning(
-                        "expected 200 or 404 from launch.termination_url, found %s; it is asked again", problem
-                    )
+                    wanted = "expected 200 or 404 from launch.termination_url"
+                    _log.warning("%s, found %s; it is asked again", wanted, problem)
                 self._closed.wait(_ASK_EVERY_S)
 
     def _answer(self, session: requests.Session) -> str:

@@ -1,12 +1,4 @@
-"""Training run of a script: `training_run()` provides resumed batches, tracking, and checkpoints.
-
-    with dlac_pipeline.training_run() as run:
-        engine = ...                      # model, optimizer and loop belong to the script
-        run.restore(engine)
-        for batch in run.batches():
-            loss = batch.mean(loss_per_sample)  # on any device
-            ...                           # backward, optimizer step
-            run.step_done(loss)
+"""Training run of a script: `training_run()` provides resumed batches, tracking, and checkpoints. The README has an example.
 
 Under `dlac train` the launch folder names the run and the rank. Under torchrun or the `deepspeed` launcher, pass the job
 spec: `training_run("job.toml")`. Rank 0 then claims the run itself.
@@ -134,7 +126,9 @@ class TrainingRun:
     @property
     def position(self) -> dict[str, Any]:
         """The last finished step, and what makes it comparable: run, leg and plans."""
-        return {"run": self.spec.run, **self._attempt.position()}
+        leg = self._attempt.leg
+        plans = [plan for source in leg.sources for plan in source.start.live_plan_ids]
+        return {"run": self.spec.run, "leg": leg.index, "plans": plans, "step": self.step}
 
     @property
     def head(self) -> str | None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.train.sample_losses import SampleLosses
+from dlac_pipeline.train.spike_check import SampleLosses
 
 NAN = float("nan")
 

@@ -1,8 +1,4 @@
-"""Poison rows: deaths at the same rows or at the same line of the script, and the rows that were in hand.
-
-A row that kills each process that reads it ends every attempt in the same step. Deaths that another rule covers are not
-counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
-"""
+"""Poison rows: deaths at the same rows or at the same line of the script, and the rows that were in hand."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path

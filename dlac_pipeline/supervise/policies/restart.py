@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NoReturn
 
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
@@ -65,8 +66,7 @@ class RestartPolicy:
         if not left_out:
             follows = self._crash_loop.decide(failure, committed=attempt.committed)
             if follows == "stop":
-                self.record_given_up(failure, attempt.number)
-                raise _hopeless(self._spec.run, attempt.number, failure)
+                self._raise_hopeless(failure, attempt.number)
             if follows == "leave out":
                 left_out = retry(self._quarantined, attempt, failure)
         self._check_restarts(attempt.number, failure)
@@ -79,22 +79,36 @@ class RestartPolicy:
         if self._fruitless >= limit and not (
             self._crash_loop.undecided and self._crash_loop.in_a_row >= self._fruitless
         ):
-            self.record_given_up(failure, attempt.number)
-            raise errors.NoProgress(
-                f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: fix the cause, then train "
-                f"again; {_logs_of(self._spec.run, attempt.number, failure)}; the last one: {failure.describe()}"
-            )
+            found = f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: fix the cause"
+            self._give_up(failure, attempt.number, errors.NoProgress, found, last="the last one: ")
         return left_out
 
     def _check_restarts(self, attempt: int, failure: Failure) -> None:
         most = self._spec.launch.max_restarts
         self._failed += 1
         if most is not None and self._failed > most:
-            self.record_given_up(failure, attempt)
-            raise errors.TrainingFailed(
-                f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: fix the cause, "
-                f"then train again; {_logs_of(self._spec.run, attempt, failure)}; the last one: {failure.describe()}"
-            )
+            found = f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: fix the cause"
+            self._give_up(failure, attempt, errors.TrainingFailed, found, last="the last one: ")
+
+    def _raise_hopeless(self, failure: Failure, attempt: int) -> NoReturn:
+        """Give the run up, because a death repeats with any rows."""
+        run = self._spec.run
+        if failure.script_raised:
+            found = "found the same one at the same place in two attempts in a row: fix the script"
+            expected = f"expected the script of run {run!r} to get past an exception"
+            self._give_up(failure, attempt, errors.ScriptFailed, f"{expected}, {found}")
+        expected = f"expected run {run!r} to get past step {failure.in_hand} without the rows that it died with"
+        found = "found the same death with other rows: fix the cause"
+        self._give_up(failure, attempt, errors.NoProgress, f"{expected}, {found}")
+
+    def _give_up(
+        self, failure: Failure, attempt: int, error: type[errors.TrainingFailed], found: str, *, last: str = ""
+    ) -> NoReturn:
+        """Record that the run is given up, and raise the error."""
+        self.record_given_up(failure, attempt)
+        rank = "" if failure.rank < 0 else f" --rank {failure.rank}"
+        logs = f"its output: `dlac logs {self._spec.run} --attempt {attempt}{rank}`"
+        raise error(f"{found}, then train again; {logs}; {last}{failure.describe()}")
 
     def record_given_up(self, failure: Failure, attempt: int) -> None:
         """Publish that a run is given up, and write its row. An error of the write is only a warning."""
@@ -120,9 +134,8 @@ class RestartPolicy:
         """Return the row group on which the attempt died, if the next attempt leaves it out."""
         if leg is None or "row_group" not in failure.detail:
             return ()
-        found = damaged_row_group(
-            self._supervision.plans, self._spec, leg, failure.detail["path"], failure.detail["row_group"]
-        )
+        path, row_group = failure.detail["path"], failure.detail["row_group"]
+        found = damaged_row_group(self._supervision.plans, self._spec, leg, path, row_group)
         if found is None:
             return ()
         unreadable, policy = found
@@ -135,10 +148,8 @@ class RestartPolicy:
         """Return the rows to blame for a loss spike, by the samples that the ranks named."""
         from dlac_pipeline.supervise.steps.step_rows import StepRows  # it imports DuckDB, which costs each launch time
 
-        steps, found = (
-            StepRows(self._lakehouse, self._spec.run, spec=self._spec),
-            defaultdict[tuple[str, int], set[int]](set),
-        )
+        steps = StepRows(self._lakehouse, self._spec.run, spec=self._spec)
+        found = defaultdict[tuple[str, int], set[int]](set)
         self.spike_step = failure.detail["step"]
         rows = steps.of_found(steps.steps.find_trained(self.spike_step))
         for slot, place, count in failure.detail["samples"]:
@@ -148,10 +159,8 @@ class RestartPolicy:
         return self._left_out(unreadable_rows(found, failure.message), self.spike_step, failure.message)
 
     def _left_out(self, rows: Sequence[Unreadable], step: int, reason: str) -> Sequence[Unreadable]:
-        """Return rows of a step after their event."""
         counts = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows)}
-        event = {"event": "quarantine", "step": step, **counts, "reason": reason, "tentative": True}
-        self._supervision.publish(event)
+        self._supervision.publish({"event": "quarantine", "step": step, **counts, "reason": reason, "tentative": True})
         return rows
 
     def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
@@ -164,22 +173,3 @@ class RestartPolicy:
         )
         rows = rows_in_hand(plans, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
         return self._left_out(rows, step, reason)
-
-
-def _hopeless(run: str, attempt: int, failure: Failure) -> errors.TrainingFailed:
-    """Return the error for a death that repeats with any rows."""
-    logs = _logs_of(run, attempt, failure)
-    if failure.script_raised:
-        return errors.ScriptFailed(
-            f"expected the script of run {run!r} to get past an exception, found the same one at the same place in two attempts "
-            f"in a row: fix the script, then train again; {logs}; {failure.describe()}"
-        )
-    return errors.NoProgress(
-        f"expected run {run!r} to get past step {failure.in_hand} without the rows that it died with, found the same death with "
-        f"other rows: fix the cause, then train again; {logs}; {failure.describe()}"
-    )
-
-
-def _logs_of(run: str, attempt: int, failure: Failure) -> str:
-    rank = "" if failure.rank < 0 else f" --rank {failure.rank}"
-    return f"its output: `dlac logs {run} --attempt {attempt}{rank}`"

@@ -1,8 +1,4 @@
-"""Stragglers: ranks that are slower than the others, and their slow phase, from the times that ranks report.
-
-Times are the ranks' own, without their waits for each other: in synchronous training all ranks' steps take the time of the
-slowest. Reading and computing are compared over several steps, rare phases (loading, checkpoints) each time.
-"""
+"""Stragglers: ranks that are slower than the others, and their slow phase, from the own times of ranks (docs/recovery.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,15 +29,10 @@ class Straggler:
         """Return the event for listeners."""
         factor = round(self.own_s / self.median_s, 2) if self.median_s > 0 else None
         per = " per step" if self.phase in _PER_STEP else ""
-        return {
-            "event": "straggler",
-            **asdict(self),
-            "own_s": round(self.own_s, 3),
-            "median_s": round(self.median_s, 3),
-            "factor": factor,
-            "message": f"rank {self.rank} is slow in {self.phase}: {self.own_s:.2f} s{per}, the others' median is "
-            f"{self.median_s:.2f} s",
-        }
+        own, others = f"{self.own_s:.2f} s{per}", f"{self.median_s:.2f} s"
+        message = f"rank {self.rank} is slow in {self.phase}: {own}, the others' median is {others}"
+        times = {"own_s": round(self.own_s, 3), "median_s": round(self.median_s, 3), "factor": factor}
+        return {"event": "straggler", **asdict(self), **times, "message": message}
 
 
 class Stragglers:

@@ -49,11 +49,7 @@ class CommittedSteps:
         return self.lineage[0].step if self.lineage else 0
 
     def find(self, step: int) -> CommittedStep:
-        """Return a step of the surviving lineage.
-
-        Raises:
-            SpecInvalid: the run has not trained the step, or not committed it.
-        """
+        """Return a step of the surviving lineage. Raise `SpecInvalid` if the run has not trained or not committed it."""
         covering = [each for each in self.lineage if each.step >= step]
         if not covering or step < 1:
             known = f"1 to {self.last}" if self.last else "of which it has none yet"
@@ -64,13 +60,8 @@ class CommittedSteps:
         parent = self._checkpoints.get(checkpoint.parent or "")
         if parent is None:
             self._check_trained(checkpoint, step)
-        return CommittedStep(
-            step=step,
-            leg=leg_of(self.rows, checkpoint.checkpoint_id),
-            checkpoint=checkpoint,
-            parent=parent,
-            nodes=self._nodes_of(checkpoint.attempt),
-        )
+        leg, nodes = leg_of(self.rows, checkpoint.checkpoint_id), self._nodes_of(checkpoint.attempt)
+        return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, nodes=nodes)
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each applied step of the surviving lineage."""
@@ -92,14 +83,10 @@ class CommittedSteps:
                 or (head_id != point.checkpoint_id and (head is None or head.attempt != attempt))
             ):
                 continue
-            spec = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt)
-            return CommittedStep(
-                step=step,
-                leg=Leg.from_json(point.leg),
-                checkpoint=CheckpointRow(attempt=attempt, step=step, world_size=spec.launch.world_size, parent=head_id),
-                parent=head,
-                nodes=self._nodes_of(attempt),
-            )
+            ranks = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt).launch.world_size
+            checkpoint = CheckpointRow(attempt=attempt, step=step, world_size=ranks, parent=head_id)
+            leg, nodes = Leg.from_json(point.leg), self._nodes_of(attempt)
+            return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=head, nodes=nodes)
         return self.find(step)
 
     @property
@@ -113,9 +100,8 @@ class CommittedSteps:
         fork = next((each for each in self.rows if isinstance(each, ForkRow)), None)
         if fork is None and first.adopted is None:
             return
-        origin = (
-            f"forked from run {fork.parent_run!r}, which trained" if fork else f"adopted from {first.adopted!r}, with"
-        )
+        adopted = f"adopted from {first.adopted!r}, with"
+        origin = f"forked from run {fork.parent_run!r}, which trained" if fork else adopted
         raise SpecInvalid(
             f"expected a step that run {self._run!r} trained, {first.step + 1} or later, found {step}: its first checkpoint "
             f"was {origin} that step"

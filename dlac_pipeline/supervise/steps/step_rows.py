@@ -1,29 +1,28 @@
-"""Rows of an optimizer step of a run: by the ledger the leg and the ranks, by the order the rows, by the data files their values.
-
-The ledger has no row per step. A counted leg needs only the work units of its plans, also when its data files are gone. A
-packed or transformed one is read again from the last checkpoint before the step.
-"""
+"""Rows of an optimizer step: by the ledger the leg and the ranks, by the order the rows, by the data files their values."""
 
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
+from dlac_pipeline.plan.cut import Slices
+from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps, start_of
-from dlac_pipeline.supervise.steps.row_values import values_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +57,7 @@ def define_rows_of_step(
 ) -> None:
     """Define the macro `rows_of_step('RUN', STEP)` for the calls in a query, with the columns of `StepRow` but `value`.
 
-    `spec_of` returns the job spec that is given for a run.
-
-    Raises:
-        SpecInvalid: its arguments are no literals.
+    `spec_of` returns the job spec that is given for a run. Raise `SpecInvalid` if the macro's arguments are no literals.
     """
     found = _CALL.findall(query)
     if not found or len(found) < len(_ANY_CALL.findall(query)):
@@ -111,9 +107,8 @@ class StepRows:
             raise SpecInvalid(
                 f"expected one of the ranks 0 to {ranks - 1} of step {found.step}, found {rank}: name one of these"
             )
-        slots = (
-            range(batch_size) if rank is None else range(batch_size // ranks * rank, batch_size // ranks * (rank + 1))
-        )
+        share = batch_size // ranks
+        slots = range(batch_size) if rank is None else range(share * rank, share * (rank + 1))
         samples = self._samples(found, slots)
         values = [None] * len(samples) if column is None else self.values(found.leg, samples, column)
         return [
@@ -139,12 +134,14 @@ class StepRows:
 
     def _samples(self, found: CommittedStep, slots: range) -> list[SampleRow]:
         leg, step = found.leg, found.step
-        if not any(leg.streamed):
-            order = self._order(leg)
-            state = order.reader_state(step - 1) if step - 1 > leg.start_step else start_of(leg)
-            streams = undecoded_streams(order)
-            return list(sample_rows(order, step, slots, since=step - 1, state=state, open_stream=streams))
-        return self._streamed_samples(found, slots)
+        if any(leg.streamed):
+            return self._streamed_samples(found, slots)
+        if leg.index not in self._orders:  # needs no table and no pin
+            self._orders[leg.index] = leg.order({each: self._plans.read(each).units for each in leg.plan_ids})
+        order = self._orders[leg.index]
+        state = order.reader_state(step - 1) if step - 1 > leg.start_step else start_of(leg)
+        streams = undecoded_streams(order)
+        return list(sample_rows(order, step, slots, since=step - 1, state=state, open_stream=streams))
 
     def _streamed_samples(self, found: CommittedStep, slots: range) -> list[SampleRow]:
         """Return the rows of a step that reading alone can show."""
@@ -161,8 +158,38 @@ class StepRows:
             streams = open_streams(opened, prefetch)
             return list(sample_rows(opened.order, found.step, slots, since=since, state=state, open_stream=streams))
 
-    def _order(self, leg: Leg) -> LegOrder:
-        """Return the order of a counted leg. It needs no table and no pin."""
-        if leg.index not in self._orders:
-            self._orders[leg.index] = leg.order({each: self._plans.read(each).units for each in leg.plan_ids})
-        return self._orders[leg.index]
+
+def values_of(plans: Plans, leg: Leg, tables: Sequence[str], samples: Sequence[SampleRow], column: str) -> list[Any]:
+    """Return the values of a column, one for each row. `tables` has the present names of the leg's tables.
+
+    Raises:
+        NoSuchColumn: a source has no such column.
+        NoSuchTable, TableReplaced: a table is gone, or is not the planned one.
+        UnitUnreadable: a data file is gone.
+    """
+    values: list[Any] = [None] * len(samples)
+    parts: dict[tuple[int, str], list[int]] = {}
+    for index, each in enumerate(samples):
+        parts.setdefault((each.source, each.plan_id), []).append(index)
+    for (source, plan_id), mine in parts.items():
+        # Each row group is decoded once.
+        mine.sort(key=lambda index: (samples[index].unit, samples[index].unit_row))
+        decoder = _open_column(plans, replace(leg.sources[source], table=tables[source]), column)
+        ones = np.ones(len(mine), dtype=np.int64)
+        chosen, first = (np.array([getattr(samples[i], name) for i in mine]) for name in ("unit", "unit_row"))
+        table = decoder.decode(plans.read(plan_id).units, Slices(chosen, first, ones, ones))
+        for index, value in zip(mine, table[column].to_pylist(), strict=True):
+            values[index] = value
+    return values
+
+
+def _open_column(plans: Plans, source: LegSource, column: str) -> BlockDecoder:
+    table = plans.lakehouse.load(source.table)
+    check_same_table(source.table, planned_uuid=source.table_uuid, uuid=str(table.metadata.table_uuid))
+    names = [field.name for field in table.schemas()[source.schema_id].fields]
+    if column not in names:
+        raise NoSuchColumn(
+            f"expected one of the columns {names!r} of {source.table!r}, found {column!r}: name one of these"
+        )
+    snapshots = {plans.row(plan_id).snapshot_id for plan_id in source.start.plan_ids}
+    return open_decoder(table, replace(source, columns=(column,)), snapshots)
