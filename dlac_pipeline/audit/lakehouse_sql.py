@@ -44,22 +44,8 @@ _LISTING = re.compile(r"\b(show|describe|pragma|information_schema|query_table|(
 """Words of a query that may use any table or view without its name."""
 _READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
 """Texts of a query, one of which occurs where it reads a data file."""
-_PLANS_OF = r"""
-SELECT DISTINCT plan_id FROM (
-    SELECT plan_id FROM consumption
-    UNION ALL
-    SELECT plan_id FROM slices
-    UNION ALL
-    SELECT unnest(regexp_extract_all(detail, '\b[0-9a-f]{24}\b')) FROM consumption WHERE kind IN ('leg', 'claim')
-)
-"""
-"""The plans that advances, slices, and the JSON of legs and claims name."""
-_NAMED_BY = {
-    "slices": ("cut_id", "SELECT DISTINCT cut_id FROM consumption"),
-    "plans": ("plan_id", _PLANS_OF),
-    "work_units": ("write_id", "SELECT DISTINCT write_id FROM plans"),
-}
-"""The rows of other tables that the ledger of a run needs: the column that names them, and the query for its values."""
+_NAMED_BY = {"slices": "cut_id", "plans": "plan_id", "work_units": "write_id"}
+"""The column that names the rows of other tables that the ledger of a run needs: by the values of `named_*.sql`."""
 _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "shortfalls", "repeats")
@@ -79,13 +65,6 @@ _PRAGMAS = ("table_info", "show", "show_tables", "show_tables_expanded", "databa
 """Pragmas that read what is in memory."""
 _RUNNING = ("query", "json_execute_serialized_sql")
 """Functions that run text as SQL."""
-_LOCKED = (
-    "allow_persistent_secrets = false",
-    "allow_community_extensions = false",
-    "autoinstall_known_extensions = false",
-    "autoload_known_extensions = false",
-    "python_enable_replacements = false",
-)
 
 
 @cache
@@ -112,8 +91,8 @@ def open_audit(
     for name in _OWN:
         wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
         if run is not None and name in _NAMED_BY:
-            column, values = _NAMED_BY[name]
-            wanted = among(column, [value for (value,) in connection.execute(values).fetchall() if value is not None])
+            values = connection.execute(sql_script(f"named_{name}")).fetchall()
+            wanted = among(_NAMED_BY[name], [value for (value,) in values if value is not None])
         if needed is None or name in needed or run is not None:
             _add_table(connection, lakehouse, name, wanted)
     large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
@@ -213,8 +192,7 @@ def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehous
     below = tuple(f"{folder}/" for folder in folders)
     elsewhere = [address for (address,) in named if not (raw_path(address) or "").startswith(below)]
     planned = sorted(path for address in elsewhere for path in own_rows.local_paths(address))
-    for setting in _LOCKED:
-        connection.execute(f"SET {setting}")
+    connection.execute(sql_script("locked"))
     connection.execute(f"SET allowed_directories = [{sql_literals(folders)}]")
     connection.execute(f"SET allowed_paths = [{sql_literals(planned)}]")
     connection.execute("SET enable_external_access = false")

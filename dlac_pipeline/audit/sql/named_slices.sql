@@ -1,0 +1,2 @@
+-- The cuts that advances name.
+SELECT DISTINCT cut_id FROM consumption;

@@ -1,0 +1,2 @@
+-- The work units of the plans.
+SELECT DISTINCT write_id FROM plans;
