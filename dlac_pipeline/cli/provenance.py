@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _TEXT_LENGTH = 80
-_OTHERS = 10
-"""Other spikes that are listed."""
+_CELLS = ("rank", "node", "slot", "source_table", "file_path", "row_group", "row")
+_OTHERS = 10  # spikes that are listed
 
 
 @ui.command(
@@ -163,13 +163,7 @@ def _show_step_rows(
     cells = [
         (
             *(values[place] for values in first.values()),
-            str(each.rank),
-            each.node or "",
-            str(each.slot),
-            each.source_table,
-            each.file_path,
-            str(each.row_group),
-            str(each.row),
+            *("" if (value := getattr(each, name)) is None else str(value) for name in _CELLS),
             _items(each.first_item, each.end_item),
             *([_start_of(str(each.value))] if text else ()),
         )
@@ -207,15 +201,8 @@ def spike(
     from dlac_pipeline.operations.spike import explain_spike
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
-    report = explain_spike(
-        ui.lakehouse_of(spec, home),
-        run,
-        step=step,
-        column=text,
-        by=by or (),
-        spec=ui.given_spec(run, spec, home),
-        sandbox_folder=sandbox,
-    )
+    lakehouse, job = ui.lakehouse_of(spec, home), ui.given_spec(run, spec, home)
+    report = explain_spike(lakehouse, run, step=step, column=text, by=by or (), spec=job, sandbox_folder=sandbox)
     if as_json:
         sys.stdout.write(strict_json(report.to_json(top), default=str) + "\n")
         return
@@ -245,14 +232,12 @@ def describe_spike(report: "SpikeReport") -> list[str]:
         lines.append("no few rows are to blame: look at the step before, the weights and the learning rate")
     if report.others:
         listed = ", ".join(f"{each.step} ({each.peak:.6g})" for each in report.others[:_OTHERS])
-        more = f" and {len(report.others) - _OTHERS} more" if len(report.others) > _OTHERS else ""
-        lines.append(f"other spikes, at steps {listed}{more}")
+        lines.append(f"{format_count(len(report.others), 'other spike')}, at steps {listed}")
     return lines
 
 
 def _start_of(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _TEXT_LENGTH else line[: _TEXT_LENGTH - 1] + "…"
+    return f"{line[: _TEXT_LENGTH - 1]}…" if len(line := " ".join(text.split())) > _TEXT_LENGTH else line
 
 
 def _items(first: int | None, end: int | None) -> str:
