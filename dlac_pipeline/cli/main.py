@@ -20,7 +20,7 @@ from dlac_pipeline.cli import branches, checkpoints, lakehouse, logs, provenance
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
-from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
+from dlac_pipeline.launchers.bug_report import report_unexpected
 
 _EX_IOERR = 74
 _REPORTS_LEFT = {"duckdb", "torch"}
@@ -94,12 +94,12 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     except OSError as err:
         if not _output_fails():  # it was another file or pipe
-            _end(report_unexpected(err), EXIT_CODE)
+            _end(report_unexpected(err), DlacError.exit_code)
         if isinstance(err, BrokenPipeError):
             sys.exit(128 + signal.SIGPIPE)
         _end(f"expected to write to standard output, found {err}", _EX_IOERR)
     except Exception as err:
-        _end(report_unexpected(err), EXIT_CODE)
+        _end(report_unexpected(err), DlacError.exit_code)
 
 
 @contextmanager

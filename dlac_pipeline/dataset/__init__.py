@@ -5,16 +5,12 @@
         ...                                    # forward, backward, optimizer step
         state = dataset.state_dict()           # after this batch, even if workers have read ahead
 
-A batch is a plain dict: column -> tensor, and under "dlac" its other facts. It is a dict, because pin_memory, the collators
-of Hugging Face and Accelerate's moves between devices all walk through dicts, and silently ignore an unknown class. It is
-nested, because a table may have columns of any name. `as_batch` makes a `Batch` of it.
+A batch is a plain dict, through which pin_memory and the collators of other libraries walk: column -> tensor, and under "dlac"
+its other facts. `as_batch` makes a `Batch` of it.
 
-The position is the last batch that the consumer received: call `state_dict()` after that batch's optimizer step. In the
-process that reads, the dataset sees the batches that it yields. It sees those of worker processes through `loader()`, or by
-`observe(batch)`. A consumer that reads ahead in its own process (Accelerate does, by one batch) calls `observe` after each
-step.
-
-Consumption is not recorded in the ledger: use `training_run` for that.
+The position is the last batch that the consumer received: call `state_dict()` after its optimizer step. The dataset sees the
+batches of worker processes through `loader()`, or by `observe(batch)`, which a consumer that reads ahead in its own process
+(Accelerate does, by one batch) calls after each step. Consumption is not recorded in the ledger: use `training_run` for that.
 """
 
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, as_batch

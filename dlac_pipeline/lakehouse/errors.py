@@ -1,24 +1,4 @@
-"""Errors of DLAC, one class per failure. `exit_code` is the exit status of a process that ends with it.
-
-DlacError
-├── BadInput
-│   ├── SpecInvalid, ResumeMismatch, CatalogMisconfigured, ScriptInvalid, TransformFailed, TokenizerUnreadable, FormatTooNew
-│   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun, NoSuchCheckpoint, NoSuchJobSpec, LogsMissing
-│   └── UnsupportedColumn, UnsupportedSnapshot, UnsupportedDeletes, TableReplaced, EmptyPlan, NothingToRehearse
-├── LakehouseError
-│   ├── MetadataLost, PinLost, AppendHistoryLost, DataFileUnreadable, DataFileChanged
-│   └── CatalogUnreachable
-│       └── CatalogHostUnknown
-├── LedgerError
-│   ├── Fenced, RunBusy, RunFinished, SteppedAside, HeadMoved, LedgerOlderThanStore
-│   └── RowsBetween, CommitConflict, CommitOutcomeUnknown
-├── CheckpointError
-│   ├── StoreUnavailable, CheckpointDamaged, CheckpointUnsafe
-│   └── NoRestorableCheckpoint, CursorMismatch, WorldSizeUnsupported
-└── TrainingFailed
-    ├── NoProgress, LossNotFinite, LossSpiked, ScriptFailed, LeftUnfinished, Preempted
-    └── NodesMissing, ClusterRefused, ClusterSilent
-"""
+"""Errors of DLAC, one class per failure, below its kind. `exit_code` is the exit status of a process that ends with it."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -140,10 +120,7 @@ class CatalogUnreachable(LakehouseError):
 
 
 class CatalogHostUnknown(CatalogUnreachable, transient=False):
-    """The name of the catalog's host does not resolve: a typo, or name servers that lost it while a run trained.
-
-    A launch waits for it within its own bounds. An orchestrator does not try again.
-    """
+    """The name of the catalog's host does not resolve. A launch waits within its bounds, an orchestrator does not retry."""
 
 
 class MetadataLost(LakehouseError, transient=False):

@@ -5,10 +5,9 @@ import platform
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
-EXIT_CODE = 70
-"""Exit status of a process that ends with such an exception: EX_SOFTWARE of sysexits.h."""
 _LIBRARIES = ("dlac-pipeline", "torch", "pyiceberg", "pyarrow", "duckdb", "sqlalchemy", "dagster", "deepspeed")
 
 
@@ -21,15 +20,10 @@ def report_unexpected(err: BaseException) -> str:
         descriptor, path = tempfile.mkstemp(prefix=name, suffix=".log")
         with os.fdopen(descriptor, "w") as stream:
             stream.write(f"Python {platform.python_version()} on {platform.platform()}\n")
-            stream.writelines(f"{library} {_version(library)}\n" for library in _LIBRARIES)
+            for library in _LIBRARIES:
+                with suppress(PackageNotFoundError):
+                    stream.write(f"{library} {version(library)}\n")
             stream.write(f"\n{''.join(traceback.format_exception(err))}")
     except OSError as failed:
         return f"{message}; this is a bug of DLAC, and its traceback could not be written ({failed}): run it again with free disk"
     return f"{message}; this is a bug of DLAC: report it with the traceback in {path!r}"
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "not installed"

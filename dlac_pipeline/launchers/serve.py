@@ -8,7 +8,7 @@ from dlac_pipeline.lakehouse.errors import DlacError, Fenced, error_kind
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
+from dlac_pipeline.launchers.bug_report import report_unexpected
 from dlac_pipeline.launchers.orchestrator import MARGIN_S, report
 from dlac_pipeline.launchers.protocol import Launcher
 from dlac_pipeline.spec.launch_request import Request
@@ -25,7 +25,7 @@ def run_and_report(launcher: Launcher, request: Request, *, stopped: int = 0) ->
         return report_error(err)
     except Exception as err:
         report({"event": "error", "kind": type(err).__name__, "message": report_unexpected(err)})
-        return EXIT_CODE
+        return DlacError.exit_code
     report({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
     return stopped if outcome.ending == "stopped" else 0
 

@@ -18,14 +18,7 @@ from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, 
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
-from dlac_pipeline.supervise.failure import (
-    Failure,
-    end_failed_ranks,
-    failure_of_attempt,
-    first_cause,
-    planned_end,
-    stuck_rank,
-)
+from dlac_pipeline.supervise.failure import Failure, end_ranks, failure_of_attempt, first_cause, planned_end, stuck_rank
 from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
@@ -281,7 +274,7 @@ class SupervisedAttempt:
         )
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
-        failure = end_failed_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step)
+        failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step)
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})

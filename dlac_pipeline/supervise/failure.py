@@ -122,7 +122,7 @@ def failure_of_attempt(
     )
 
 
-def end_failed_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> Failure:
+def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> Failure:
     """Kill all ranks of this node and return the failure. `step` is the last one that all ranks are known to have finished."""
     noticed_at = time.time()
     heartbeats = ranks.heartbeats()

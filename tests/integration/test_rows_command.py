@@ -44,8 +44,8 @@ def test_steps_are_listed_and_queried(lake: Lake, here: Command) -> None:
 def test_bad_steps_are_refused(lake: Lake) -> None:
     """A step that is not committed, a rank that it had not, and a column that does not exist."""
     steps = StepRows(lake.lakehouse, "reference")
-    for step in (0, steps.last_step + 1):
-        with pytest.raises(SpecInvalid, match=f"1 to {steps.last_step}, found {step}"):
+    for step in (0, steps.steps.last + 1):
+        with pytest.raises(SpecInvalid, match=f"1 to {steps.steps.last}, found {step}"):
             steps.of(step)
     with pytest.raises(SpecInvalid, match="0 to 1 of step 1, found 2"):
         steps.of(1, rank=2)

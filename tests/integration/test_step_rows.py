@@ -36,7 +36,7 @@ def seen_in(run: str, rows: list[StepRow]) -> Counter[int]:
 def test_rows_equal_those_of_tensors(workshop: Workshop, run: str) -> None:
     """Each step has the rows whose values were in its tensors, over legs, kills, exclusions and skipped steps."""
     steps = trained(workshop, run)
-    committed = {step: seen for step, seen in workshop.seen[run].items() if step <= steps.last_step}
+    committed = {step: seen for step, seen in workshop.seen[run].items() if step <= steps.steps.last}
     assert len(committed) > 20
     column = "tokens" if run == "packed" else "row_id"
     chosen = {step: seen for step, seen in committed.items() if run != "packed" or step % 4 in (0, 1)}  # by checkpoints

@@ -85,11 +85,7 @@ def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | 
         _FILES.pop(path, None)
     run = _run_in(row_filter)
     files = [file for each in manifests for file in known[each.manifest_path]]
-    return [each for each in files if run is None or _partition_of(each) in ([], [run])]
-
-
-def _partition_of(file: DataFile) -> list[Any]:
-    return [file.partition[place] for place in range(len(file.partition))]
+    return [each for each in files if run is None or len(each.partition) == 0 or each.partition[0] == run]
 
 
 def _run_in(row_filter: BooleanExpression) -> str | None:

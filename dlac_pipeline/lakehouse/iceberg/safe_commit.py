@@ -100,8 +100,7 @@ class GuardedSqlCatalog(MetastoreGuard, SqlCatalog):
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)
-        self._parsed: dict[tuple[str, ...], Table] = {}
-        """The last state of each table: a metadata file never changes, and is read and parsed once."""
+        self._parsed: dict[tuple[str, ...], Table] = {}  # a metadata file never changes
         file = sqlite_file(properties["uri"])
         if file is not None:
             # A pooled connection would read and write the deleted file after a backup was moved into its place.

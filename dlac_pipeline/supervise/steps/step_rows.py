@@ -83,11 +83,6 @@ class StepRows:
         self._plans = Plans(lakehouse)
         self._orders: dict[int, LegOrder] = {}
 
-    @property
-    def last_step(self) -> int:
-        """The last committed step."""
-        return self.steps.last
-
     def of(self, step: int, *, rank: int | None = None, column: str | None = None) -> list[StepRow]:
         """Return the rows of a step, or of one rank in it, in the order of slots, with the values of a column.
 
