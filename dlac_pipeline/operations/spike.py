@@ -16,12 +16,15 @@ from dlac_pipeline.lakehouse.filters.named_rows import filter_of_rows
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
 from dlac_pipeline.operations.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps
 from dlac_pipeline.supervise.steps.step_rows import StepRow, StepRows
+
+_OF_OTHERS = "a rewind excludes rows of one source: exclude those of the others in the job spec of a fork"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +45,9 @@ class SpikeReport:
     to_blame: int
     """Number of the first rows without which the loss of the step would be no spike."""
     rewinds: tuple[str, ...]
-    """Commands that exclude the rows to blame, at least the first row: one for each source."""
+    """The command that excludes the rows to blame of the first row's source, at least the first row."""
     unnamed: str
-    """The reason why no command names these rows, or empty."""
+    """Rows that no command names, and the reason. Empty: none."""
     others: tuple[Spike, ...]
     """The other spikes of the run, the largest first."""
 
@@ -163,22 +166,22 @@ def _ranked(
 def _rewinds(
     steps: StepRows, found: CommittedStep, rows: Sequence[StepRow], by: Sequence[str], *, to_step: int
 ) -> tuple[tuple[str, ...], str]:
-    """Return a command for the rows of each source, or the reason why they cannot be named."""
-    commands = []
-    for source in sorted({row.source for row in rows}):
-        mine, leg_source = [row for row in rows if row.source == source], found.leg.sources[source]
-        table = steps.lakehouse.load(steps.tables(found.leg)[source])
-        schema = table.schemas()[leg_source.schema_id]
-        names = tuple(by) or leg_source.identity_columns or tuple(sorted(table.schema().identifier_field_names()))
-        if not names:
-            return (), f"table {leg_source.table!r} has no identity columns: name rows with --by COLUMN"
-        identity_keys(schema, names)
-        values = [steps.values(found.leg, mine, name) for name in names]
-        where = filter_of_rows([schema.find_field(name) for name in names], list(zip(*values, strict=True)))
-        parse_exclusion(where, schema, table)
-        if not steps.steps.lineage:
-            add = f"add exclude = {json.dumps([where])} to source {leg_source.name!r} of its spec"
-            return (), f"the run has no checkpoint: {add}"
-        words = ["--exclude", where, *(("--source", leg_source.name) if len(found.leg.sources) > 1 else ())]
-        commands.append(f"dlac rewind {steps.run} --to-step {to_step} {shlex.join(words)}")
-    return tuple(commands), ""
+    """Return a command for the rows of the worst row's source, and what it leaves out, or why there is none."""
+    source, in_force = rows[0].source, exclusions_in_force(steps.steps.rows)
+    mine, leg_source = [row for row in rows if row.source == source], found.leg.sources[source]
+    table = steps.lakehouse.load(steps.tables(found.leg)[source])
+    schema = table.schemas()[leg_source.schema_id]
+    names = tuple(by) or leg_source.identity_columns or tuple(sorted(table.schema().identifier_field_names()))
+    if not names:
+        return (), f"table {leg_source.table!r} has no identity columns: name rows with --by COLUMN"
+    identity_keys(schema, names)
+    values = [steps.values(found.leg, mine, name) for name in names]
+    where = filter_of_rows([schema.find_field(name) for name in names], list(zip(*values, strict=True)))
+    parse_exclusion(where, schema, table)
+    if not steps.steps.lineage:
+        return (), f"no checkpoint yet: add exclude = {json.dumps([where])} to source {leg_source.name!r} of the spec"
+    wanted = dict.fromkeys([*(each.where for each in in_force if each.source == source), where])
+    words = [word for each in wanted for word in ("--exclude", each)]
+    words += ["--source", leg_source.name] if len(found.leg.sources) > 1 else []
+    is_part = len({*(row.source for row in rows), *(each.source for each in in_force)}) > 1
+    return (f"dlac rewind {steps.run} --to-step {to_step} {shlex.join(words)}",), _OF_OTHERS * is_part

@@ -143,6 +143,8 @@ def test_spike_stops_run(spiky: Arena, here: Command) -> None:
     assert launch.wait() == 0, launch.stderr
     trained_rows = [row for rows in spiky.journal("s").values() for row in rows]
     assert sorted(trained_rows) == [row for row in range(1280) if row != 333]
+    [later] = explain_spike(spiky.lakehouse, "s", step=25).rewinds  # another row of the same checkpoint
+    assert [shlex.split(later).count(word) for word in ("--exclude", f"{shlex.split(command)[-1]}")] == [2, 1]
 
 
 def test_spike_rows_are_excluded(spiky: Arena) -> None:
