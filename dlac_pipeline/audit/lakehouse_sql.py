@@ -53,13 +53,11 @@ _KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "shortfalls", 
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
 """Statements that leave files alone. Tables that they make or change are in memory."""
 _WRITING = ("COPY", "EXPORT", "IMPORT", "ATTACH", "INSTALL", "LOAD", "PREPARE", "EXECUTE", "SECRET")
-_BEFORE_NAMES = frozenset(
-    {
-        *("SELECT", "DISTINCT", "AS", "FROM", "JOIN", "WHERE", "HAVING", "ON", "AND", "OR", "NOT", "IN", "BY", "CASE"),
-        *("WHEN", "THEN", "ELSE", "BETWEEN", "LIKE", "TABLE", "INTO", "UPDATE", "DESCRIBE", "SUMMARIZE", "SHOW"),
-        *(".", ",", "=", "<", ">", "<=", ">=", "<>", "!=", "+", "-", "*", "/", "%", "||", "::"),
-    }
-)
+_BEFORE_NAMES = {
+    *("SELECT", "DISTINCT", "AS", "FROM", "JOIN", "WHERE", "HAVING", "ON", "AND", "OR", "NOT", "IN", "BY", "CASE"),
+    *("WHEN", "THEN", "ELSE", "BETWEEN", "LIKE", "TABLE", "INTO", "UPDATE", "DESCRIBE", "SUMMARIZE", "SHOW"),
+    *(".", ",", "=", "<", ">", "<=", ">=", "<>", "!=", "+", "-", "*", "/", "%", "||", "::"),
+}
 """Words after which one of `_WRITING` is the name of a column or a table: no statement begins there."""
 _PRAGMAS = ("table_info", "show", "show_tables", "show_tables_expanded", "database_list", "storage_info", "version")
 """Pragmas that read what is in memory."""
@@ -174,7 +172,10 @@ def _add_table(
         kind = "VIEW" if is_large and rows is not None and not load else "TABLE"
         if rows is None:
             connection.register("arrow_rows", own_rows.read_rows(table, wanted))
-        connection.execute(f"CREATE OR REPLACE {kind} {name} AS {rows or 'FROM arrow_rows'}")
+        try:
+            connection.execute(f"CREATE OR REPLACE {kind} {name} AS {rows or 'FROM arrow_rows'}")
+        except duckdb.IOException as err:  # upkeep has removed a file since
+            raise FileNotFoundError(str(err)) from err
         connection.unregister("arrow_rows")
 
     lakehouse.look(name, add)

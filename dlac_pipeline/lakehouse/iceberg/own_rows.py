@@ -60,8 +60,8 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     parts = [schema.empty_table().select(wanted["columns"])]
     while paths := list(islice(named, _OPEN_FILES)):
         with ExitStack() as opened:
-            streams = [opened.enter_context(table.io.new_input(path).open()) for path in paths]
-            fragments = [_FORMAT.make_fragment(each) for each in streams]
+            streams = ExecutorFactory.get_or_create().map(lambda path: table.io.new_input(path).open(), paths)
+            fragments = [_FORMAT.make_fragment(opened.enter_context(each)) for each in streams]
             parts.append(ds.FileSystemDataset(fragments, schema, _FORMAT).to_table(**wanted))
     return pa.concat_tables(parts)
 
@@ -102,7 +102,10 @@ def _read_by_duckdb(rows: str, schema: Any) -> pa.Table:
 
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
-        found: Any = connection.sql(f"SELECT {', '.join(schema.names)} FROM ({rows})").to_arrow_table()
+        try:
+            found: Any = connection.sql(f"SELECT {', '.join(schema.names)} FROM ({rows})").to_arrow_table()
+        except duckdb.IOException as err:  # upkeep has removed a file since
+            raise FileNotFoundError(str(err)) from err
     return found.cast(schema)
 
 
@@ -118,7 +121,6 @@ def rows_in_files(
         paths.append(places[2])
     if missing := next((path for path in paths if not os.path.exists(path)), None):
         raise FileNotFoundError(missing)
-    # older files lack newer columns
     found = f"read_parquet([{sql_literals(paths)}], union_by_name = true, hive_partitioning = false)"
     return f"{no_rows(name)} UNION ALL BY NAME FROM {found} WHERE {_condition(wanted)}" if paths else no_rows(name)
 
