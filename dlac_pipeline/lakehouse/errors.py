@@ -1,4 +1,4 @@
-"""Errors of DLAC, one class per failure, below its kind. `exit_code` is the exit status of a process that ends with it."""
+"""Errors of DLAC, one class per failure: docs/recovery.md has the tree. `exit_code` is the exit status of the process."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import dlac_pipeline
 from dlac_pipeline.lakehouse import errors
@@ -21,8 +22,13 @@ def test_public_surface_is_pinned() -> None:
 
 
 def test_tree_of_errors_is_complete() -> None:
-    """The module docstring of dlac_pipeline.lakehouse.errors names every class once, below its parent."""
-    drawing = errors.__doc__ or ""
+    """The page on recovery names every class of dlac_pipeline.lakehouse.errors once, below its parent."""
+    drawing = (
+        (Path(__file__).parents[2] / "docs" / "recovery.md")
+        .read_text()
+        .partition("```text\nDlacError\n")[2]
+        .partition("```")[0]
+    )
     parents: list[str] = ["DlacError"]
     drawn = {"DlacError": "Exception"}
     for line in drawing.splitlines():
