@@ -19,7 +19,7 @@ SHARED = ("lake", "workshop", "datasets")
 """Fixtures of a session that one process makes for all modules."""
 _ARGUMENT = re.compile(rf"\b({'|'.join(SHARED)}): [A-Z]")
 _CAMPAIGN = re.compile(r"\bcampaign: [A-Z]")
-_CAMPAIGNS = 3
+_CAMPAIGNS = 2
 """Processes that make a `campaign`: it has too many modules for one process."""
 _ROOT = Path(__file__).parents[1]
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 app = typer.Typer()
 _TEXT_LENGTH = 80
 _CELLS = ("rank", "node", "slot", "source_table", "file_path", "row_group", "row")
-_OTHERS = 10  # spikes that are listed
 
 
 @ui.command(
@@ -231,7 +230,7 @@ def describe_spike(report: "SpikeReport") -> list[str]:
     elif mine:
         lines.append("no few rows are to blame: look at the step before, the weights and the learning rate")
     if report.others:
-        listed = ", ".join(f"{each.step} ({each.peak:.6g})" for each in report.others[:_OTHERS])
+        listed = ", ".join(f"{each.step} ({each.peak:.6g})" for each in report.others[:10])
         lines.append(f"{format_count(len(report.others), 'other spike')}, at steps {listed}")
     return lines
 

@@ -1,7 +1,6 @@
 """One node's heartbeat in the store of a run, the lease of the leader, and the rounds that the leader forms.
 
-A thread talks to the store a few times a second, so that a silent network does not block the node. Design note 0015 says who
-reads what, and why numbers of heartbeats and rounds begin at the milliseconds since 1970.
+A thread talks to the store, so that a silent network does not block the node. See docs/design/0015-rounds.md.
 
     slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one

@@ -3,8 +3,6 @@
 - Standard input: one line of JSON (the request). When it is closed, the run ends in order.
 - Standard output: one event per line of JSON, among them `alive` every few seconds. Other output goes to standard error.
 - Exit status: 0, or that of the error (dlac_pipeline/lakehouse/errors.py).
-
-Little is imported before the request is read: the ranks' imports run beside those of the supervisor.
 """
 
 import sys

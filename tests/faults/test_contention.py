@@ -245,7 +245,8 @@ def test_catalog_outage_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.Mo
     check_ledger(arena.lakehouse)
 
 
-@pytest.mark.parametrize("instead", ["a folder", pytest.param("nothing", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("instead", ["a folder", "nothing"])
 def test_rank_dies_during_catalog_outage(campaign: Arena, instead: str) -> None:
     """Ranks that start without the catalog's file, as on a lost mount, wait for the file, and make no new one."""
     run = f"away-{instead.replace(' ', '-')}"

@@ -134,6 +134,7 @@ CONTRADICTIONS: list[tuple[str, Change, str]] = [
 """Run, change of its ledger rows, and what the audit must say of it: either part of "a|b"."""
 
 
+@pytest.mark.soak
 def test_every_contradiction_is_found(workshop: Workshop) -> None:
     """A sentence says what is wrong with each forged run."""
     forgeries = [(trained(workshop, kind), change, None) for kind, change, _ in CONTRADICTIONS]

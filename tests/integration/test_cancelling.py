@@ -175,6 +175,7 @@ def test_interruption_reaches_heartbeat(arena: Arena, home: Path, instance: dg.D
     assert reached == [False, True]
 
 
+@pytest.mark.soak
 def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInstance) -> None:
     """All are asked, also one that was re-executed and carries old tags, and one that starts meanwhile when it beats."""
     first = unreachable_run(instance, arena, "first")

@@ -71,7 +71,8 @@ def test_wheel_has_one_package(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == files
 
 
-@pytest.mark.parametrize("points", ["250_000", pytest.param(POINTS, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("points", ["250_000", POINTS])
 def test_quickstart_works_word_for_word(wheel: Path, fresh: Path, tmp_path: Path, points: str) -> None:
     """A person who follows the page kills a run twice, and has an exact audit and a Dagster project that is valid."""
     shutil.copy(wheel, tmp_path)

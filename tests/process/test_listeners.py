@@ -270,6 +270,7 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
     assert names == {"dlac.step", "dlac.loss", "dlac.rows_at_risk", "dlac.rows_per_s"}
 
 
+@pytest.mark.soak
 def test_prometheus_serves_running_train(campaign: Arena) -> None:
     """`dlac train` serves its gauges on loopback only, and the port is free after the end."""
     port = own_port()

@@ -75,13 +75,9 @@ def test_torch_reads_shards_without_dlac(tmp_path: Path, engine: str) -> None:
     assert_equal_tensors(whole_of_files(saved.folder), expected)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    "request_",
-    [
-        {"engine": "zero3"},
-        pytest.param({"engine": "zero1", "frozen": True}, marks=pytest.mark.soak),
-        pytest.param({"engine": "zero2", "frozen": True}, marks=pytest.mark.soak),
-    ],
+    "request_", [{"engine": "zero3"}, {"engine": "zero1", "frozen": True}, {"engine": "zero2", "frozen": True}]
 )
 def test_zero_state_moves_to_fsdp2(tmp_path: Path, request_: dict[str, Any]) -> None:
     """What 2 ranks saved with ZeRO is exported, read by 1 rank without DLAC, adopted, and loaded by 2 ranks under FSDP2."""

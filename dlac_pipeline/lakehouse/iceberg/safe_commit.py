@@ -6,8 +6,6 @@
   expired a landed snapshot by the time of the check, so a caller that repeats a commit decides from the rows.)
 - pyiceberg's expiry drops a tag that was made since the expiry was decided, with its snapshot, and fails on a snapshot that
   is gone already. Under the guard, both are conflicts.
-- A client that is frozen or cut off within its commit does not block the others for good. PostgreSQL takes the row from it.
-- A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
 """
 
 import sqlite3
