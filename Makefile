@@ -35,7 +35,7 @@ lint: setup
 unit: .venv/.rewritten
 	$(BIN)/pytest -m "not soak" -n 5 --dist loadgroup --no-loadscope-reorder --durations 30
 
-.venv/.rewritten: .venv/.ready  # one process rewrites the assertions of all test modules, else each of the six does
+.venv/.rewritten: .venv/.ready  # one process rewrites the assertions of all test modules, else each of the five does
 	$(BIN)/pytest --collect-only --quiet > $@ 2>&1 || { cat $@; rm $@; exit 1; }
 
 demo-on-seaweedfs demo-on-postgres: setup  ## the demo on real servers: an Iceberg REST catalog, or PostgreSQL, and an S3 store

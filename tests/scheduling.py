@@ -49,7 +49,7 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # as above
 def group_of(module: str) -> str:
     """Return the group of a test module: the shared fixture that its tests have as an argument, or the module itself.
 
-    The modules of `campaign` are three groups, in turn.
+    The modules of `campaign` are two groups, in turn.
     """
     found = _ARGUMENT.search((_ROOT / module).read_text())
     if found:

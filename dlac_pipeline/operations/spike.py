@@ -151,7 +151,7 @@ def _ranked(
     is_given = bool(samples) and all(samples[row.slot] for row in rows)
     for slot, group in groupby(rows if is_given else (), key=lambda row: row.slot):
         mine, given = list(group), samples[slot]
-        mean = sum(loss for loss, _ in given) / len(given), 1
+        mean = sum(loss * n for loss, n in given) / (items := sum(n for _, n in given)), max(1, items // len(mine))
         found += zip(given if len(given) == len(mine) else [mean] * len(mine), mine, strict=True)
     if not found or len({loss for (loss, _), _ in found}) == 1 < len(found):
         raise ScriptInvalid(

@@ -41,7 +41,7 @@ class SampleLosses:
     def add(self, losses: torch.Tensor) -> None:
         """Add the values of one call. Values without a graph are measures, and no loss, if others have one."""
         self._then(losses)
-        dim, mine = losses.dim(), losses.detach()
+        dim, mine = losses.dim(), losses.detach().clone()
         if dim in (1, 2) and len(losses) == len(self._valid) and losses.requires_grad >= self._has_graph:
             known = self.sums if losses.requires_grad == self._has_graph else {}
             self.sums = {**known, dim: known[dim] + mine if dim in known else mine}

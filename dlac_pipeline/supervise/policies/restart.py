@@ -56,7 +56,7 @@ class RestartPolicy:
             DlacError: no attempt follows, because it would end in the same way.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
-        spiked = "samples" in failure.detail
+        spiked = failure.kind == errors.LossSpiked.__name__ and "samples" in failure.detail
         if not spiked and failure.kind in {each.__name__ for each in _GIVEN_UP}:
             self.record_given_up(failure, attempt.number)
         if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set())):
