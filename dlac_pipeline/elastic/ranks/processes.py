@@ -20,10 +20,8 @@ _POLL_S = 0.01
 _STARTER_ENDS_S = 5.0
 _UNKNOWN = 255
 """Exit status that multiprocessing gives a process whose fork server has ended."""
-Reason = dict[str, Any]
-"""Fields of `Exit`."""
-Processes = Mapping[int, BaseProcess]
-"""By rank."""
+Reason = dict[str, Any]  # fields of `Exit`
+Processes = Mapping[int, BaseProcess]  # by rank
 
 
 class RankProcesses:
@@ -112,6 +110,8 @@ class RankProcesses:
         while running := {rank: pid for rank, pid in running.items() if is_running(pid)}:
             if time.monotonic() > deadline:
                 break
+            for pid in running.values():  # one whose fork server died may have had no group yet
+                signal_rank(pid, signal.SIGKILL, alive=False)
             time.sleep(_POLL_S)
         for process in self._processes.values():
             process.join(0)  # reaps it
