@@ -76,15 +76,14 @@ def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | 
     def read(manifest: ManifestFile) -> list[DataFile]:
         return [entry.data_file for entry in manifest.fetch_manifest_entry(table.io)]
 
-    known = {each.manifest_path: _FILES[each.manifest_path] for each in manifests if each.manifest_path in _FILES}
+    known = {each.manifest_path: files for each in manifests if (files := _FILES.get(each.manifest_path)) is not None}
     unread = [each for each in manifests if each.manifest_path not in known]
     found = map(read, unread) if len(unread) < 2 else ExecutorFactory.get_or_create().map(read, unread)
     known |= {each.manifest_path: files for each, files in zip(unread, found, strict=True)}
     _FILES.update(known)
     for path in list(_FILES)[:-_MANIFESTS]:
         _FILES.pop(path, None)
-    run = _run_in(row_filter)
-    files = [file for each in manifests for file in known[each.manifest_path]]
+    run, files = _run_in(row_filter), [file for each in manifests for file in known[each.manifest_path]]
     return [each for each in files if run is None or len(each.partition) == 0 or each.partition[0] == run]
 
 
