@@ -25,7 +25,7 @@ import duckdb
 from benchmarks.figures import Figure, report
 from dlac_pipeline.audit.audit import _problems, open_run
 from dlac_pipeline.audit.explain import explain_sql
-from dlac_pipeline.audit.lakehouse_sql import open_query, rows_of
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -129,7 +129,7 @@ def _ask_here(home: Path, question: str) -> None:
 def _sql(text: str) -> Callable[[Lakehouse, dict[str, Any]], Any]:
     def ask(lakehouse: Lakehouse, asked: dict[str, Any]) -> Any:
         query = text.format(**asked)
-        with open_query(lakehouse, query) as connection:
+        with open_audit(lakehouse, query=query) as connection:
             found = connection.execute(query).fetchall()
         return [len(found), [str(each) for each in found[0]] if found else None]
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import ExitStack
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -38,7 +39,6 @@ _VIEWS = (*QUESTIONS, *_AUDIT)
 _OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
-_COMMENTS = re.compile(r"--.*")
 _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
 _LISTING = re.compile(r"\b(show|describe|pragma|information_schema|query_table|(duckdb|sqlite|pg)_\w+)\b")
 """Words of a query that may use any table or view without its name."""
@@ -80,31 +80,28 @@ def open_audit(
     DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
     """
     needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
-    connection = duckdb.connect()
-    connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-{uuid4().hex}'])}")
-    connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
-    mine: BooleanExpression = AlwaysTrue() if run is None else equals("run", run)
-    if run is not None and until_seq is not None:
-        mine = And(mine, at_most("seq", until_seq))
-    for name in _OWN:
-        wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
-        if run is not None and name in _NAMED_BY:
-            values = connection.execute(sql_script(f"named_{name}")).fetchall()
-            wanted = among(_NAMED_BY[name], [value for (value,) in values if value is not None])
-        if needed is None or name in needed or run is not None:
-            _add_table(connection, lakehouse, name, wanted)
-    large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
-    if large:
-        connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
-    views = [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]]
-    kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
-    _define(connection, views, kept, large=large)
+    with ExitStack() as opened:  # what is left open by an error would end a forked process that collects it as garbage
+        connection = opened.enter_context(duckdb.connect())
+        connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-{uuid4().hex}'])}")
+        connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")
+        mine: BooleanExpression = AlwaysTrue() if run is None else equals("run", run)
+        if run is not None and until_seq is not None:
+            mine = And(mine, at_most("seq", until_seq))
+        for name in _OWN:
+            wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
+            if run is not None and name in _NAMED_BY:
+                values = connection.execute(sql_script(f"named_{name}")).fetchall()
+                wanted = among(_NAMED_BY[name], [value for (value,) in values if value is not None])
+            if needed is None or name in needed or run is not None:
+                _add_table(connection, lakehouse, name, wanted)
+        large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
+        if large:
+            connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
+        views = [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]]
+        kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
+        _define(connection, views, kept, large=large)
+        opened.pop_all()
     return connection
-
-
-def open_query(lakehouse: Lakehouse, query: str) -> duckdb.DuckDBPyConnection:
-    """Open a connection with the tables, views and macros that a query needs. Raises as `open_audit`."""
-    return open_audit(lakehouse, query=query)
 
 
 def _names_in(query: str) -> set[str]:
@@ -122,7 +119,7 @@ def _names_in(query: str) -> set[str]:
 @cache
 def _words_and_names(script: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return all words of a script but its comments, and the names of the views and macros that it defines."""
-    text = _COMMENTS.sub("", sql_script(script))
+    text = re.sub("--.*", "", sql_script(script))
     return frozenset(_WORDS.findall(text)), frozenset(_DEFINITION.findall(text))
 
 

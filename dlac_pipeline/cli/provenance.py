@@ -57,7 +57,7 @@ def sql(
     """
     import duckdb
 
-    from dlac_pipeline.audit.lakehouse_sql import open_audit, open_query, write_database
+    from dlac_pipeline.audit.lakehouse_sql import open_audit, write_database
 
     query = _read_query(query)
     lakehouse = ui.lakehouse_of(spec, home)
@@ -67,16 +67,16 @@ def sql(
             return
 
     def ask(connection: duckdb.DuckDBPyConnection) -> tuple[list[str], list[Any]]:
-        if "rows_of_step" in query.casefold():
-            from dlac_pipeline.supervise.steps.step_rows import define_rows_of_step
+        with connection:
+            if "rows_of_step" in query.casefold():
+                from dlac_pipeline.supervise.steps.step_rows import define_rows_of_step
 
-            define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
-        return _answer(connection, lakehouse, query, allow_files)
+                define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
+            return _answer(connection, lakehouse, query, allow_files)
 
-    connection = open_audit(lakehouse) if allow_files else open_query(lakehouse, query)
     try:
         try:
-            names, rows = ask(connection)
+            names, rows = ask(open_audit(lakehouse, query=None if allow_files else query))
         except duckdb.CatalogException:
             if allow_files:
                 raise
@@ -96,14 +96,13 @@ def _answer(
     """Return the column names and rows of the answer."""
     from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse
 
-    with connection:
-        if not connection.extract_statements(query):
-            raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
-        if not allow_files:
-            check_reads_only(connection, query)
-            lock_to_lakehouse(connection, lakehouse)
-        result = connection.execute(query)
-        return [column[0] for column in result.description or []], result.fetchall()
+    if not connection.extract_statements(query):
+        raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
+    if not allow_files:
+        check_reads_only(connection, query)
+        lock_to_lakehouse(connection, lakehouse)
+    result = connection.execute(query)
+    return [column[0] for column in result.description or []], result.fetchall()
 
 
 def _read_query(query: str) -> str:

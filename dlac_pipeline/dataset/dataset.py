@@ -1,5 +1,6 @@
 """One rank's batches as an `IterableDataset` with a position, and a `DataLoader` that reports what the consumer received."""
 
+import gc
 import json
 import os
 from bisect import bisect_left
@@ -223,6 +224,10 @@ class DlacDataset(IterableDataset[DictBatch]):
     def _open(self) -> OpenLeg:
         """The leg, opened by this process: a forked worker shares no connection with its parent."""
         if self._opened is None or self._opened[0] != os.getpid():
+            if (
+                get_worker_info() is not None
+            ):  # to free the garbage of the process before a fork may wait for its threads
+                gc.freeze()
             own = self._plans is not None and self._plans[0] == os.getpid()
             plans = self._plans[1] if own and self._plans else Plans(connect(self.spec.lakehouse))
             self._opened = os.getpid(), open_leg(plans, self.leg, self.spec)

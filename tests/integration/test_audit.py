@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
-from dlac_pipeline.audit.lakehouse_sql import lock_to_lakehouse, open_audit, open_query, rows_of
+from dlac_pipeline.audit.lakehouse_sql import lock_to_lakehouse, open_audit, rows_of
 from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_coverage, draw_losses
 from dlac_pipeline.audit.table import audit_table
@@ -258,13 +258,13 @@ def test_a_query_opens_only_tables_it_needs(lake: Lake) -> None:
     }
     with open_audit(lake.lakehouse) as everything:
         for query, tables in queries.items():
-            with open_query(lake.lakehouse, query) as connection:
+            with open_audit(lake.lakehouse, query=query) as connection:
                 assert connection.execute(query).fetchall() == everything.execute(query).fetchall(), query
                 shown = {name for (name,) in connection.execute("SHOW TABLES").fetchall()}
             assert tables is None or shown & set(TABLES) == tables
         shown = {name for (name,) in everything.execute("SHOW TABLES").fetchall()}
     for query, expected in {"SELECT 1": set(), "SHOW TABLES": shown}.items():
-        with open_query(lake.lakehouse, query) as connection:
+        with open_audit(lake.lakehouse, query=query) as connection:
             assert {name for (name,) in connection.execute("SHOW TABLES").fetchall()} == expected
 
 
@@ -292,6 +292,6 @@ def test_large_ledger_answers_the_same(lake: Lake, monkeypatch: pytest.MonkeyPat
 
 def _answer_of(lake: Lake, query: str) -> list[tuple[object, ...]]:
     """Return the answer of `dlac sql`."""
-    with open_query(lake.lakehouse, query) as connection:
+    with open_audit(lake.lakehouse, query=query) as connection:
         lock_to_lakehouse(connection, lake.lakehouse)
         return connection.execute(query).fetchall()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 
 import duckdb
@@ -29,16 +30,17 @@ def run(request: pytest.FixtureRequest, workshop: Workshop) -> str:
 
 
 @pytest.fixture(scope="session")
-def opened(workshop: Workshop) -> Opened:
+def opened(workshop: Workshop) -> Iterator[Opened]:
     """Gives the audit connection of a run, with source_rows; made once, as no test changes these runs."""
+    with ExitStack() as connections:
 
-    @cache
-    def connection_of(run: str) -> duckdb.DuckDBPyConnection:
-        connection = open_run(workshop.lakehouse, trained(workshop, run))
-        workshop.row_ids(connection, *TABLES[KINDS[run]])
-        return connection
+        @cache
+        def connection_of(run: str) -> duckdb.DuckDBPyConnection:
+            connection = connections.enter_context(open_run(workshop.lakehouse, trained(workshop, run)))
+            workshop.row_ids(connection, *TABLES[KINDS[run]])
+            return connection
 
-    return connection_of
+        yield connection_of
 
 
 @pytest.fixture(scope="session")

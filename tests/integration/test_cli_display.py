@@ -149,14 +149,15 @@ def test_watch_waits_for_starting_run(arena: Arena) -> None:
             lambda: "in the ledger" in looks()[-1].get("waits_for", ""), what="a look at a lakehouse without the run"
         )
         later.train(later.spec("r", world_size=1, passes=1, every_steps=4), until=9)
-        wait_until(lambda: looks()[-1].get("step") == 8, what="a look at the run")
-        assert looks()[-1]["state"] == "dead"
+        wait_until(
+            lambda: (looks()[-1].get("step"), looks()[-1]["state"]) == (8, "dead"), what="a look at the run that ended"
+        )
         os.kill(watching.pid, signal.SIGINT)
         assert watching.communicate(timeout=60)[1] == b""
         assert watching.returncode == 0
     finally:
         watching.kill()
-        watching.wait()
+        watching.communicate()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -118,6 +120,21 @@ def causal(batch: dict[str, Any]) -> dict[str, Any]:
     tokens = batch["tokens"]
     labels = tokens.masked_fill(batch["document"] == 0, -100)
     return {"input_ids": tokens, "labels": labels, "worker": torch.utils.data.get_worker_info() is not None}
+
+
+def test_worker_leaves_inherited_garbage(datasets: Datasets) -> None:
+    """A connection to DuckDB that a forked worker collects waits for threads that the worker has not: it crashes."""
+
+    def collect(batch: dict[str, Any]) -> dict[str, Any]:
+        gc.collect()
+        return batch
+
+    garbage: list[Any] = [duckdb.connect(config={"threads": "4"})]
+    garbage.append(garbage)
+    loader = iter(datasets.open("rows").loader(inputs=collect, num_workers=1))
+    del garbage
+    assert "dlac" in next(loader)
+    gc.collect()
 
 
 def test_pinning_reaches_every_tensor(datasets: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:

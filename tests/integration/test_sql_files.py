@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
 from dlac_pipeline.cli.main import app
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
@@ -211,6 +212,25 @@ def test_command_answers_questions(home: Path, query: str, capsys: pytest.Captur
     """The answer is one JSON document."""
     ask(home, query, "--json")
     assert json.loads(capsys.readouterr().out) is not None
+
+
+@pytest.mark.parametrize("query", ["FROM nowhere", "FROM rows_of_step('none', 8)", "COPY plans TO 'x.csv'"])
+def test_no_connection_outlives_an_error(home: Path, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a forked process may collect it as garbage, and DuckDB then waits for threads that it has not: it crashes."""
+    opened: list[duckdb.DuckDBPyConnection] = []
+    connect = duckdb.connect
+
+    def record(*arguments: Any, **options: Any) -> duckdb.DuckDBPyConnection:
+        opened.append(connect(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(duckdb, "connect", record)
+    with pytest.raises(DlacError):
+        ask(home, query)
+    for connection in opened:
+        with pytest.raises(duckdb.ConnectionException, match="closed"):
+            connection.execute("SELECT 1")
+    assert opened
 
 
 @pytest.mark.parametrize("query", HIDDEN)
