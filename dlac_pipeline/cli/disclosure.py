@@ -1,0 +1,41 @@
+"""Answers for people outside: what a model was trained on."""
+
+import sys
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from dlac_pipeline.cli import shared as ui
+
+app = typer.Typer()
+
+
+@ui.command(
+    app,
+    ui.LOOK,
+    "dlac summary my-run > summary.md",
+    "dlac summary my-run --checkpoint 4200 --json",
+)
+def summary(
+    run: ui.RunName,
+    checkpoint: Annotated[str | None, Option(help="Id or step of a checkpoint. Unset: the head.")] = None,
+    template: Annotated[str, Option(help="Form of the text.")] = "eu-2025",
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Summarize what a model was trained on, with the totals of the audit, also in the runs that it was forked from.
+
+    eu-2025: the public summary of training content that the European Commission asks for, in Markdown. The provider completes it.
+    """
+    from dlac_pipeline.audit.summary import training_content, write_summary
+
+    lakehouse = ui.lakehouse_of(spec, home)
+    runs = training_content(lakehouse, run, checkpoint)
+    if as_json:
+        ui.show_json(runs)
+    else:
+        sys.stdout.write(
+            write_summary(runs, template, provenance=f"DLAC, table {'.'.join(lakehouse.own('consumption').name())}")
+        )
