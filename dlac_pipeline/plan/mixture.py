@@ -18,21 +18,23 @@ Present = tuple[bool, ...]
 
 
 class Mixture:
-    """A schedule over weighted sources. Weights need not sum to one."""
+    """A schedule over weighted sources. Weights need not sum to one. `late` sources wait until no other one remains."""
 
-    def __init__(self, weights: Sequence[float], key_groups: int) -> None:
+    def __init__(self, weights: Sequence[float], key_groups: int, *, late: Sequence[bool] = ()) -> None:
         if not weights or min(weights) <= 0:
             raise ValueError(f"expected one or more weights above 0, found {list(weights)!r}")
         if not 0 < key_groups <= MAX_KEY_GROUPS:
             raise ValueError(f"expected 1 to {MAX_KEY_GROUPS} key groups, found {key_groups}")
         self._weights = np.array(weights, dtype=np.float64)
         self._key_groups = key_groups
+        self._late = tuple(late) or (False,) * len(weights)
         self.everything: Present = (True,) * len(weights)
         self._bins = lru_cache(maxsize=None)(self._bins_of)
         self._counted = lru_cache(maxsize=64)(self._counts_of)
 
     def sources(self, group: int, start: int, stop: int, present: Present) -> Ints:
         """The source of each of a group's samples start .. stop-1, int64 [stop - start]."""
+        present = self.drawn(present)
         if present.count(True) == 1:
             return np.full(stop - start, present.index(True), dtype=np.int64)
         n = np.arange(start, stop, dtype=np.int64) * self._key_groups + group
@@ -40,12 +42,14 @@ class Mixture:
 
     def counts(self, group: int, start: int, stop: int, present: Present) -> Ints:
         """Return how many of a group's samples start .. stop-1 come from each source: int64 [sources]."""
+        present = self.drawn(present)
         if present.count(True) == 1:
             return np.array([(stop - start) * here for here in present], dtype=np.int64)
         return self._until(group, stop, present) - self._until(group, start, present)
 
     def nth(self, group: int, start: int, source: int, count: int, present: Present) -> int:
-        """The smallest stop for which `counts(group, start, stop)[source]` is `count`."""
+        """The smallest stop for which `counts(group, start, stop)[source]` is `count`. `source` is one that is drawn."""
+        present = self.drawn(present)
         if present.count(True) == 1:
             return start + count
         low, high = start + count, start + count
@@ -53,6 +57,11 @@ class Mixture:
             high = start + 2 * (high - start) + 1
         stops = range(low, high)
         return low + bisect_left(stops, count, key=lambda stop: self.counts(group, start, stop, present)[source])
+
+    def drawn(self, present: Present) -> Present:
+        """Return the sources that samples come from while these remain."""
+        early = tuple(here and not late for here, late in zip(present, self._late, strict=True))
+        return early if any(early) else present
 
     def _until(self, group: int, stop: int, present: Present) -> Ints:
         counted = self._counted(present)

@@ -168,7 +168,7 @@ class LegOrder:
             stops = [
                 self.mixture.nth(group, phase.start, index, end - int(phase.before[index]), present)
                 for index, end in enumerate(ends)
-                if end is not None and present[index]
+                if end is not None and self.mixture.drawn(present)[index]
             ]
             if not stops:
                 return phases

@@ -48,6 +48,9 @@ class SourceSpec(spec_problems.Section):
     """Share of the samples in a mixture, relative to the other weights."""
     passes: int | None = Field(default=None, ge=0, le=1_000_000)
     """Passes before the source leaves the mixture. 0: repeated until the run ends. Unset: order.passes."""
+    place: Literal["mixed", "late"] = "mixed"
+    """"mixed": among the samples of all sources. "late": after all samples of the sources that are mixed. If its rows have to be
+    forgotten, few steps are repeated."""
     follow: Literal["pinned", "appends"] = "pinned"
     """"pinned": read the planned snapshot. "appends": each launch also reads the rows that were appended since, in one pass. Rows
     that do not fill a batch wait for the next launch."""
@@ -332,6 +335,14 @@ class JobSpec(spec_problems.Section):
             raise ValueError('expected sources that all follow their table, or none, found both: set the same "follow"')
         if self.order.steps is None and all(self.passes_of(source) == 0 for source in self.sources):
             raise ValueError("expected order.steps, for no source ever ends, found none: set it, or passes of a source")
+        late = [source for source in self.sources if source.place == "late"]
+        if late and (
+            len(late) == len(self.sources) or late[0].follow == "appends" or not all(map(self.passes_of, self.sources))
+        ):
+            raise ValueError(
+                'expected place = "late" beside a mixed source, and sources that end (passes above 0, follow = "pinned"), '
+                f"found it for {[source.label for source in late]!r} of {labels!r}: leave it out, or set passes"
+            )
         return self
 
     def passes_of(self, source: SourceSpec) -> int:

@@ -52,6 +52,21 @@ def test_nth_sample_of_source_is_found(weights: list[float], groups: int, data: 
 
 
 @EXAMPLES
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.booleans()), min_size=2, max_size=6), GROUPS, st.data())
+def test_late_source_waits_for_others(mixed: list[tuple[float, bool]], groups: int, data: st.DataObject) -> None:
+    """The schedule is that of the sources that are not late, and of late ones alone when no other remains."""
+    weights, late = zip(*mixed, strict=True)
+    present = data.draw(presents(len(weights)))
+    early = tuple(here and not waits for here, waits in zip(present, late, strict=True))
+    expected, found = Mixture(weights, groups), Mixture(weights, groups, late=late)
+    group, start = data.draw(st.integers(0, groups - 1)), data.draw(st.integers(0, 10**6))
+    same, samples = early if any(early) else present, (group, start, start + 300)
+    assert found.drawn(present) == same
+    assert found.sources(*samples, present).tolist() == expected.sources(*samples, same).tolist()
+    assert found.counts(*samples, present).tolist() == expected.counts(*samples, same).tolist()
+
+
+@EXAMPLES
 @given(WEIGHTS, st.data())
 def test_any_range_has_source_shares(weights: list[float], data: st.DataObject) -> None:
     """Over all key groups each source is within a few samples of its weight, in any range."""

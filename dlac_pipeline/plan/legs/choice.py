@@ -160,6 +160,7 @@ def _bound_of(spec: JobSpec, source: SourceSpec) -> dict[str, Any]:
         "ragged": tuple(source.ragged),
         "transform": load_transform(source.transform).digest if source.transform else "",
         "on_reject": source.on_reject,
+        "place": source.place,
     }
 
 

@@ -61,6 +61,7 @@ class LegSource:
     transform: str = ""
     """Digest of the transform's code, or empty."""
     on_reject: str = "fail"
+    place: str = "mixed"
     active: bool = True
     """True if this leg reads from the source, which has no new rows otherwise."""
     quarantined: tuple[QuarantinedUnit, ...] = ()
@@ -70,7 +71,7 @@ class LegSource:
     def bound(self) -> dict[str, Any]:
         """Return what may not change within the leg, by name."""
         names = ("table_uuid", "snapshot_id", "schema_id", "plan_id", "columns", "row_filter", "exclude", "weight")
-        more = ("passes", "follow", "identity_columns", "nullable", "ragged", "transform", "on_reject")
+        more = ("passes", "follow", "identity_columns", "nullable", "ragged", "transform", "on_reject", "place")
         return {name: getattr(self, name) for name in (*names, *more)}
 
 
@@ -128,7 +129,8 @@ class Leg:
             steps=self.steps,
             pending_tail=self.following,
         )
-        mixture = Mixture([source.weight for source in self.sources], self.key_groups)
+        late = [source.place == "late" for source in self.sources]
+        mixture = Mixture([source.weight for source in self.sources], self.key_groups, late=late)
         active = [source.active for source in self.sources]
         return LegOrder(sources, mixture, settings, streamed=self.streamed, active=active)
 
