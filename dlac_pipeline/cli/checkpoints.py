@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import format_age, format_bytes, table_columns
+from dlac_pipeline.audit.wording import format_age, format_bytes
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 
@@ -25,13 +25,12 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
         ui.show_json([asdict(each) for each in listed])
         return
     names = ("step", "state", "committed", "size", "attempt", "tiers", "verified", "checkpoint", "tags")
-    columns = table_columns(names, right=("step", "size", "attempt"), long=("checkpoint", "tags"))
     rows = []
     for each in listed:
         facts = (each.state, format_age(each.committed_at), format_bytes(each.bytes), f"{each.attempt:,}")
         kept = (" ".join(each.tiers), format_age(each.verified_at), each.checkpoint_id, ", ".join(each.names))
         rows.append((f"{each.step:,}", *facts, *kept))
-    ui.show_table(columns, rows, empty=f"run {run} has no checkpoint yet")
+    ui.show_table(names, rows, right=("step", "size", "attempt"), empty=f"run {run} has no checkpoint yet")
 
 
 @app.command("name", hidden=True)  # the name of version 0.1

@@ -10,11 +10,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import Progress, TextColumn
-from rich.text import Text
 
-from dlac_pipeline.audit import wording
 from dlac_pipeline.audit.wording import format_ago, format_bytes, format_count, format_duration, format_rate
-from dlac_pipeline.cli.shared import bar_columns
+from dlac_pipeline.cli.shared import bar_columns, facts_table
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 if TYPE_CHECKING:
@@ -65,8 +63,7 @@ def watch_run(
             return
         with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
             for facts in looks:
-                described = describe_live(facts, options)
-                live.update(Text("\n".join(wording.lay_out_facts(described, console.width))), refresh=True)
+                live.update(facts_table(describe_live(facts, options)), refresh=True)
 
 
 def _looks(open_lakehouse: "Callable[[], Lakehouse]", run: str, every_s: float) -> Iterator[dict[str, Any]]:

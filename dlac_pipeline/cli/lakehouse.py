@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import format_age, format_bytes, format_count, table_columns
+from dlac_pipeline.audit.wording import format_age, format_bytes, format_count
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 
@@ -92,7 +92,6 @@ def pins(
         ui.show_json([asdict(pin) for pin in found])
         return
     names = ("table", "snapshot", "made", "pinned", "holds back", "needed by", "other runs")
-    columns = table_columns(names, right=("snapshot",), long=("needed by", "other runs"))
     rows = []
     for pin in found:
         held = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}"
@@ -100,7 +99,7 @@ def pins(
         others = ", ".join(use.run for use in pin.uses if not use.needed)
         ages = format_age(pin.committed_at), format_age(pin.pinned_at)
         rows.append((pin.table, str(pin.snapshot_id), *ages, files, ", ".join(pin.needed_by), others))
-    ui.show_table(columns, rows, empty="no snapshot is pinned")
+    ui.show_table(names, rows, right=("snapshot",), empty="no snapshot is pinned")
 
 
 @ui.command(app, ui.LAKEHOUSE, "dlac unpin lake.documents 1287862416068212033")
@@ -137,12 +136,11 @@ def upkeep(
         ui.show_json([asdict(each) for each in done])
         return
     names = ("files merged", "into", "snapshots expired", "files removed", "size")
-    columns = table_columns(("table", *names), right=names)
     rows = []
     for each in done:
         name = f"{each.table} (busy)" if each.busy else each.table
         counts = (each.merged_files, each.into_files, each.expired_snapshots, each.removed_files)
         rows.append((name, *(f"{count:,}" for count in counts), format_bytes(each.removed_bytes)))
-    ui.show_table(columns, rows, empty="there is no table")
+    ui.show_table(("table", *names), rows, right=names, empty="there is no table")
     if any(each.busy for each in done):
         ui.OUT.print("busy: others committed so often that something was left for the next time", soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import format_count, table_columns
+from dlac_pipeline.audit.wording import format_count
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import command_with
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -167,8 +167,7 @@ def _show_step_rows(
         )
         for place, each in enumerate(rows)
     ]
-    columns = table_columns(tuple(names), right=("loss", "rank", "slot", "row group", "row"), long=("file",))
-    ui.show_table(columns, cells, empty=empty)
+    ui.show_table(names, cells, right=("loss", "rank", "slot", "row group", "row"), empty=empty)
 
 
 @ui.command(
@@ -212,7 +211,8 @@ def spike(
     _show_step_rows([row for _, row in shown], text, first, empty="")
     for command in report.rewinds:
         ui.show_text(command_with(command, ui.place_options(spec, home)))
-    ui.show_lines([report.unnamed] if report.unnamed else [])
+    if report.unnamed:
+        ui.show_text(report.unnamed)
 
 
 def describe_spike(report: "SpikeReport") -> list[str]:

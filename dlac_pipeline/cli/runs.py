@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import fold, format_age, format_count, format_duration, lay_out_facts, table_columns
+from dlac_pipeline.audit.wording import format_age, format_count, format_duration
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import command_with, describe_status, watch_run
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
@@ -52,7 +52,7 @@ def status(
     if as_json:
         ui.show_json({**facts, "next_command": command_with(facts["next_command"], options)})
     else:
-        ui.show_lines(lay_out_facts(describe_status(facts, options), ui.OUT.width))
+        ui.OUT.print(ui.facts_table(describe_status(facts, options)))
 
 
 @ui.command(app, ui.LOOK, "dlac runs", "dlac runs --json")
@@ -65,13 +65,12 @@ def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = 
         ui.show_json(found)
         return
     names = ("run", "state", "step", "checkpoint", "attempts")
-    columns = table_columns(names, right=("step", "attempts"), long=("run",))
     rows = []
     for each in found:
         step = f"{each['step']:,}" + (f"/{total:,}" if (total := each["total_steps"]) else "")
         committed = format_age(each["head_committed_at"]) or "none yet"
         rows.append((each["run"], each["launch"], step, committed, f"{each['attempts']:,}"))
-    ui.show_table(columns, rows, empty="no run yet: `dlac train SPEC` starts one")
+    ui.show_table(names, rows, right=("step", "attempts"), empty="no run yet: `dlac train SPEC` starts one")
 
 
 @ui.command(app, ui.RECOVER, "dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch")
@@ -98,14 +97,14 @@ def rehearse(
     if as_json:
         ui.show_json(done.to_json())
     else:
-        columns = table_columns(("step", "recorded", "replayed", "verdict"), right=("step",))
+        names = ("step", "recorded", "replayed", "verdict")
         rows = []
         for each in done.steps:  # two losses to the last digit, and whether they are the same
             verdict = "no loss recorded" if not each.compared else "identical" if each.identical else "differs"
             skipped = ", skipped" if each.recorded_skipped or each.replayed_skipped else ""
             losses = ("" if loss is None else repr(loss) for loss in (each.recorded, each.replayed))
             rows.append((str(each.step), *losses, verdict + skipped))
-        ui.show_table(columns, rows, empty="no step was replayed")
+        ui.show_table(names, rows, right=("step",), empty="no step was replayed")
         ui.show_text(done.summary())
     if not done.identical:
         raise typer.Exit(1)
@@ -135,9 +134,9 @@ def incidents(
         ui.show_json([{**asdict(each), "down_s": each.down_s, "recovered_s": each.recovered_s} for each in found])
         return
     if not found:
-        ui.show_lines(fold(f"no incident of {'any run' if run is None else f'run {run}'}", ui.OUT.width))
-    for index, each in enumerate(found):
-        ui.show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), ui.OUT.width)])
+        ui.show_text(f"no incident of {'any run' if run is None else f'run {run}'}")
+    for each in found:
+        ui.OUT.print(ui.facts_table(describe_incident(each)), "", sep="")
 
 
 def describe_incident(recovery: "Recovery") -> dict[str, str | None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich import progress
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
@@ -19,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
+from dlac_pipeline.audit.wording import format_bytes
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
@@ -37,6 +38,7 @@ BRANCH, CHECKPOINTS, LAKEHOUSE = "Branch", "Checkpoints", "Lakehouse"
 """Groups of commands in the help of `dlac`."""
 _WIDE = 100_000
 """Columns without a terminal: nothing is folded or cut off, for the program that reads it."""
+_GAP = "  "
 _JOINERS = "\u200c\u200d"
 """Parts of words in some scripts, and of emoji."""
 
@@ -173,22 +175,45 @@ def show_json(value: object) -> None:
 
 
 def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, or one for each row, a field per line, where it would be wider than the terminal. None is NULL."""
+    """Print a table, or a block for each row, a field per line, where it would be wider than the terminal. None is NULL."""
     null = Text("NULL", style="dim")
-    cells = [[null if value is None else Text(terminal_text(str(value))) for value in row] for row in rows]
+    cells = [[null if value is None else _cell(value) for value in row] for row in rows]
     table = Table()
     for name in names:
-        table.add_column(Text(terminal_text(name)))
+        table.add_column(_cell(name))
     for row in cells:
         table.add_row(*row)
     if OUT.measure(table, options=OUT.options.update(width=_WIDE)).maximum <= OUT.width:
         OUT.print(table)
+    else:
+        _show_blocks(names, cells)
+
+
+def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), empty: str) -> None:
+    """Show a table without lines and empty columns, by the rule of `show_rows`, or the sentence `empty` without a row.
+
+    `right` names the columns of numbers. Tables of thousands of rows are laid out here, because Rich takes seconds for them.
+    """
+    if not rows:
+        show_text(empty)
         return
-    for row in cells:
-        one = Table(Column(overflow="fold"), Column(overflow="fold"), show_header=False)
-        for name, cell in zip(names, row, strict=True):
-            one.add_row(Text(terminal_text(name)), cell)
-        OUT.print(one)
+    used = [index for index in range(len(names)) if any(row[index] for row in rows)]
+    names, *shown = [[row[index].replace("\n", " ") for index in used] for row in (names, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(names, *shown, strict=True)]
+    if sum(widths) + len(_GAP) * (len(widths) - 1) > OUT.width:
+        _show_blocks(names, [list(map(_cell, row)) for row in shown])
+        return
+    for row in (names, *shown):
+        padded = []
+        for name, cell, width in zip(names, row, widths, strict=True):
+            space = " " * (width - cell_len(cell))
+            padded.append(space + cell if name in right else cell + space)
+        OUT.print(Text(_GAP.join(padded).rstrip()), soft_wrap=True)
+
+
+def _show_blocks(names: Sequence[str], rows: Iterable[Sequence[Text]]) -> None:
+    for row in rows:
+        OUT.print(_block(zip(map(_cell, names), row, strict=True)), "", sep="")
 
 
 def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
@@ -196,8 +221,24 @@ def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
     if as_json:
         show_json(facts)
     else:
-        shown = {name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}
-        show_lines(lay_out_facts(shown, OUT.width))
+        OUT.print(facts_table({name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}))
+
+
+def facts_table(facts: Mapping[str, object]) -> Table:
+    """Return facts as a label and a value on each line. Long values are folded. Unknown and empty ones are left out."""
+    shown = ((name, value) for name, value in facts.items() if value is not None and str(value))
+    return _block((_cell(name), _cell(value)) for name, value in shown)
+
+
+def _block(pairs: Iterable[tuple[Text, Text]]) -> Table:
+    block = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, len(_GAP), 0, 0))
+    for pair in pairs:
+        block.add_row(*pair)
+    return block
+
+
+def _cell(value: object) -> Text:
+    return Text(terminal_text(str(value)))
 
 
 def _format_fact(name: str, value: object) -> object:
@@ -208,17 +249,6 @@ def _format_fact(name: str, value: object) -> object:
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%d %H:%M:%S %Z}".rstrip()
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-def show_table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """Show a table that fits the terminal, or the sentence `empty` where there is no row."""
-    show_lines(lay_out_table(columns, rows, OUT.width) if rows else fold(empty, OUT.width))
-
-
-def show_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are."""
-    for line in lines:
-        OUT.print(Text(line), soft_wrap=True)
 
 
 def place_options(spec: Path | None, home: Path | None) -> tuple[str, ...]:

@@ -47,6 +47,10 @@ def now(lakehouse: Lakehouse, name: str = "src.t") -> int:
     return current.snapshot_id
 
 
+P = [f"{number:024x}" for number in range(10)]
+"""Ids of plans."""
+
+
 def uuid_of(lakehouse: Lakehouse, name: str = "src.t") -> str:
     """The table's uuid."""
     return str(lakehouse.load(name).metadata.table_uuid)
@@ -107,13 +111,13 @@ def source(*open_plans: str, upcoming: list[Any] | None = None) -> dict[str, Any
 def test_a_pin_says_what_it_is_for(lakehouse: Lakehouse) -> None:
     """A pin names its snapshot, its plans, when it was taken, and the runs that use it."""
     snapshot = append(lakehouse)
-    plan(lakehouse, snapshot, "p1")
-    plan(lakehouse, snapshot, "p2")
-    ledger(lakehouse, "busy", *leg(source("p1")))
-    ledger(lakehouse, "done", *leg(source("p2")), {"kind": "finish"})
+    plan(lakehouse, snapshot, P[1])
+    plan(lakehouse, snapshot, P[2])
+    ledger(lakehouse, "busy", *leg(source(P[1])))
+    ledger(lakehouse, "done", *leg(source(P[2])), {"kind": "finish"})
     [found] = list_pins(lakehouse, "src.t")
     assert (found.table, found.snapshot_id, found.tag) == ("src.t", snapshot, pin_tag(snapshot))
-    assert found.plan_ids == ("p1", "p2")
+    assert found.plan_ids == (P[1], P[2])
     assert [(use.run, use.finished, use.needed) for use in found.uses] == [("busy", False, True), ("done", True, False)]
     assert found.needed_by == ("busy",)
     assert found.pinned_at is not None
@@ -133,16 +137,16 @@ def test_tags_of_others_are_not_pins(lakehouse: Lakehouse) -> None:
 @pytest.mark.parametrize(
     "one",
     [
-        source(upcoming=[["p1", 1]]),
-        source(upcoming=[{"plan_id": "p1", "passes": 2}]),
-        {"live_plan_id": "p1"},
-        {"start": {"open": [{"base_plan_id": "p1"}]}},
-        {"deep": [{"deeper": {"plan_ids": ["p0", "p1"]}}]},
+        source(upcoming=[[P[1], 1]]),
+        source(upcoming=[{"plan_id": P[1], "passes": 2}]),
+        {"live_plan_id": P[1]},
+        {"start": {"open": [{"base_plan_id": P[1]}]}},
+        {"deep": [{"deeper": {"plan_ids": [P[0], P[1]]}}]},
     ],
 )
 def test_plans_are_found_anywhere_in_a_leg(lakehouse: Lakehouse, one: dict[str, Any]) -> None:
     """Whatever the shape of a leg, the plans that it names need their pins."""
-    plan(lakehouse, append(lakehouse), "p1")
+    plan(lakehouse, append(lakehouse), P[1])
     ledger(lakehouse, "busy", *leg(one))
     assert list_pins(lakehouse)[0].needed_by == ("busy",)
 
@@ -158,8 +162,8 @@ def test_the_snapshot_that_was_planned_last_is_needed(lakehouse: Lakehouse) -> N
 def test_a_claim_needs_its_plans(lakehouse: Lakehouse) -> None:
     """An attempt that has not committed yet needs the plans that it claimed the run for; older claims do not."""
     for number in (1, 2):
-        plan(lakehouse, append(lakehouse), f"p{number}")
-    ledger(lakehouse, "busy", *({"kind": "claim", "detail": {"plan_ids": [name]}} for name in ("p1", "p2")))
+        plan(lakehouse, append(lakehouse), P[number])
+    ledger(lakehouse, "busy", *({"kind": "claim", "detail": {"plan_ids": [name]}} for name in (P[1], P[2])))
     assert [one.needed_by for one in list_pins(lakehouse)] == [(), ("busy",)]
     assert [one.uses[0].run for one in list_pins(lakehouse)] == ["busy", "busy"]
 
@@ -167,8 +171,8 @@ def test_a_claim_needs_its_plans(lakehouse: Lakehouse) -> None:
 def test_unreachable_legs_need_nothing(lakehouse: Lakehouse) -> None:
     """Pins of earlier legs are needed until the checkpoints in them are retired or quarantined."""
     for number in (1, 2):
-        plan(lakehouse, append(lakehouse), f"p{number}")
-    ledger(lakehouse, "busy", *leg(source("p1")), *leg(source("p2"), index=1, checkpoint_id="c1"))
+        plan(lakehouse, append(lakehouse), P[number])
+    ledger(lakehouse, "busy", *leg(source(P[1])), *leg(source(P[2]), index=1, checkpoint_id="c1"))
     assert [one.needed_by for one in list_pins(lakehouse)] == [("busy",)] * 2
     ledger(lakehouse, "busy", {"kind": "retire", "checkpoint_id": "c0"})
     assert [one.needed_by for one in list_pins(lakehouse)] == [(), ("busy",)]
@@ -177,12 +181,12 @@ def test_unreachable_legs_need_nothing(lakehouse: Lakehouse) -> None:
 def test_a_renamed_table_is_the_same(lakehouse: Lakehouse) -> None:
     """A run needs its pins under whatever name the table has; another table of the old name has none of them."""
     snapshot = append(lakehouse)
-    plan(lakehouse, snapshot, "p1")
-    ledger(lakehouse, "busy", *leg(source("p1")))
+    plan(lakehouse, snapshot, P[1])
+    ledger(lakehouse, "busy", *leg(source(P[1])))
     lakehouse.catalog.rename_table("src.t", "src.renamed")
     lakehouse.catalog.create_table("src.t", ROWS.schema)
     [found] = list_pins(lakehouse, "src.renamed")
-    assert (found.needed_by, found.plan_ids) == (("busy",), ("p1",))
+    assert (found.needed_by, found.plan_ids) == (("busy",), (P[1],))
     with pytest.raises(SpecInvalid, match="busy"):
         remove_pin(lakehouse, "src.renamed", snapshot)
 
@@ -191,12 +195,12 @@ def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
     """Of the pins that it has used: not those that it, another run or a dataset may read, nor what it has never planned."""
     snapshots = [append(lakehouse) for _ in range(6)]
     for number, snapshot in enumerate(snapshots[:5]):
-        plan(lakehouse, snapshot, f"p{number}")
+        plan(lakehouse, snapshot, P[number])
     plan(lakehouse, snapshots[2], "of a dataset")
     pin(lakehouse, "src.t", snapshots[5])
-    ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [], "leg_plan_ids": ["p1"]}})
-    ledger(lakehouse, "r", *leg(source("p0", "p1", "p2")), *leg(source("p3"), index=1, checkpoint_id="c1"))
-    ledger(lakehouse, "gone", *leg(source("p4")), {"kind": "finish"})
+    ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [], "leg_plan_ids": [P[1]]}})
+    ledger(lakehouse, "r", *leg(source(P[0], P[1], P[2])), *leg(source(P[3]), index=1, checkpoint_id="c1"))
+    ledger(lakehouse, "gone", *leg(source(P[4])), {"kind": "finish"})
     assert release_pins(lakehouse, "r", "src.t") == []
     ledger(lakehouse, "r", {"kind": "retire", "checkpoint_id": "c0"})
     assert release_pins(lakehouse, "r", "src.t") == [snapshots[0]]
@@ -206,14 +210,14 @@ def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
 def test_claimed_pin_is_taken_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run's claim that lands between the look and the removal of the tag is heard of behind it."""
     snapshot = append(lakehouse)
-    plan(lakehouse, snapshot, "p0")
-    ledger(lakehouse, "r", *leg(source("p0")), {"kind": "retire", "checkpoint_id": "c0"})
+    plan(lakehouse, snapshot, P[0])
+    ledger(lakehouse, "r", *leg(source(P[0])), {"kind": "retire", "checkpoint_id": "c0"})
     ledger(lakehouse, "r", *leg(source(), index=1, checkpoint_id="c1"))
     commit = GuardedSqlCatalog.commit_table
 
     def raced(self: SqlCatalog, table: Any, *rest: Any) -> Any:
         monkeypatch.undo()
-        ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": ["p0"]}})
+        ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [P[0]]}})
         return commit(self, table, *rest)  # type: ignore[arg-type]  # the patched method's own signature
 
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", raced)
@@ -242,10 +246,10 @@ def test_pins_of_all_tables_or_of_one_run(lakehouse: Lakehouse) -> None:
     """Without a name all planned tables are listed, dropped ones left out; a name is that of a run or of a table."""
     for name in ("src.a", "src.gone"):
         lakehouse.catalog.create_table(name, ROWS.schema)
-    for name in ("src.t", "src.a", "src.gone"):
-        plan(lakehouse, append(lakehouse, name), f"plan of {name}", name)
+    for plan_id, name in zip(P, ("src.t", "src.a", "src.gone"), strict=False):
+        plan(lakehouse, append(lakehouse, name), plan_id, name)
     lakehouse.catalog.drop_table("src.gone")
-    ledger(lakehouse, "r", *leg(source("plan of src.a")))
+    ledger(lakehouse, "r", *leg(source(P[1])))
     assert [one.table for one in pins_table(lakehouse)] == ["src.a", "src.t"]
     assert [one.table for one in pins_table(lakehouse, "r")] == ["src.a"]
     assert [one.table for one in pins_table(lakehouse, "src.t")] == ["src.t"]
@@ -256,15 +260,15 @@ def test_pins_of_all_tables_or_of_one_run(lakehouse: Lakehouse) -> None:
 def test_unpinning_is_refused_while_a_run_needs_it(lakehouse: Lakehouse) -> None:
     """A pin that an unfinished run needs stays, unless forced; a finished run needs nothing; twice is once."""
     snapshot = append(lakehouse)
-    plan(lakehouse, snapshot, "p1")
-    ledger(lakehouse, "busy", *leg(source("p1")))
+    plan(lakehouse, snapshot, P[1])
+    ledger(lakehouse, "busy", *leg(source(P[1])))
     with pytest.raises(SpecInvalid, match=r"found \['busy'\]"):
         remove_pin(lakehouse, "src.t", snapshot)
     ledger(lakehouse, "busy", {"kind": "finish"})
     assert remove_pin(lakehouse, "src.t", snapshot)
     assert not remove_pin(lakehouse, "src.t", snapshot)
-    plan(lakehouse, snapshot, "p1")
-    ledger(lakehouse, "next", *leg(source("p1")))
+    plan(lakehouse, snapshot, P[1])
+    ledger(lakehouse, "next", *leg(source(P[1])))
     assert remove_pin(lakehouse, "src.t", snapshot, force=True)
     assert lakehouse.load("src.t").refs().keys() == {"main"}
 

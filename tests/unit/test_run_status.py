@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from dlac_pipeline.audit.wording import lay_out_facts
 from dlac_pipeline.cli.display import command_with, describe_live, describe_outcome, describe_status
 from dlac_pipeline.cli.runs import describe_incident
+from dlac_pipeline.cli.shared import facts_table
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow
 from dlac_pipeline.operations.status import current_failure, standing_of
@@ -255,7 +257,9 @@ def test_status_fits_terminal(width: int) -> None:
         describe_incident(recovery(cause="KeyError: " + LONG * 3)),
     ]
     for facts in described:
-        lines = lay_out_facts(facts, width)
+        output = io.StringIO()
+        Console(file=output, width=width).print(facts_table(facts))
+        lines = output.getvalue().splitlines()
         assert max(map(len, lines)) <= width
         assert not any("None" in line or "0/s" in line or "per |" in line for line in lines)
 

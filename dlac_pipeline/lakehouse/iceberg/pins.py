@@ -4,12 +4,14 @@ A pin is a tag `dlac-pin-<snapshot id>`. The ledger shows which runs need it: th
 names its snapshot. Tables count by their uuid: a renamed table is the same.
 """
 
+import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, UnauthorizedError
 from pyiceberg.manifest import ManifestContent, ManifestFile
@@ -26,7 +28,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, Colu
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _PREFIX = pin_tag(0).removesuffix("0")
-_PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
+_PLAN_ID = re.compile(r"\b[0-9a-f]{24}\b")
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
 _UNTAGGED = (
@@ -216,24 +218,12 @@ def _named(rows: Iterable[LegRow | ClaimRow]) -> Iterator[str]:
     """Every plan id in these rows, and `table@snapshot` of every table that they name with one."""
     for row in rows:
         if isinstance(row, LegRow):
-            yield from _in_json(row.record)
+            yield from _PLAN_ID.findall(json.dumps(row.record))
+            sources = row.record.get("sources", ())
+            yield from (_key(str(each.get("table_uuid")), each.get("snapshot_id")) for each in sources)
         else:
             yield from (*row.plan_ids, *row.leg_plan_ids)
             yield from (_key(each.table_uuid, each.snapshot_id) for each in row.planned)
-
-
-def _in_json(value: Any, *, holds_plans: bool = False) -> Iterator[str]:
-    """The names in a leg's record: all text under a key that holds plan ids, whatever its shape, and tables with snapshots."""
-    if isinstance(value, str) and holds_plans:
-        yield value
-    elif isinstance(value, list):
-        for one in value:
-            yield from _in_json(one, holds_plans=holds_plans)
-    elif isinstance(value, dict):
-        if "snapshot_id" in value and not holds_plans:
-            yield _key(str(value.get("table_uuid")), value["snapshot_id"])
-        for name, inner in value.items():
-            yield from _in_json(inner, holds_plans=holds_plans or name in _PLAN_KEYS)
 
 
 def _key(table_uuid: str, snapshot_id: object) -> str:
