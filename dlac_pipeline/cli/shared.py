@@ -186,22 +186,22 @@ def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     if OUT.measure(table, options=OUT.options.update(width=_WIDE)).maximum <= OUT.width:
         OUT.print(table)
     else:
-        _show_blocks(names, cells)
+        _show_blocks(zip(names, (cell.plain for cell in row), strict=True) for row in cells)
 
 
 def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), empty: str) -> None:
     """Show a table without lines and empty columns, by the rule of `show_rows`, or the sentence `empty` without a row.
 
-    `right` names the columns of numbers. Tables of thousands of rows are laid out here, because Rich takes seconds for them.
+    `right` names the columns of numbers. Rich takes seconds for thousands of rows, so they are laid out here.
     """
     if not rows:
         show_text(empty)
         return
     used = [index for index in range(len(names)) if any(row[index] for row in rows)]
-    names, *shown = [[row[index].replace("\n", " ") for index in used] for row in (names, *rows)]
+    names, *shown = [[terminal_text(row[index].replace("\n", " ")) for index in used] for row in (names, *rows)]
     widths = [max(map(cell_len, column)) for column in zip(names, *shown, strict=True)]
     if sum(widths) + len(_GAP) * (len(widths) - 1) > OUT.width:
-        _show_blocks(names, [list(map(_cell, row)) for row in shown])
+        _show_blocks([(name, cell) for name, cell in zip(names, row, strict=True) if cell] for row in shown)
         return
     for row in (names, *shown):
         padded = []
@@ -211,9 +211,13 @@ def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
         OUT.print(Text(_GAP.join(padded).rstrip()), soft_wrap=True)
 
 
-def _show_blocks(names: Sequence[str], rows: Iterable[Sequence[Text]]) -> None:
-    for row in rows:
-        OUT.print(_block(zip(map(_cell, names), row, strict=True)), "", sep="")
+def _show_blocks(blocks: Iterable[Iterable[tuple[str, str]]]) -> None:
+    """Print names and values, each pair on a line. The lines are broken at the width of the terminal."""
+    for block in blocks:
+        pairs = list(block)
+        width = max(cell_len(name) for name, _ in pairs)
+        lines = [f"{name}{' ' * (width - cell_len(name))}{_GAP}{value}" for name, value in pairs]
+        OUT.print(Text("\n".join([*lines, ""]), overflow="fold"))
 
 
 def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:

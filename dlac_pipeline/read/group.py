@@ -78,10 +78,10 @@ class GroupReader:
         self._at = samples_before
         self._open_stream = open_stream
         self._cursors = list(cursors)
-        self._streams = {
-            source: open_stream(source, part.group, cursor) for source, cursor in enumerate(cursors) if active[source]
-        }
         self._active = tuple(active)
+        self._streams: dict[int, Stream] = {}
+        """Of the sources that were drawn. A late one would take memory from those that are read before it."""
+        self._open(self._active)
 
     @property
     def cursors(self) -> list[Cursor]:
@@ -94,7 +94,16 @@ class GroupReader:
     @property
     def present(self) -> Present:
         """The sources from which a sample can still come."""
-        return tuple(here and not self._streams[source].exhausted for source, here in enumerate(self._active))
+        ended = {source for source, stream in self._streams.items() if stream.exhausted}
+        present = tuple(here and source not in ended for source, here in enumerate(self._active))
+        return self.present if self._open(present) else present
+
+    def _open(self, present: Present) -> bool:
+        """Open the streams of the sources that are drawn while these remain. Return True if there are new ones."""
+        drawn = [source for source, here in enumerate(self._mixture.drawn(present)) if here]
+        new = [source for source in drawn if source not in self._streams]
+        self._streams |= {source: self._open_stream(source, self._group, self._cursors[source]) for source in new}
+        return bool(new)
 
     def take(self, *, give: bool = True) -> GroupBatch:
         """Return the next batch's part. The cursors move over all slots. Without `give` no pieces are made."""
@@ -123,16 +132,15 @@ class GroupReader:
 
     def ready_batches(self, limit: int) -> int:
         """Return how many batches, up to `limit`, the blocks being read are sure to fill."""
-        here = [index for index, active in enumerate(self._active) if active]
-        ready = {source: self._streams[source].ready_rows for source in here}
-        if len(here) == 1:
-            return min(limit, ready[here[0]] // self._slots)
+        ready = {source: stream.ready_rows for source, stream in self._streams.items()}
+        if len(ready) == 1:
+            return min(limit, sum(ready.values()) // self._slots)
         limit = min(limit, sum(ready.values()) // self._slots)
         if limit:
             schedule = self._schedule(limit)
-            for source in here:
+            for source, rows in ready.items():
                 until = (schedule == source).sum(axis=1).cumsum()
-                limit = min(limit, int(until.searchsorted(ready[source], side="right")))
+                limit = min(limit, int(until.searchsorted(rows, side="right")))
         return limit
 
     def run(self, batches: int) -> GroupRun:

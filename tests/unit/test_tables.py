@@ -56,8 +56,9 @@ def test_wide_rows_become_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     shared.show_table(("run", "state"), [], empty="no run yet")
     lines = [line.split() for line in screen.lines()]
     assert lines == [
-        ["run", LONG[:53]],
-        [LONG[53:]],
+        ["run"],
+        [LONG[:60]],
+        [LONG[60:]],
         ["state", "dead"],
         [],
         ["run", "r"],
