@@ -80,7 +80,8 @@ def open_audit(
     DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
     """
     needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
-    with ExitStack() as opened:  # what is left open by an error would end a forked process that collects it as garbage
+    # Closed after an error, too: a process that is forked later would crash when it frees an open connection as garbage.
+    with ExitStack() as opened:
         connection = opened.enter_context(duckdb.connect())
         connection.execute(f"SET temp_directory = {sql_literals([f'{gettempdir()}/dlac-{uuid4().hex}'])}")
         connection.execute("ATTACH ':memory:' AS lakehouse (COMPRESS); USE lakehouse")

@@ -3,11 +3,11 @@
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from dlac_pipeline.audit.audit import audit_open_run, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of, sql_script
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 _AUDIT = "totals problems advances slices units "
@@ -30,15 +30,22 @@ def training_content(lakehouse: Lakehouse, run: str, checkpoint: str | None = No
     return found
 
 
-def write_summary(runs: list[dict[str, Any]], template: str, *, provenance: str) -> str:
-    """Return the text of a template about `training_content`. Raises `SpecInvalid` for an unknown template."""
-    folder = files(__package__) / "templates"
-    known = {each.name.removesuffix(".md"): each for each in folder.iterdir()}
-    if template not in known:
-        raise SpecInvalid(f"expected one of the templates {sorted(known)!r}, found {template!r}: name one of these")
-    text = Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(known[template].read_text())
+def read_template(name: str) -> Template:
+    """Return a template for `write_summary`. Raises `SpecInvalid` for an unknown one."""
+    known = {each.name.removesuffix(".md"): each for each in (files(__package__) / "templates").iterdir()}
+    if name not in known:
+        raise SpecInvalid(f"expected one of the templates {sorted(known)!r}, found {name!r}: name one of these")
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["cell"] = lambda text: " ".join(str(text).replace("|", "\\|").split())
+    return environment.from_string(known[name].read_text())
+
+
+def write_summary(runs: list[dict[str, Any]], template: Template, *, provenance: str) -> str:
+    """Return the text of a template about `training_content`. Raises `NoSuchCheckpoint` if nothing was trained yet."""
     sources = [source for each in runs for source in each["sources"]]
-    return text.render(
+    if not sources:
+        raise NoSuchCheckpoint(f"expected a checkpoint of run {runs[0]['run']!r}, found none yet: train it first")
+    return template.render(
         provenance=provenance,
         runs=runs,
         newest=runs[0],
@@ -46,6 +53,8 @@ def write_summary(runs: list[dict[str, Any]], template: str, *, provenance: str)
         oldest=runs[-1],
         rows_consumed=sum(each["rows_consumed"] for each in runs),
         tokens=sum(each["sources"][0]["tokens"] or 0 for each in runs if each["sources"]),
+        since=min(source["since"] for source in sources),
+        until=max(source["until"] for source in sources),
         excluded=any(source["excluded"] for source in sources),
         exact=all(each["exact"] for each in runs),
         problems=[problem for each in runs for problem in each["problems"]],

@@ -29,13 +29,12 @@ def summary(
 
     eu-2025: the public summary of training content that the European Commission asks for, in Markdown. The provider completes it.
     """
-    from dlac_pipeline.audit.summary import training_content, write_summary
+    from dlac_pipeline.audit.summary import read_template, training_content, write_summary
 
-    lakehouse = ui.lakehouse_of(spec, home)
+    form, lakehouse = read_template(template), ui.lakehouse_of(spec, home)
     runs = training_content(lakehouse, run, checkpoint)
     if as_json:
         ui.show_json(runs)
     else:
-        sys.stdout.write(
-            write_summary(runs, template, provenance=f"DLAC, table {'.'.join(lakehouse.own('consumption').name())}")
-        )
+        ledger = ".".join(lakehouse.own("consumption").name())
+        sys.stdout.write(ui.terminal_text(write_summary(runs, form, provenance=f"DLAC, table {ledger}")))

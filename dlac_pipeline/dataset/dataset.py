@@ -27,6 +27,9 @@ from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots, summing_over
 from dlac_pipeline.spec.job_spec import JobSpec
 
+# A worker that frees garbage of the process that forked it can crash: a connection to DuckDB waits for threads that it has not.
+os.register_at_fork(after_in_child=gc.freeze)
+
 
 class DlacDataset(IterableDataset[DictBatch]):
     """One rank's batches from its position to the end of the last pass. Each iteration resumes at the consumer's position.
@@ -224,10 +227,6 @@ class DlacDataset(IterableDataset[DictBatch]):
     def _open(self) -> OpenLeg:
         """The leg, opened by this process: a forked worker shares no connection with its parent."""
         if self._opened is None or self._opened[0] != os.getpid():
-            if (
-                get_worker_info() is not None
-            ):  # to free the garbage of the process before a fork may wait for its threads
-                gc.freeze()
             own = self._plans is not None and self._plans[0] == os.getpid()
             plans = self._plans[1] if own and self._plans else Plans(connect(self.spec.lakehouse))
             self._opened = os.getpid(), open_leg(plans, self.leg, self.spec)
