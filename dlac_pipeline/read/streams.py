@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -162,26 +162,33 @@ class BlockWalk(Generic[Prepared]):
             self._current = None
 
 
-class Walk(Protocol):
-    """Iterator over the blocks of a key group, whose rows are samples."""
+class UndecodedWalk:
+    """Iteration over (range, no columns): for rows whose places alone are wanted."""
 
-    def __next__(self) -> tuple[RowRange, Columns]: ...
+    def __init__(self, row_ranges: Iterator[RowRange]) -> None:
+        self._row_ranges = row_ranges
+        self._upcoming = next(row_ranges, None)
+
+    def __next__(self) -> tuple[RowRange, Columns]:
+        row_range, self._upcoming = self._upcoming, next(self._row_ranges, None)
+        if row_range is None:
+            raise StopIteration
+        return row_range, {}
 
     @property
     def is_ended(self) -> bool:
         """True if no block follows."""
-        ...
+        return self._upcoming is None
 
     def close(self) -> None:
-        """Forget held blocks and requests."""
-        ...
+        """Do nothing: no block is held."""
 
 
 @dataclass(slots=True)
 class RowStream:
     """Live rows as samples."""
 
-    _walk: Walk
+    _walk: BlockWalk[Columns] | UndecodedWalk
     cursor: Cursor
     _row_range: RowRange | None = None
     _columns: Columns = field(default_factory=dict)
