@@ -141,11 +141,6 @@ class RankReader:
             for group in self.groups
         ]
 
-    @property
-    def last_step(self) -> int | None:
-        """The step with which the leg ends, where it is known beforehand."""
-        return self._order.total_steps
-
     def __iter__(self) -> Iterator[Batch]:
         return self._counted() if self._order.counted else self._batches_with_counts()
 
