@@ -27,7 +27,6 @@ class DlacRendezvous(rendezvous.RendezvousHandler):
     def __init__(self, run_id: str, launch: LaunchSpec, *, batch_size: int) -> None:
         """`launch` has the limits of nodes and times. The world size divides `batch_size`, unless that is 0."""
         self._run_id = run_id
-        self._launch = launch
         self._membership = Membership(run_id, launch, batch_size=batch_size, config="")
         self._round: Round | None = None
         self._closed = False

@@ -9,7 +9,8 @@ from dlac_pipeline.plan.mixture import Mixture, Present
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.line import BlockAdvance
-from dlac_pipeline.read.streams import Columns, RowStream, Stream
+from dlac_pipeline.read.packing import Stream
+from dlac_pipeline.read.streams import Columns, RowStream
 
 OpenStream = Callable[[int, int, Cursor], Stream]
 """(source, key group, cursor) -> stream."""

@@ -1,8 +1,7 @@
-"""Packing: documents of one key group's blocks in, sequences of T tokens out, or, without packing, samples."""
+"""Streams of items: documents of one key group's blocks in, sequences of T tokens out, or, without packing, samples."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Generic
 
 import numpy as np
@@ -11,38 +10,37 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.documents import Documents, Samples
-from dlac_pipeline.read.line import BlockAdvance, Content, Line, Piece
-from dlac_pipeline.rows.columns import Array
+from dlac_pipeline.read.line import BlockAdvance, Content, Line, Piece, merge
+from dlac_pipeline.read.streams import Given, RowStream
+from dlac_pipeline.rows.columns import Array, Column
 
 BEGINNING = Cursor()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Taken:
-    """Result of one call. `cursor` is where the line resumes."""
-
-    count: int
-    """Sequences or samples, fewer than requested at the end of the line."""
-    items: int
-    cursor: Cursor
-    advances: list[BlockAdvance]
-    columns: dict[str, Array]
-    """Column -> [count] or [count, length]. No columns where nothing is laid out."""
-
-
 class ItemLine(ABC, Generic[Content]):
-    """Items of one key group and source, from the cursor `start` on, laid out `length` at a time.
+    """Stream of items of one key group and source, from the cursor `start` on, laid out `length` at a time.
 
     At the end of the line the last rest that is shorter than `length` is given too (`drain`), or stays pending after the
     cursor. The result does not depend on where the line was resumed or how many were taken at a time.
     """
 
+    ready_rows = 0
+    """The samples of a block are not known before they are laid out."""
+
     def __init__(
-        self, blocks: Iterable[tuple[int, int, Content]], *, length: int, start: Cursor = BEGINNING, drain: bool = True
+        self,
+        blocks: Iterable[tuple[int, int, Content]],
+        *,
+        length: int = 1,
+        start: Cursor = BEGINNING,
+        drain: bool = True,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
+        """`close` releases the blocks."""
         self._line = Line(blocks, start)
         self._length = length
         self._drain = drain
+        self.close = close
 
     @property
     def cursor(self) -> Cursor:
@@ -56,23 +54,28 @@ class ItemLine(ABC, Generic[Content]):
         ready = self._line.fill(need)
         return ready < need and (ready > 0 or self._line.done)
 
-    def take(self, count: int, *, lay_out: bool = True) -> Taken:
-        """Return up to `count` sequences or samples, or only pass over them without columns (`lay_out`).
+    def take(self, count: int, low: int, high: int) -> Given:
+        """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them, laid end to end.
 
         Raises `CursorMismatch` if the first block does not continue where the line was to be resumed.
         """
+        parts = [self._pass(each) for each in (low, high - low, count - high)]
+        items, contents, _ = parts[1]
+        columns = {name: Column(array) for name, array in self._columns(contents, items).items()} if items else {}
+        return Given(
+            count=sum(-(-passed // self._length) for passed, _, _ in parts),
+            items=items,
+            pieces=[(columns, np.arange(-(-items // self._length)))] if items else [],
+            advances=merge(advance for _, _, advances in parts for advance in advances),
+        )
+
+    def _pass(self, count: int) -> tuple[int, list[Piece[Content]], list[BlockAdvance]]:
+        """Pass up to this many samples. Return the number of their items, the items, and what was moved."""
         wanted = count * self._length
         items = min(wanted, self._line.fill(wanted))
         if not self._drain:
             items -= items % self._length
-        pieces, advances = self._line.take(items)
-        return Taken(
-            count=-(-items // self._length),
-            items=items,
-            cursor=self.cursor,
-            advances=advances,
-            columns=self._columns(pieces, items) if lay_out else {},
-        )
+        return items, *self._line.take(items)
 
     @abstractmethod
     def _columns(self, pieces: list[Piece[Content]], items: int) -> dict[str, Array]:
@@ -99,10 +102,11 @@ class Packer(ItemLine[Documents]):
         start: Cursor = BEGINNING,
         drain: bool = True,
         pad_id: int = 0,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         if length < 1:
             raise SpecInvalid(f"expected sequences of at least 1 token, found length {length!r}")
-        super().__init__(blocks, length=length, start=start, drain=drain)
+        super().__init__(blocks, length=length, start=start, drain=drain, close=close)
         self._pad_id = pad_id
 
     def _columns(self, pieces: list[Piece[Documents]], items: int) -> dict[str, Array]:
@@ -126,12 +130,13 @@ class Packer(ItemLine[Documents]):
 class Sampler(ItemLine[Samples]):
     """Samples without packing."""
 
-    def __init__(self, blocks: Iterable[tuple[int, int, Samples]], *, start: Cursor = BEGINNING) -> None:
-        super().__init__(blocks, length=1, start=start)
-
     def _columns(self, pieces: list[Piece[Samples]], items: int) -> dict[str, Array]:
         names = pieces[0][0].columns if pieces else ()
         return {name: _end_to_end([each.columns[name][low:high] for each, low, high in pieces]) for name in names}
+
+
+Stream = RowStream | ItemLine[Documents] | ItemLine[Samples]
+"""One key group's samples of one source."""
 
 
 def _starts(pieces: list[Piece[Documents]], items: int, length: int) -> Ints:

@@ -28,9 +28,9 @@ from dlac_pipeline.read.documents import Documents, Samples
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
 from dlac_pipeline.read.line import Content
 from dlac_pipeline.read.memory import Buffers
-from dlac_pipeline.read.packing import ItemLine, Packer, Sampler
+from dlac_pipeline.read.packing import ItemLine, Packer, Sampler, Stream
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.streams import Columns, ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
+from dlac_pipeline.read.streams import Columns, RowStream, SourceBlocks, size_of_columns
 from dlac_pipeline.rows.columns import Array, ColumnKind
 
 if TYPE_CHECKING:
@@ -140,11 +140,6 @@ class RankReader:
             )
             for group in self.groups
         ]
-
-    @property
-    def last_step(self) -> int | None:
-        """The step with which the leg ends, where it is known beforehand."""
-        return self._order.total_steps
 
     def __iter__(self) -> Iterator[Batch]:
         return self._counted() if self._order.counted else self._batches_with_counts()
@@ -329,11 +324,11 @@ def _opener(opened: "OpenLeg", prefetch: Prefetcher, index: int) -> Callable[[in
 
 def _open_items(
     blocks: SourceBlocks[Content], line: Callable[..., ItemLine[Content]]
-) -> Callable[[int, Cursor], Stream]:
-    def open_from(group: int, cursor: Cursor) -> Stream:
+) -> Callable[[int, Cursor], ItemLine[Content]]:
+    def open_from(group: int, cursor: Cursor) -> ItemLine[Content]:
         walk = blocks.walk(group, cursor)
         numbered = ((row_range.pass_index, row_range.block.index, content) for row_range, content in walk)
-        return ItemStream(walk, line(numbered, start=cursor))
+        return line(numbered, start=cursor, close=walk.close)
 
     return open_from
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from dlac_pipeline.plan.cut import Block
 from dlac_pipeline.plan.order import LegOrder, ReaderState
-from dlac_pipeline.plan.source_order import Cursor, RowRange, SourceOrder
+from dlac_pipeline.plan.source_order import Cursor, SourceOrder
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
 from dlac_pipeline.read.line import BlockAdvance
-from dlac_pipeline.read.streams import Columns, RowStream
+from dlac_pipeline.read.streams import RowStream, UndecodedWalk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,33 +38,14 @@ class SampleRow:
     """End of the row's items in this sample, where the row has more."""
 
 
-class _Undecoded:
-    """The blocks of a key group from a cursor on, without their rows."""
-
-    def __init__(self, order: SourceOrder, group: int, cursor: Cursor) -> None:
-        self._row_ranges = order.row_ranges(group, order.consumed_at(group, cursor))
-        self._upcoming = next(self._row_ranges, None)
-
-    def __next__(self) -> tuple[RowRange, Columns]:
-        """Return the next range, and no columns."""
-        row_range = self._upcoming
-        if row_range is None:
-            raise StopIteration
-        self._upcoming = next(self._row_ranges, None)
-        return row_range, {}
-
-    @property
-    def is_ended(self) -> bool:
-        """True if no block follows."""
-        return self._upcoming is None
-
-    def close(self) -> None:
-        """Do nothing: no block is held."""
-
-
 def undecoded_streams(order: LegOrder) -> OpenStream:
     """Return the function that opens streams of rows which are not decoded. Counted legs only."""
-    return lambda source, group, cursor: RowStream(_Undecoded(order.sources[source], group, cursor), cursor)
+
+    def open_stream(source: int, group: int, cursor: Cursor) -> RowStream:
+        mine = order.sources[source]
+        return RowStream(UndecodedWalk(mine.row_ranges(group, mine.consumed_at(group, cursor))), cursor)
+
+    return open_stream
 
 
 def sample_rows(

@@ -1,8 +1,8 @@
-"""Samples of one key group from one source, from a cursor on: rows as they are, or what a transform and packing make of them."""
+"""Blocks of one key group from one source, from a cursor on, prepared ahead, and the stream of their rows as samples."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +12,7 @@ from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.source_order import Cursor, RowRange, SourceOrder
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.line import BlockAdvance, Content, merge
-from dlac_pipeline.read.packing import ItemLine, Taken
+from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.prefetch import Prefetcher, Wanted
 from dlac_pipeline.rows.columns import Column
 from dlac_pipeline.rows.transform import RowRejected
@@ -162,26 +161,33 @@ class BlockWalk(Generic[Prepared]):
             self._current = None
 
 
-class Walk(Protocol):
-    """Iterator over the blocks of a key group, whose rows are samples."""
+class UndecodedWalk:
+    """Iteration over (range, no columns): for rows whose places alone are wanted."""
 
-    def __next__(self) -> tuple[RowRange, Columns]: ...
+    def __init__(self, row_ranges: Iterator[RowRange]) -> None:
+        self._row_ranges = row_ranges
+        self._upcoming = next(row_ranges, None)
+
+    def __next__(self) -> tuple[RowRange, Columns]:
+        row_range, self._upcoming = self._upcoming, next(self._row_ranges, None)
+        if row_range is None:
+            raise StopIteration
+        return row_range, {}
 
     @property
     def is_ended(self) -> bool:
         """True if no block follows."""
-        ...
+        return self._upcoming is None
 
     def close(self) -> None:
-        """Forget held blocks and requests."""
-        ...
+        """Do nothing: no block is held."""
 
 
 @dataclass(slots=True)
 class RowStream:
     """Live rows as samples."""
 
-    _walk: Walk
+    _walk: BlockWalk[Columns] | UndecodedWalk
     cursor: Cursor
     _row_range: RowRange | None = None
     _columns: Columns = field(default_factory=dict)
@@ -258,53 +264,4 @@ class RowStream:
         )
 
 
-class ItemStream:
-    """Samples that a transform or packing makes of live rows."""
-
-    ready_rows = 0
-    """The samples of a block are not known before they are laid out."""
-
-    def __init__(self, walk: BlockWalk[Content], line: ItemLine[Content]) -> None:
-        self._walk = walk
-        self._line = line
-
-    @property
-    def cursor(self) -> Cursor:
-        """The cursor directly after the last item taken."""
-        return self._line.cursor
-
-    @property
-    def exhausted(self) -> bool:
-        """True if no sample can follow."""
-        return self._line.exhausted
-
-    def take(self, count: int, low: int, high: int) -> Given:
-        """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them."""
-        parts: list[Taken] = []
-        items = 0
-        pieces: list[Piece] = []
-        if low:
-            parts.append(self._line.take(low, lay_out=False))
-        if low < high:
-            taken = self._line.take(high - low)
-            parts.append(taken)
-            items = taken.items
-            columns = {name: Column(array) for name, array in taken.columns.items()}
-            pieces = [(columns, np.arange(taken.count, dtype=np.int64))] if taken.count else []
-        if high < count:
-            parts.append(self._line.take(count - high, lay_out=False))
-        return Given(
-            count=sum(part.count for part in parts),
-            items=items,
-            pieces=pieces,
-            advances=merge(advance for part in parts for advance in part.advances),
-        )
-
-    def close(self) -> None:
-        """Release the blocks."""
-        self._walk.close()
-
-
-Stream = RowStream | ItemStream
-"""One key group's samples of one source."""
 _NOTHING = np.zeros(0, dtype=np.int64)

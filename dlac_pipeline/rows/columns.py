@@ -79,21 +79,6 @@ class Column:
         used = self.values if offsets is None else self.values[int(offsets[0]) : int(offsets[-1])]
         return sum(array.nbytes for array in (used, offsets, self.valid) if array is not None)
 
-    def part(self, first: int, rows: int) -> "Column":
-        """The rows first .. first+rows-1, as a view."""
-        valid = None if self.valid is None else self.valid[first : first + rows]
-        if self.offsets is None:
-            return Column(self.values[first : first + rows], None, valid)
-        return Column(self.values, self.offsets[first : first + rows + 1], valid)
-
-    def copy(self) -> "Column":
-        """Return the same rows in arrays of their own, so that the viewed memory may be freed."""
-        valid = None if self.valid is None else self.valid.copy()
-        if self.offsets is None:
-            return Column(self.values.copy(), None, valid)
-        start, end = int(self.offsets[0]), int(self.offsets[-1])
-        return Column(self.values[start:end].copy(), self.offsets - start, valid)
-
 
 def kinds_of(
     schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()

@@ -240,8 +240,6 @@ def test_row_ids_are_inherited_from_the_manifest(tmp_path: Path) -> None:
     own = hand.append(rows(range(3)), row_id=500)
     found = {file.path: file.first_row_id for file in live_files(hand.table, hand.snapshot_id)}
     assert found == {first: 0, second: 6, own: 500}
-    groups = row_groups_of(hand.table, hand.snapshot_id, "")
-    assert [(one.first_row, one.first_row_id) for one in groups if one.file_path == second] == [(0, 6), (4, 10)]
 
 
 def test_a_live_file_says_which_snapshot_added_it(hand: HandTable) -> None:

@@ -54,15 +54,6 @@ def test_files_that_are_not_parquet_are_named(tmp_path: Path, file_format: FileF
             row_groups_of(hand.table, hand.snapshot_id, "")
 
 
-def test_own_row_ids_leave_no_first_id(tmp_path: Path) -> None:
-    """A compaction writes row ids into a column: they do not count on from a first one."""
-    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
-    with_ids = Schema(*SCHEMA.fields, NestedField(2147483540, "_row_id", LongType(), required=False))
-    hand.append(rows(2).append_column("_row_id", pa.array([7, 3])), schema=with_ids, statistics=False)
-    hand.append(rows(2))
-    assert [group.first_row_id for group in row_groups_of(hand.table, hand.snapshot_id, "")] == [None, 2]
-
-
 def test_a_dropped_partition_column_leaves_its_files_readable(tmp_path: Path) -> None:
     """The specs of old files name columns that are gone: filters on others, and deletes per partition, still hold."""
     hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_LANG, PartitionSpec(spec_id=1)])

@@ -44,8 +44,8 @@ def test_late_rows_come_last(arena: Arena) -> None:
 
 def test_packed_late_documents_come_last(datasets: Datasets) -> None:
     """The sequences of the late source's documents follow those of the other one, in each key group."""
-    datasets.append("src.c", rows_of(100, start=1000))
-    more = [{"table": "src.c", "columns": ["tokens"], "place": "late"}]
+    datasets.append("src.late", rows_of(100, start=1000))
+    more = [{"table": "src.late", "columns": ["tokens"], "place": "late"}]
     settings: dict[str, Any] = {"columns": ["tokens"], "length": 16, "batch_size": 16, "key_groups": 4}
     batches = [batch["tokens"] for batch in open_dataset(home=datasets.home, table="src.a", mixture=more, **settings)]
     for slot in range(16):

@@ -99,7 +99,7 @@ def test_dense_columns_become_typed_arrays(name: str, rows: list[Any], expected:
 
 @pytest.mark.parametrize("name", ["text", "blob", "tokens"])
 def test_ragged_columns_have_offsets(name: str) -> None:
-    """Row i is values[offsets[i]:offsets[i + 1]], for a slice of a longer array and for a copy too."""
+    """Row i is values[offsets[i]:offsets[i + 1]], also for a slice of a longer array."""
     examples: dict[str, list[Any]] = {
         "text": ["", "né", "x"],
         "blob": [b"", b"\0\xff", b"y"],
@@ -110,11 +110,9 @@ def test_ragged_columns_have_offsets(name: str) -> None:
     column = to_column(chunked(name, [rows[2], *rows]).slice(1), made, origin="here")
     assert column.offsets is not None
     raw = [one.encode() if isinstance(one, str) else one for one in rows]
-    for one in (column, column.copy(), column.part(0, 3).copy()):
-        assert one.offsets is not None
-        found = [one.values[one.offsets[row] : one.offsets[row + 1]].tolist() for row in range(3)]
-        assert found == [list(row) for row in raw]
-    assert column.part(1, 1).nbytes == column.part(1, 1).copy().nbytes
+    found = [column.values[column.offsets[row] : column.offsets[row + 1]].tolist() for row in range(3)]
+    assert found == [list(row) for row in raw]
+    assert column.nbytes == sum(map(len, raw)) * column.values.itemsize + column.offsets.nbytes
 
 
 @pytest.mark.parametrize(

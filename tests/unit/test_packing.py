@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples, source_rows
 from dlac_pipeline.read.line import BlockAdvance, merge
-from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler, Taken
+from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler
+from tests.takes import Taken, take
 
 EXAMPLES = settings(max_examples=80, deadline=None)
 PAD = -1
@@ -98,7 +99,7 @@ def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: C
     packer = Packer(line.documents(start), length=length, start=start, drain=drain, pad_id=PAD)
     taken: list[Taken] = []
     while not packer.exhausted:
-        taken.append(packer.take(sizes[len(taken) % len(sizes)]))
+        taken.append(take(packer, sizes[len(taken) % len(sizes)]))
         assert taken[-1].cursor == packer.cursor
     return taken
 
@@ -194,7 +195,7 @@ def test_shared_key_group_is_one_line(line: Line, length: int, mine: int, theirs
     whole = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     part = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     while not whole.exhausted:
-        taken, skipped, own = whole.take(theirs + mine), part.take(theirs, lay_out=False), part.take(mine)
+        taken, skipped, own = take(whole, theirs + mine), take(part, theirs, lay_out=False), take(part, mine)
         assert taken.cursor == part.cursor
         assert taken.count == skipped.count + own.count
         assert np.array_equal(taken.columns["tokens"][skipped.count :], own.columns["tokens"])
@@ -249,7 +250,7 @@ def test_cursor_is_independent_of_take_size(line: Line, length: int) -> None:
     ones = read(line, length, [1], drain=True)
     for count in range(1, len(ones) + 1):
         packer = Packer(line.documents(Cursor()), length=length)
-        assert packer.take(count, lay_out=False).cursor == ones[count - 1].cursor
+        assert take(packer, count, lay_out=False).cursor == ones[count - 1].cursor
 
 
 @EXAMPLES
@@ -260,18 +261,18 @@ def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
     seen = 0
     taken: list[Taken] = []
     while not sampler.exhausted:
-        taken.append(sampler.take(sizes[len(taken) % len(sizes)]))
+        taken.append(take(sampler, sizes[len(taken) % len(sizes)]))
         seen += taken[-1].count
         if seen < line.total:
             again = Sampler(line.samples(sampler.cursor), start=sampler.cursor)
             assert not again.exhausted
-            assert again.take(1).columns["x"].tolist() == [seen]
+            assert take(again, 1).columns["x"].tolist() == [seen]
     assert np.concatenate([np.zeros(0), *(s.columns["x"] for s in taken if s.count)]).tolist() == list(
         range(line.total)
     )
     assert all(s.columns["pair"].shape == (s.count, 2) for s in taken if s.count)
     check_advances(line, taken)
     other = Sampler(line.samples(Cursor()))
-    assert other.take(seen, lay_out=False).count == line.total
+    assert take(other, seen, lay_out=False).count == line.total
     assert other.exhausted
     assert other.cursor == sampler.cursor

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.masking import mask_secrets
@@ -23,6 +23,7 @@ Origin = Literal["", "script", "dlac", "passing", "peer"]
 - `peer`: another rank, whose connection broke.
 - empty: an error that DLAC names, or no exception at all.
 """
+_Link = TypeVar("_Link", BaseException, traceback.TracebackException)
 _TRACEBACK_CHARACTERS = 4000
 _PASSING_ERRNOS = frozenset(
     getattr(errno, name)
@@ -82,9 +83,10 @@ def _origin_of(err: BaseException, frames: traceback.StackSummary) -> Origin:
     return "dlac" if owners[-1:] == ["dlac"] else "script"
 
 
-def _chain_of(err: BaseException) -> Iterator[BaseException]:
+def _chain_of(err: _Link) -> Iterator[_Link]:
+    """Yield an exception, or its traceback, and those that it was raised from."""
     seen: set[int] = set()
-    current: BaseException | None = err
+    current: Any = err
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
@@ -155,16 +157,11 @@ def _library_folders() -> tuple[str, ...]:
 def _format_users_frames(err: BaseException) -> str:
     """Return the traceback with the frames of the user's code and the innermost one of each exception."""
     try:
-        found: traceback.TracebackException | None = traceback.TracebackException.from_exception(err, compact=True)
-        assert found is not None
-        text = found
-        seen: set[int] = set()
-        while found is not None and id(found) not in seen:
-            seen.add(id(found))
-            own = [frame for frame in found.stack[:-1] if _owner_of(frame.filename) == "user"]
-            found.stack = traceback.StackSummary.from_list([*own, *found.stack[-1:]])
-            found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
-        shown = mask_secrets("".join(text.format()).rstrip())  # a secret that is cut in two is not found
+        found = traceback.TracebackException.from_exception(err, compact=True)
+        for each in _chain_of(found):
+            own = [frame for frame in each.stack[:-1] if _owner_of(frame.filename) == "user"]
+            each.stack = traceback.StackSummary.from_list([*own, *each.stack[-1:]])
+        shown = mask_secrets("".join(found.format()).rstrip())  # a secret that is cut in two is not found
     except Exception:  # whatever a script's own exception class does, the record of its kind is kept
         return ""
     return shown if len(shown) <= _TRACEBACK_CHARACTERS else "...\n" + shown[-_TRACEBACK_CHARACTERS:]

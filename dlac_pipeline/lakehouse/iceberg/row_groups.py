@@ -22,8 +22,8 @@ from dlac_pipeline.lakehouse.filters.facts import Facts, of_counts
 from dlac_pipeline.lakehouse.filters.grammar import filter_names, parse_filter
 from dlac_pipeline.lakehouse.filters.literals import from_arrow
 from dlac_pipeline.lakehouse.iceberg import columns as parquet_columns
-from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, expect, field_ids, name_mapping_of, open_parquet
-from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, expect, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
 
 _THREADS = 4
@@ -31,11 +31,7 @@ _THREADS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGroup:
-    """One row group of one data file. `dead` contains the sorted offsets of the rows that are not read.
-
-    `first_row_id` is the v3 row id of its first row, from which its others count. It is None where the file has no such ids,
-    or has them in a column of its own (as a compaction writes them).
-    """
+    """One row group of one data file. `dead` contains the sorted offsets of the rows that are not read."""
 
     file_path: str
     row_group: int
@@ -43,7 +39,6 @@ class RowGroup:
     rows: int
     bytes: int
     dead: npt.NDArray[np.int64]
-    first_row_id: int | None = None
 
 
 def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Condition]:
@@ -126,7 +121,6 @@ class _Planner:
         deleted = self._deletes.dead_rows(file, parquet)
         wanted = self._in_file(file, parquet, self._schema, file.residual)
         excluded = [self._in_file(file, parquet, names, condition) for names, condition in self._excluded]
-        first_row_id = None if ROW_ID_FIELD_ID in field_ids(parquet.schema_arrow) else file.first_row_id
         groups, first_row = [], 0
         for index in range(parquet.num_row_groups):
             footer = parquet.metadata.row_group(index)
@@ -139,7 +133,6 @@ class _Planner:
                     rows=footer.num_rows,
                     bytes=footer.total_byte_size,
                     dead=_dead_rows(index, deleted[start:end] - first_row, footer.num_rows, wanted, excluded),
-                    first_row_id=None if first_row_id is None else first_row_id + first_row,
                 )
             )
             first_row += footer.num_rows

@@ -5,7 +5,7 @@ One checkpoint is one data file, so that a run of weeks has tens of thousands, a
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -177,12 +177,12 @@ class Upkept:
     """Result of upkeep on one of DLAC's tables."""
 
     table: str
-    merged_files: int
-    into_files: int
-    expired_snapshots: int
-    removed_files: int
-    removed_bytes: int
-    busy: bool
+    merged_files: int = 0
+    into_files: int = 0
+    expired_snapshots: int = 0
+    removed_files: int = 0
+    removed_bytes: int = 0
+    busy: bool = False
     """Others committed so often that something was left for the next time."""
 
 
@@ -199,21 +199,13 @@ def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upke
 
 
 def _upkeep_of(lakehouse: Lakehouse, name: str, keep: int) -> Upkept:
-    merged, expired, removed = Merged(), 0, Removed()
-    busy = False
+    done = Upkept(table=name)
     try:
         if name == "consumption":
             merged = compact(lakehouse, name)
-        expired = expire(lakehouse, name, keep=keep)
+            done = replace(done, merged_files=merged.files, into_files=merged.into)
+        done = replace(done, expired_snapshots=expire(lakehouse, name, keep=keep))
         removed = remove_orphans(lakehouse, name, checked=True)
+        return replace(done, removed_files=removed.files, removed_bytes=removed.bytes)
     except CommitConflict:
-        busy = True
-    return Upkept(
-        table=name,
-        merged_files=merged.files,
-        into_files=merged.into,
-        expired_snapshots=expired,
-        removed_files=removed.files,
-        removed_bytes=removed.bytes,
-        busy=busy,
-    )
+        return replace(done, busy=True)

@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInv
 from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
-from dlac_pipeline.plan.legs.leg import Leg, LegSequences, LegSource
+from dlac_pipeline.plan.legs.leg import ORDER_SETTINGS, Leg, LegSequences, LegSource
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import check_source, make_plan
 from dlac_pipeline.plan.source_order import SourceStart
@@ -146,21 +146,15 @@ def requested_leg(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Le
 
 
 def _bound_of(spec: JobSpec, source: SourceSpec) -> dict[str, Any]:
+    same = ("table", "weight", "follow", "on_reject", "place")
+    lists = ("columns", "exclude", "identity_columns", "nullable", "ragged")
     return {
+        **{name: getattr(source, name) for name in same},
+        **{name: tuple(getattr(source, name)) for name in lists},
         "name": source.label,
-        "table": source.table,
-        "columns": tuple(source.columns),
         "row_filter": source.planned_filter,
-        "exclude": tuple(source.exclude),
-        "weight": source.weight,
         "passes": _passes(spec, source),
-        "follow": source.follow,
-        "identity_columns": tuple(source.identity_columns),
-        "nullable": tuple(source.nullable),
-        "ragged": tuple(source.ragged),
         "transform": load_transform(source.transform).digest if source.transform else "",
-        "on_reject": source.on_reject,
-        "place": source.place,
     }
 
 
@@ -169,8 +163,7 @@ def _passes(spec: JobSpec, source: SourceSpec) -> int:
 
 
 def _settings(spec: JobSpec) -> dict[str, Any]:
-    names = ("seed", "key_groups", "batch_size", "block_slices", "shuffle", "steps")
-    bound = {name: getattr(spec.order, name) for name in names}
+    bound = {name: getattr(spec.order, name) for name in ORDER_SETTINGS}
     return {**bound, "sequences": sequences_of(spec.sequences, spec.source)}
 
 

@@ -16,6 +16,10 @@ from dlac_pipeline.plan.units import UnitTable
 
 LEG_VERSION = 2
 """Version of the record. Version 1 was never released."""
+ORDER_SETTINGS = ("seed", "key_groups", "batch_size", "block_slices", "shuffle", "steps")
+"""Settings of a job spec's order that a leg binds, by the names of both."""
+_NOT_BOUND = ("name", "table", "active", "quarantined", "start")
+"""Fields of a source that no setting binds. All others may not change within the leg."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +74,7 @@ class LegSource:
 
     def bound(self) -> dict[str, Any]:
         """Return what may not change within the leg, by name."""
-        names = ("table_uuid", "snapshot_id", "schema_id", "plan_id", "columns", "row_filter", "exclude", "weight")
-        more = ("passes", "follow", "identity_columns", "nullable", "ragged", "transform", "on_reject", "place")
-        return {name: getattr(self, name) for name in (*names, *more)}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_BOUND}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,8 +175,7 @@ class Leg:
 
     def bound(self) -> dict[str, Any]:
         """Return what may not change within the leg, by name. With several sources the source's name comes first."""
-        names = ("seed", "key_groups", "batch_size", "block_slices", "shuffle", "steps")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in ORDER_SETTINGS}
         found |= {f"sequences.{name}": getattr(self.sequences, name) for name in LegSequences.__dataclass_fields__}
         found["sources"] = len(self.sources)
         for index, source in enumerate(self.sources):

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +19,10 @@ from dlac_pipeline.read.joining import take_rows
 from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of, to_column
 from dlac_pipeline.rows.tokenizing import Tokenizer
-from dlac_pipeline.rows.transform import Reject, Transform, load_transform
+from dlac_pipeline.rows.transform import Transform, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
+
+Made = TypeVar("Made", Samples, Documents)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,53 +34,41 @@ class OpenSource:
     kinds: Mapping[str, ColumnKind]
     transform: Transform | None
 
-    @property
-    def _reject(self) -> Reject:
-        return "quarantine" if self.leg.on_reject == "quarantine" else "fail"
-
     def prepare_columns(self, row_range: RowRange, table: pa.Table) -> Columns:
         """Prepare a block whose rows are samples."""
         origin, live = _origin(row_range), _live_mask(row_range)
         return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in self.kinds.items()}
 
     def to_samples(self) -> Callable[[RowRange, pa.Table], Samples]:
-        """Return the preparation of blocks whose samples a transform makes. It is checked on the first block."""
-        checks = iter([True])
-
-        def prepare(row_range: RowRange, table: pa.Table) -> Samples:
-            live, positions = _live(row_range, table)
-            return samples_of(
-                live,
-                positions,
-                transform=self.transform,
-                reject=self._reject,
-                check=next(checks, False),
-                origin=_origin(row_range),
-            )
-
-        return prepare
+        """Return the preparation of blocks whose samples a transform makes."""
+        return self._preparation(lambda row_range: partial(samples_of, origin=_origin(row_range)))
 
     def to_documents(
         self, sequences: LegSequences, tokenizer: Tokenizer | None
     ) -> Callable[[RowRange, pa.Table], Documents]:
-        """Return the preparation of blocks whose rows are documents. The transform is checked on the first block."""
-        checks = iter([True])
+        """Return the preparation of blocks whose rows are documents."""
+        known = self.transform is not None or sequences.column in self.leg.columns
+        make = partial(
+            documents_of,
+            column=sequences.column if known else self.leg.columns[0],
+            tokenizer=tokenizer,
+            end_id=sequences.end_id,
+            begin_id=sequences.begin_id,
+        )
+        return self._preparation(lambda row_range: make)
 
-        def prepare(row_range: RowRange, table: pa.Table) -> Documents:
-            live, positions = _live(row_range, table)
-            known = self.transform is not None or sequences.column in table.column_names
-            column = sequences.column if known else table.column_names[0]
-            return documents_of(
-                live,
-                positions,
-                column=column,
-                transform=self.transform,
-                tokenizer=tokenizer,
-                end_id=sequences.end_id,
-                begin_id=sequences.begin_id,
-                reject=self._reject,
-                check=next(checks, False),
-            )
+    def _preparation(self, make: Callable[[RowRange], Callable[..., Made]]) -> Callable[[RowRange, pa.Table], Made]:
+        """Return the preparation of blocks. `make` returns the function of a block's live rows.
+
+        The transform is checked on the first block.
+        """
+        checks, reject = iter([True]), "quarantine" if self.leg.on_reject == "quarantine" else "fail"
+
+        def prepare(row_range: RowRange, table: pa.Table) -> Made:
+            block, start, stop = row_range.block, row_range.start, row_range.stop
+            live, positions = take_rows(table, block.rows_of(start, stop)), block.positions_of(start, stop)
+            check = next(checks, False)
+            return make(row_range)(live, positions, transform=self.transform, reject=reject, check=check)
 
         return prepare
 
@@ -100,12 +92,6 @@ def changed_since_plan(what: str, name: str) -> ResumeMismatch:
         f"expected the {what} with which the leg was planned, found another one at {name!r}: restore it, or start a run "
         "under another name"
     )
-
-
-def _live(row_range: RowRange, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:
-    """The rows of a row_range in reading order, and their positions in the block."""
-    block, start, stop = row_range.block, row_range.start, row_range.stop
-    return take_rows(table, block.rows_of(start, stop)), block.positions_of(start, stop)
 
 
 def _live_mask(row_range: RowRange) -> np.typing.NDArray[np.bool_] | None:
