@@ -44,7 +44,8 @@ class Removal:
 
     def begin(self, folders: Iterable[str]) -> None:
         """Remove these folders, then the others that are due, once the removals that began before are over."""
-        self._pool.submit(self.work, tuple(folders))
+        with suppress(RuntimeError):  # the process is about to exit: the next attempt removes them
+            self._pool.submit(self.work, tuple(folders))
 
     def work(self, folders: Iterable[str] = ()) -> None:
         """Remove the folders that are due, new ones first: however many fail, they do not wait for those."""
