@@ -186,7 +186,7 @@ def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     if OUT.measure(table, options=OUT.options.update(width=_WIDE)).maximum <= OUT.width:
         OUT.print(table)
     else:
-        _show_blocks(zip(names, (cell.plain for cell in row), strict=True) for row in cells)
+        _show_blocks(zip(map(terminal_text, names), (cell.plain for cell in row), strict=True) for row in cells)
 
 
 def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), empty: str) -> None:
@@ -215,8 +215,9 @@ def _show_blocks(blocks: Iterable[Iterable[tuple[str, str]]]) -> None:
     """Print names and values, each pair on a line. The lines are broken at the width of the terminal."""
     for block in blocks:
         pairs = list(block)
-        width = max(cell_len(name) for name, _ in pairs)
-        lines = [f"{name}{' ' * (width - cell_len(name))}{_GAP}{value}" for name, value in pairs]
+        width = max((cell_len(name) for name, _ in pairs), default=0)
+        below = "\n" + " " * width + _GAP
+        lines = [name + " " * (width - cell_len(name)) + _GAP + value.replace("\n", below) for name, value in pairs]
         OUT.print(Text("\n".join([*lines, ""]), overflow="fold"))
 
 

@@ -82,7 +82,8 @@ class GroupReader:
         self._active = tuple(active)
         self._streams: dict[int, Stream] = {}
         """Of the sources that were drawn. A late one would take memory from those that are read before it."""
-        self._open(self._active)
+        while self._open(self._active):
+            pass
 
     @property
     def cursors(self) -> list[Cursor]:
@@ -100,9 +101,13 @@ class GroupReader:
         return self.present if self._open(present) else present
 
     def _open(self, present: Present) -> bool:
-        """Open the streams of the sources that are drawn while these remain. Return True if there are new ones."""
-        drawn = [source for source, here in enumerate(self._mixture.drawn(present)) if here]
-        new = [source for source in drawn if source not in self._streams]
+        """Open the streams of sources that are drawn while these remain, or after their last blocks. True: one is new."""
+        last = {
+            source for source, stream in self._streams.items() if isinstance(stream, RowStream) and stream.in_last_block
+        }
+        soon = tuple(here and source not in last for source, here in enumerate(present))
+        drawn = zip(self._mixture.drawn(present), self._mixture.drawn(soon), strict=True)
+        new = [source for source, here in enumerate(drawn) if any(here) and source not in self._streams]
         self._streams |= {source: self._open_stream(source, self._group, self._cursors[source]) for source in new}
         return bool(new)
 

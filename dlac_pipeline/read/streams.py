@@ -194,6 +194,11 @@ class RowStream:
     _at: int = 0
 
     @property
+    def in_last_block(self) -> bool:
+        """True if no further block follows the one being read."""
+        return self._walk.is_ended
+
+    @property
     def exhausted(self) -> bool:
         """True if no row can follow."""
         return self._walk.is_ended and (self._row_range is None or self._at == self._row_range.stop)

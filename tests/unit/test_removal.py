@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store(tmp_path, monkeypatch)
 
 
-def wait_for_removals(retention: retentions.Retention) -> None:
+def wait_for_removals() -> None:
     """Wait until every removal has ended."""
-    retention._removal._pool.submit(int).result()
+    for thread in threading.enumerate():
+        if thread.name == "retention":
+            thread.join()
 
 
 def test_failed_removal_blocks_no_other(store: Store) -> None:
@@ -79,17 +82,17 @@ def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.
     for number in range(4, 8):
         retention.committed(head, [] if number == 4 else [str(number - 2)])
         head = store.row(number)
-        wait_for_removals(retention)
+        wait_for_removals()
     assert store.existing == [1, 3, 6, 7]
     (record,) = caplog.records
     assert "the folder is not empty" in record.getMessage()
     store.stuck = set()
     retention.committed(head, [])
-    wait_for_removals(retention)
+    wait_for_removals()
     assert store.existing == [6, 7]
     tries = store.tries
     retention.committed(store.row(8), [])
-    wait_for_removals(retention)
+    wait_for_removals()
     assert store.tries == tries  # nothing is left, and left-over folders are listed once
 
 
@@ -101,11 +104,11 @@ def test_many_failures_cost_commit_little(store: Store) -> None:
     retention.sweep()
     assert store.tries == many
     retention.committed(store.row(many), [])
-    wait_for_removals(retention)
+    wait_for_removals()
     assert store.tries == many + retentions.AGAIN_AT_ONCE
     store.stuck = set()
     retention.committed(store.row(many + 1), [str(many)])
-    wait_for_removals(retention)
+    wait_for_removals()
     assert store.existing == [*range(retentions.AGAIN_AT_ONCE), *range(2 * retentions.AGAIN_AT_ONCE, many), many + 1]
 
 
@@ -115,10 +118,10 @@ def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(StoreFiles, "children", _refuse)
         retention.committed(store.row(2), [])
-        wait_for_removals(retention)
+        wait_for_removals()
     assert store.existing == [0, 1, 2]
     retention.committed(store.row(3), [])
-    wait_for_removals(retention)
+    wait_for_removals()
     assert store.existing == [2, 3]
 
 
@@ -132,7 +135,7 @@ def test_failing_takes_no_commit_long(store: Store, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(retentions, "_FAILING_S", 10.0)
     store.stuck = {0}
     retention.committed(store.row(2), [])
-    wait_for_removals(retention)
+    wait_for_removals()
     assert store.existing == [0, 2]
 
 

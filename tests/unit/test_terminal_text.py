@@ -61,6 +61,7 @@ def test_tables_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch) -> N
     console = shared._SafeConsole(file=out, width=60)
     monkeypatch.setattr(shared, "OUT", console)
     show_rows([hostile, "b"], [[hostile, 1], [None, hostile * 30]])
+    show_rows([hostile, "b"], [[hostile, "wide" * 30]])
     show_facts({"run": hostile, hostile: 1}, as_json=False)
     console.print(hostile, markup=False)
     console.print(Text(hostile))

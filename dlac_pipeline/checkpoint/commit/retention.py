@@ -3,10 +3,10 @@
 import logging
 import re
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Removal:
-    """Removal of one attempt, in a thread. `left_over` finds the folders of earlier attempts, once."""
+    """Removal of one attempt. `left_over` finds the folders of earlier attempts, once."""
 
     def __init__(self, tiers: Tiers, attempt: int, left_over: Callable[[], Iterable[str]]) -> None:
         self._tiers = tiers
@@ -39,22 +39,31 @@ class Removal:
         self._failed: deque[str] = deque()
         """The one that was tried longest ago first."""
         self._warned = False
-        # The end of the process waits for it: after the last checkpoint of a run no attempt would remove the rest.
-        self._pool = ThreadPoolExecutor(1, "retention")
+        self._lock = threading.Lock()
+        self._under_way = False
 
     def begin(self, folders: Iterable[str]) -> None:
-        """Remove these folders, then the others that are due, once the removals that began before are over."""
-        with suppress(RuntimeError):  # the process is about to exit: the next attempt removes them
-            self._pool.submit(self.work, tuple(folders))
+        """Remove these folders, then the others that are due, in a thread. A running thread takes them as well."""
+        with self._lock:
+            self._new.extend(folders)
+            if self._under_way or not (self._new or self._failed or not self._swept):
+                return
+            self._under_way = True
+        # Not a daemon: after the last checkpoint of a run no attempt would remove the rest.
+        threading.Thread(target=self.work, name="retention").start()
 
-    def work(self, folders: Iterable[str] = ()) -> None:
+    def work(self) -> None:
         """Remove the folders that are due, new ones first: however many fail, they do not wait for those."""
-        self._new.extend(folders)
         failing_s = 0.0 if self._swept else self._sweep()
         again = min(len(self._failed), AGAIN_AT_ONCE)
-        while failing_s < _FAILING_S and (self._new or again):
-            again -= not self._new
-            folder = (self._new or self._failed).popleft()
+        while True:
+            with self._lock:
+                retries = not self._new
+                if failing_s >= _FAILING_S or (retries and not again):
+                    self._under_way = False
+                    return
+                folder = (self._failed if retries else self._new).popleft()
+            again -= retries
             started = time.monotonic()
             try:
                 self._remove(folder)
@@ -73,8 +82,9 @@ class Removal:
         except Exception as err:
             self._warn_once(self._tiers.durable_run(), err)
             return time.monotonic() - started
-        known = set(self._new)
-        self._new.extend(each for each in found if each not in known)
+        with self._lock:
+            known = set(self._new)
+            self._new.extend(each for each in found if each not in known)
         self._swept = True
         return 0.0
 
