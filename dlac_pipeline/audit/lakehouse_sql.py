@@ -1,4 +1,4 @@
-"""DuckDB over a lakehouse: DLAC's five tables as they were when it was opened, and over them alone the views of `sql/`."""
+"""DuckDB over a lakehouse: DLAC's six tables as they were when it was opened, and over them alone the views of `sql/`."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -24,6 +24,7 @@ from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 QUESTIONS = (
     *("bare_path", "checkpoints", "branch_checkpoints", "lineage", "ancestors"),
     *("units", "blocks", "cut_plans", "row_positions", "touched", "consumed"),
+    *("row_key", "identity_text", "keyed_files", "keys_of", "seen_by", "keys_seen"),
 )
 """Scripts that find the checkpoints that have seen a row. Each uses only those before it."""
 
@@ -36,7 +37,7 @@ _AUDIT = (
     *("checkpoint_costs", "exports", "verifications", "rewinds", "branches"),
 )
 _VIEWS = (*QUESTIONS, *_AUDIT)
-_OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
+_OWN = ("consumption", "slices", "plans", "work_units", "recoveries", "row_keys")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
 _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
@@ -72,12 +73,18 @@ def sql_script(name: str) -> str:
 
 
 def open_audit(
-    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None, query: str | None = None
+    lakehouse: Lakehouse,
+    *,
+    run: str | None = None,
+    until_seq: int | None = None,
+    query: str | None = None,
+    keys: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
 ) -> duckdb.DuckDBPyConnection:
     """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are in them.
 
     `until_seq`, with a run: its ledger as it was with that `seq`. `query`: only the tables, views and macros that it needs.
-    DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
+    `keys`: only these rows of `row_keys`, which is empty with a run. DuckDB binds the whole tree below a view when it is
+    defined. Raises `CatalogUnreachable` if the catalog does not answer.
     """
     needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
     # Closed after an error, too: a process that is forked later would crash when it frees an open connection as garbage.
@@ -89,11 +96,13 @@ def open_audit(
         if run is not None and until_seq is not None:
             mine = And(mine, at_most("seq", until_seq))
         for name in _OWN:
-            wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
+            wanted = mine if name in ("consumption", "recoveries") else keys if name == "row_keys" else AlwaysTrue()
             if run is not None and name in _NAMED_BY:
                 values = connection.execute(sql_script(f"named_{name}")).fetchall()
                 wanted = among(_NAMED_BY[name], [value for (value,) in values if value is not None])
-            if needed is None or name in needed or run is not None:
+            if run is not None and name == "row_keys":
+                connection.execute(f"CREATE TABLE {name} AS {own_rows.no_rows(name)}")
+            elif needed is None or name in needed or run is not None:
                 _add_table(connection, lakehouse, name, wanted)
         large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
         if large:

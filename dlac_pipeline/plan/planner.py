@@ -19,12 +19,14 @@ from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.plan import Plan, unit_table
+from dlac_pipeline.plan.row_keys import row_keys_of, write_row_keys
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
@@ -69,6 +71,10 @@ def make_plan(
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
     if not any(group.rows > len(group.dead) for group in groups):
         raise _no_live_rows(table, source, snapshot.snapshot_id, schema.schema_id, sum(group.rows for group in groups))
+    if source.row_keys:
+        paths = {group.file_path for group in groups}
+        files = [file for file in live_files(table, snapshot.snapshot_id) if file.path in paths]
+        write_row_keys(lakehouse, table, files, schema, source)
     return _find_or_write(
         lakehouse,
         groups,
@@ -106,6 +112,8 @@ def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema
             f"schema, {newest.schema_id}, with that name: name columns as the snapshot does, or read a snapshot of the newer "
             "schema, such as the next append makes"
         ) from err
+    if source.row_keys:
+        row_keys_of(table, schema, source)
     return schema
 
 

@@ -1,0 +1,23 @@
+-- The text of an identity's value in the way in which row_key takes it, from a text of a person, or NULL if it is none of this type.
+CREATE OR REPLACE MACRO identity_text(value, kind) AS CASE
+    WHEN kind = 'VARCHAR' THEN value
+    WHEN kind IN ('INTEGER', 'BIGINT')
+        THEN CASE WHEN regexp_full_match(value, '\s*[+-]?\d+\s*') THEN TRY_CAST(value AS BIGINT)::VARCHAR END
+    WHEN kind = 'TIMESTAMP' THEN TRY_CAST(value AS TIMESTAMP)::VARCHAR
+    WHEN kind = 'TIMESTAMP_NS' THEN TRY_CAST(value AS TIMESTAMP_NS)::VARCHAR
+    WHEN kind = 'DATE' THEN TRY_CAST(value AS DATE)::VARCHAR
+    WHEN kind = 'TIME' THEN TRY_CAST(value AS TIME)::VARCHAR
+    WHEN kind = 'UUID' THEN TRY_CAST(value AS UUID)::VARCHAR
+    WHEN kind = 'BOOLEAN' THEN TRY_CAST(value AS BOOLEAN)::VARCHAR
+    WHEN kind = 'FLOAT' THEN TRY_CAST(value AS FLOAT)::VARCHAR
+    WHEN kind = 'DOUBLE' THEN TRY_CAST(value AS DOUBLE)::VARCHAR
+    WHEN kind = 'BLOB' THEN TRY_CAST(value AS BLOB)::VARCHAR
+    -- A decimal of 38 digits has one text per scale. Digits beyond the scale must be zeros.
+    WHEN regexp_full_match(value, '\s*[+-]?\d+(\.\d+)?\s*')
+            AND regexp_extract(value, '\.(\d+)', 1)[regexp_extract(kind, ',(\d+)', 1)::INT + 1:] SIMILAR TO '0*'
+        THEN CASE WHEN value SIMILAR TO '.*[1-9].*' THEN regexp_extract(value, '-') ELSE '' END
+            || coalesce(nullif(ltrim(regexp_extract(value, '\d+'), '0'), ''), '0')
+            || CASE WHEN regexp_extract(kind, ',(\d+)', 1) <> '0' THEN
+                '.' || rpad(regexp_extract(value, '\.(\d+)', 1)[:regexp_extract(kind, ',(\d+)', 1)::INT],
+                    regexp_extract(kind, ',(\d+)', 1)::INT, '0') ELSE '' END
+END;

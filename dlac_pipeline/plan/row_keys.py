@@ -1,0 +1,130 @@
+"""Keys of rows: digests of identity columns or v3 row ids, by which a document is found after its data files are gone.
+
+In: data files of a table. Out: rows of the own table `row_keys`, sorted by key. A file is keyed once, whichever plan names it.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyiceberg.io.pyarrow import _dataframe_to_data_files, schema_to_pyarrow
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.types import NestedField, UUIDType
+
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
+from dlac_pipeline.lakehouse.history.row_matching import Keys, identity_keys, key_columns, spilling_duckdb
+from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, arrow_type, expect
+from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among
+from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files
+from dlac_pipeline.lakehouse.ledger.schemas import ROW_KEYS
+from dlac_pipeline.lakehouse.maintenance.expiry import committing
+from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.spec.job_spec import SourceSpec
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+_ARROW = schema_to_pyarrow(ROW_KEYS, include_field_ids=False)
+_FILE_ROWS = 2_000_000
+"""Keys in one data file: about 24 MB, so that upkeep does not merge it."""
+_log = logging.getLogger(__name__)
+
+
+def row_keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:
+    """Return the keys of a source's rows: its identity columns, else the identifier fields of its table, else v3 row ids.
+
+    Raises `SpecInvalid` for a source without any of them, or as `identity_keys`.
+    """
+    identifiers = schema.identifier_field_names()
+    named = source.identity_columns or [name for name in schema.column_names if name in identifiers]
+    if not named and (table.metadata.format_version < 3 or READ_BY_NAME in table.properties):
+        raise SpecInvalid(
+            f"expected columns that identify rows of {source.table!r} for their keys, found no identity_columns, identifier "
+            "fields or v3 row ids: set source.identity_columns, or leave source.row_keys out"
+        )
+    return identity_keys(schema, named)
+
+
+def key_planned_files(lakehouse: Lakehouse, source: SourceSpec) -> None:
+    """Write the keys of data files that any plan of a source's table names, while a snapshot has them."""
+    table = lakehouse.load(source.table)
+    uuid = str(table.metadata.table_uuid)
+    plans = [plan for plan in lakehouse.read_own("plans").to_pylist() if plan["table_uuid"] == uuid]
+    units = lakehouse.read_own("work_units", among("write_id", [plan["write_id"] for plan in plans]))
+    paths, files = set(units["file_path"].to_pylist()), dict[str, LiveFile]()
+    for snapshot_id in {plan["snapshot_id"] for plan in plans} & {each.snapshot_id for each in table.snapshots()}:
+        files |= {file.path: file for file in live_files(table, snapshot_id) if file.path in paths}
+    write_row_keys(lakehouse, table, list(files.values()), table.schema(), source)
+
+
+def write_row_keys(
+    lakehouse: Lakehouse, table: Table, files: Sequence[LiveFile], schema: Schema, source: SourceSpec
+) -> None:
+    """Write the keys of data files that have none of the same columns, in one append. `schema` names the columns.
+
+    Raises `DataFileUnreadable`, unless the source allows files that are, or `SpecInvalid` for files without row ids.
+    """
+    from dlac_pipeline.audit.lakehouse_sql import sql_script  # DuckDB costs each launch time
+
+    keys = row_keys_of(table, schema, source)
+    fields = [keys.read[0].find_field(name) for name in keys.read[1]]
+    with spilling_duckdb() as connection:
+        empty = _columns(fields, [pa.array([], arrow_type(each.field_type)) for each in fields])
+        kinds = map(str, connection.from_arrow(pa.table(empty)).types)
+        identity = json.dumps(dict(zip(keys.read[1], kinds, strict=True)), ensure_ascii=False)
+        facts = [str(table.metadata.table_uuid), identity, lakehouse.uuid_of_own("row_keys")]
+        connection.execute(sql_script("row_key"))
+        connection.execute(sql_script("found_keys"), [*facts, [file.path for file in files]])
+        if not _count_unkeyed(lakehouse, connection):
+            return
+        numbers = dict(connection.execute("SELECT file_path, file FROM found").fetchall())
+        texts = ", ".join(f"{name}::VARCHAR" for name in empty)
+        insert = f"INSERT INTO found BY NAME SELECT $1 AS file, row_key($2, $3, [{texts}]) AS key, row FROM batch"
+        for file in (each for each in files if each.path in numbers):
+            if not keys.columns and file.first_row_id is None:
+                raise SpecInvalid(f"expected v3 row ids in {file.path!r}, found none: set source.identity_columns")
+            try:
+                with expect(f"the columns {list(keys.read[1])!r} in {file.path!r}"):
+                    for at, found in key_columns(table, file, keys):
+                        connection.register("batch", pa.table({"row": at, **_columns(fields, found)}))
+                        connection.execute(insert, [numbers[file.path], facts[2], identity])
+            except DataFileUnreadable as err:
+                if source.on_unreadable == "fail":
+                    raise
+                _log.warning("%s: its rows have no keys", err)
+                connection.execute("DELETE FROM found WHERE file = ?", [numbers[file.path]])
+        retrying(600.0)(_append, lakehouse, connection)
+
+
+def _append(lakehouse: Lakehouse, connection: "DuckDBPyConnection") -> None:
+    own = lakehouse.own("row_keys")  # loaded before the look, so that a later commit makes this append fail
+    if not _count_unkeyed(lakehouse, connection):
+        return
+    with committing(lakehouse, own) as transaction, transaction.update_snapshot().merge_append() as snapshot:
+        for batch in connection.sql("FROM found ORDER BY key NULLS FIRST").to_arrow_reader(_FILE_ROWS):
+            rows = pa.Table.from_batches([batch]).cast(_ARROW)
+            for file in _dataframe_to_data_files(own.metadata, rows, own.io):
+                snapshot.append_data_file(file)
+
+
+def _count_unkeyed(lakehouse: Lakehouse, connection: "DuckDBPyConnection") -> int:
+    """Drop the found files that have keys by now. Return the number of the others."""
+    connection.register("known", lakehouse.read_own("row_keys", NO_KEY, columns=("file",)))
+    connection.execute("DELETE FROM found WHERE file IN (SELECT file FROM known)")
+    return int(connection.execute("SELECT count(*) FROM found WHERE key IS NULL").fetchall()[0][0])
+
+
+def _columns(fields: Sequence[NestedField], columns: Iterable[Any]) -> dict[str, Any]:
+    """Return columns whose texts are the same in each session of DuckDB, as k0, k1 and so on."""
+
+    def plain(field: NestedField, column: Any) -> Any:
+        if pa.types.is_timestamp(column.type):
+            return column.cast(pa.timestamp(column.type.unit))
+        if pa.types.is_decimal(column.type):
+            return column.cast(pa.decimal128(38, column.type.scale))
+        return column.cast(pa.uuid()) if isinstance(field.field_type, UUIDType) else column
+
+    return {f"k{place}": plain(*pair) for place, pair in enumerate(zip(fields, columns, strict=True))}
