@@ -29,8 +29,8 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *
     """A self-contained DuckDB script that answers whether a row was consumed by a checkpoint, with an example from `run`.
 
     The example is that of its head, or of `checkpoint`, an id or a step. `iceberg`: the script reads the tables by DuckDB's
-    extension of this name. Raises as `open_run`, and `SpecInvalid` for a name
-    that no run can have (it is in comments), or `UnsupportedDeletes` if one of DLAC's tables carries delete files.
+    extension of this name. Raises as `open_run`, and `SpecInvalid` for a name that no run can have (it is in comments), or
+    `UnsupportedDeletes` if one of DLAC's tables carries delete files.
     """
     check_run_name(run)
     last_advance, last_row = sql_script("last_advance"), sql_script("last_row")
@@ -38,8 +38,7 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *
         found = [row for advance in rows_of(connection, last_advance) for row in rows_of(connection, last_row, advance)]
     # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
     names = ("consumption", "slices", "plans", "work_units", "row_keys")
-    tables = ["INSTALL iceberg; LOAD iceberg;\n"] if iceberg else []
-    tables += [_table_view(lakehouse, name, iceberg=iceberg) for name in names]
+    tables = [_table_view(lakehouse, name, iceberg=iceberg) for name in names]
     if found:
         [row] = found
         file, checkpoint = sql_literals([row["file_path"]]), sql_literals([row["checkpoint_id"]])
@@ -49,7 +48,8 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *
     # The walk to the ancestors of a checkpoint reads the branches again and again.
     scripts = (sql_script(name) for name in QUESTIONS)
     questions = [each.replace("VIEW branch_checkpoints", "TABLE branch_checkpoints") for each in scripts]
-    return "\n".join([_HEAD.format(run=run), *tables, _QUESTIONS + "\n".join(questions), example])
+    head = _HEAD.format(run=run) + ("INSTALL iceberg; LOAD iceberg;\n" if iceberg else "")
+    return "\n".join([head, *tables, _QUESTIONS + "\n".join(questions), example])
 
 
 def _table_view(lakehouse: Lakehouse, name: str, *, iceberg: bool) -> str:

@@ -73,18 +73,12 @@ def sql_script(name: str) -> str:
 
 
 def open_audit(
-    lakehouse: Lakehouse,
-    *,
-    run: str | None = None,
-    until_seq: int | None = None,
-    query: str | None = None,
-    keys: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
+    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None, query: str | None = None
 ) -> duckdb.DuckDBPyConnection:
     """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are in them.
 
     `until_seq`, with a run: its ledger as it was with that `seq`. `query`: only the tables, views and macros that it needs.
-    `keys`: only these rows of `row_keys`, which is empty with a run. DuckDB binds the whole tree below a view when it is
-    defined. Raises `CatalogUnreachable` if the catalog does not answer.
+    DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
     """
     needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
     # Closed after an error, too: a process that is forked later would crash when it frees an open connection as garbage.
@@ -96,11 +90,11 @@ def open_audit(
         if run is not None and until_seq is not None:
             mine = And(mine, at_most("seq", until_seq))
         for name in _OWN:
-            wanted = mine if name in ("consumption", "recoveries") else keys if name == "row_keys" else AlwaysTrue()
+            wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
             if run is not None and name in _NAMED_BY:
                 values = connection.execute(sql_script(f"named_{name}")).fetchall()
                 wanted = among(_NAMED_BY[name], [value for (value,) in values if value is not None])
-            if run is not None and name == "row_keys":
+            if name == "row_keys" and run is not None:  # no audit needs them, and they may be many
                 connection.execute(f"CREATE TABLE {name} AS {own_rows.no_rows(name)}")
             elif needed is None or name in needed or run is not None:
                 _add_table(connection, lakehouse, name, wanted)

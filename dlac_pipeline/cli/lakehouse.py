@@ -28,9 +28,7 @@ def audit(
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
     explain: Annotated[bool, Option(help="Print SQL that proves the same in a plain DuckDB, without DLAC.")] = False,
-    iceberg: Annotated[
-        bool, Option("--iceberg", help="Print this SQL for DuckDB's Iceberg extension, not for Parquet files.")
-    ] = False,
+    iceberg: Annotated[bool, Option(help="Print it for DuckDB's Iceberg extension, not Parquet files.")] = False,
     checkpoint: Annotated[
         str | None,
         Option(help="Id or step of a checkpoint. Audit the run as it was with that head. Unset: the present head."),

@@ -170,30 +170,24 @@ def _show_step_rows(
     ui.show_table(names, cells, right=("loss", "rank", "slot", "row group", "row"), empty=empty)
 
 
-@ui.command(
-    app,
-    ui.LAKEHOUSE,
-    "dlac seen 4711",
-    "dlac seen 2024-01-01 en --table lake.docs --run my-run",
-    "dlac seen 4711 --json",
-)
+@ui.command(app, ui.LAKEHOUSE, "dlac seen 4711", "dlac seen 2024-01-01 en --table lake.docs --run my-run")
 def seen(
     key: Annotated[list[str], Argument(help="Value of each identity column, in their order, or the v3 row id.")],
     table: Annotated[str | None, Option(help="Only documents of this source table.")] = None,
-    run: Annotated[str | None, Option(help="Only checkpoints of this run, and those from which it was forked.")] = None,
+    run: Annotated[str | None, Option(help="Only checkpoints of this run, and of those it was forked from.")] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
     """Show who has seen a document: the checkpoints that consumed its row, also after its data files were deleted.
 
-    It reads the keys that planning records with row_keys = true in [source]. The descendants of a checkpoint have seen it, too.
+    It finds the row by the keys that planning records with row_keys = true in [source]. Descendants have seen it, too.
     """
     from dlac_pipeline.audit.seen import who_has_seen
 
     report = who_has_seen(ui.lakehouse_of(spec, home), key, table=table, run=run)
     if as_json:
-        sys.stdout.write(strict_json(report) + "\n")
+        ui.show_json(report)
         return
     if report["seen_by"]:
         ui.show_rows(list(report["seen_by"][0]), [list(each.values()) for each in report["seen_by"]])

@@ -19,7 +19,6 @@ from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
@@ -73,8 +72,8 @@ def make_plan(
         raise _no_live_rows(table, source, snapshot.snapshot_id, schema.schema_id, sum(group.rows for group in groups))
     if source.row_keys:
         paths = {group.file_path for group in groups}
-        files = [file for file in live_files(table, snapshot.snapshot_id) if file.path in paths]
-        write_row_keys(lakehouse, table, files, schema, source)
+        keys = row_keys_of(table, schema, source)
+        write_row_keys(lakehouse, table, keys, snapshot.snapshot_id, paths, older=only is None)
     return _find_or_write(
         lakehouse,
         groups,

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
 from dlac_pipeline.lakehouse.history.row_matching import Keys, identity_keys, key_columns, spilling_duckdb
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, arrow_type, expect
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among
-from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.lakehouse.ledger.schemas import ROW_KEYS
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import retrying
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 _ARROW = schema_to_pyarrow(ROW_KEYS, include_field_ids=False)
-_FILE_ROWS = 2_000_000
-"""Keys in one data file: about 24 MB, so that upkeep does not merge it."""
-_log = logging.getLogger(__name__)
+_FILE_ROWS = 2_000_000  # about 24 MB, which upkeep does not merge
 
 
 def row_keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:
@@ -48,54 +46,49 @@ def row_keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:
     return identity_keys(schema, named)
 
 
-def key_planned_files(lakehouse: Lakehouse, source: SourceSpec) -> None:
-    """Write the keys of data files that any plan of a source's table names, while a snapshot has them."""
-    table = lakehouse.load(source.table)
-    uuid = str(table.metadata.table_uuid)
-    plans = [plan for plan in lakehouse.read_own("plans").to_pylist() if plan["table_uuid"] == uuid]
-    units = lakehouse.read_own("work_units", among("write_id", [plan["write_id"] for plan in plans]))
-    paths, files = set(units["file_path"].to_pylist()), dict[str, LiveFile]()
-    for snapshot_id in {plan["snapshot_id"] for plan in plans} & {each.snapshot_id for each in table.snapshots()}:
-        files |= {file.path: file for file in live_files(table, snapshot_id) if file.path in paths}
-    write_row_keys(lakehouse, table, list(files.values()), table.schema(), source)
-
-
 def write_row_keys(
-    lakehouse: Lakehouse, table: Table, files: Sequence[LiveFile], schema: Schema, source: SourceSpec
+    lakehouse: Lakehouse, table: Table, keys: Keys, snapshot_id: int, paths: set[str], *, older: bool
 ) -> None:
-    """Write the keys of data files that have none of the same columns, in one append. `schema` names the columns.
+    """Write the keys of a snapshot's data files that have none of the same columns, in one append.
 
-    Raises `DataFileUnreadable`, unless the source allows files that are, or `SpecInvalid` for files without row ids.
+    `older`: also of files that other plans of the table name, while they can be read. Raises `DataFileUnreadable`.
     """
     from dlac_pipeline.audit.lakehouse_sql import sql_script  # DuckDB costs each launch time
 
-    keys = row_keys_of(table, schema, source)
+    uuid, known = str(table.metadata.table_uuid), paths
+    plans = [plan for plan in lakehouse.read_own("plans").to_pylist() if older and plan["table_uuid"] == uuid]
+    if plans:
+        units = lakehouse.read_own("work_units", among("write_id", [plan["write_id"] for plan in plans]))
+        known = paths.union(units["file_path"].to_pylist())
+    retained = {plan["snapshot_id"] for plan in plans} & {each.snapshot_id for each in table.snapshots()}
+    files = {
+        file.path: file for each in [*retained, snapshot_id] for file in live_files(table, each) if file.path in known
+    }
     fields = [keys.read[0].find_field(name) for name in keys.read[1]]
     with spilling_duckdb() as connection:
         empty = _columns(fields, [pa.array([], arrow_type(each.field_type)) for each in fields])
         kinds = map(str, connection.from_arrow(pa.table(empty)).types)
         identity = json.dumps(dict(zip(keys.read[1], kinds, strict=True)), ensure_ascii=False)
-        facts = [str(table.metadata.table_uuid), identity, lakehouse.uuid_of_own("row_keys")]
+        facts = [uuid, identity, lakehouse.uuid_of_own("row_keys")]
         connection.execute(sql_script("row_key"))
-        connection.execute(sql_script("found_keys"), [*facts, [file.path for file in files]])
+        connection.execute(sql_script("found_keys"), [*facts, list(files)])
         if not _count_unkeyed(lakehouse, connection):
             return
-        numbers = dict(connection.execute("SELECT file_path, file FROM found").fetchall())
         texts = ", ".join(f"{name}::VARCHAR" for name in empty)
         insert = f"INSERT INTO found BY NAME SELECT $1 AS file, row_key($2, $3, [{texts}]) AS key, row FROM batch"
-        for file in (each for each in files if each.path in numbers):
-            if not keys.columns and file.first_row_id is None:
-                raise SpecInvalid(f"expected v3 row ids in {file.path!r}, found none: set source.identity_columns")
+        for path, number in connection.execute("SELECT file_path, file FROM found").fetchall():
             try:
-                with expect(f"the columns {list(keys.read[1])!r} in {file.path!r}"):
-                    for at, found in key_columns(table, file, keys):
+                with expect(f"the columns {list(keys.read[1])!r} in {path!r}"):
+                    if not keys.columns and files[path].first_row_id is None:
+                        raise DataFileUnreadable(f"expected v3 row ids in {path!r}, found none: set identity_columns")
+                    for at, found in key_columns(table, files[path], keys):
                         connection.register("batch", pa.table({"row": at, **_columns(fields, found)}))
-                        connection.execute(insert, [numbers[file.path], facts[2], identity])
+                        connection.execute(insert, [number, facts[2], identity])
             except DataFileUnreadable as err:
-                if source.on_unreadable == "fail":
+                if path in paths:
                     raise
-                _log.warning("%s: its rows have no keys", err)
-                connection.execute("DELETE FROM found WHERE file = ?", [numbers[file.path]])
+                logging.getLogger(__name__).warning("%s: its rows have no keys", err)
+                connection.execute("DELETE FROM found WHERE file = ?", [number])
         retrying(600.0)(_append, lakehouse, connection)
 
 
@@ -118,13 +111,9 @@ def _count_unkeyed(lakehouse: Lakehouse, connection: "DuckDBPyConnection") -> in
 
 
 def _columns(fields: Sequence[NestedField], columns: Iterable[Any]) -> dict[str, Any]:
-    """Return columns whose texts are the same in each session of DuckDB, as k0, k1 and so on."""
-
-    def plain(field: NestedField, column: Any) -> Any:
-        if pa.types.is_timestamp(column.type):
-            return column.cast(pa.timestamp(column.type.unit))
-        if pa.types.is_decimal(column.type):
-            return column.cast(pa.decimal128(38, column.type.scale))
-        return column.cast(pa.uuid()) if isinstance(field.field_type, UUIDType) else column
-
-    return {f"k{place}": plain(*pair) for place, pair in enumerate(zip(fields, columns, strict=True))}
+    """Return columns as k0, k1 and so on, in types whose texts are the same in each session of DuckDB."""
+    named = {}
+    for place, (field, column) in enumerate(zip(fields, columns, strict=True)):
+        kind = pa.uuid() if isinstance(field.field_type, UUIDType) else column.type
+        named[f"k{place}"] = column.cast(pa.timestamp(kind.unit) if pa.types.is_timestamp(kind) else kind)
+    return named

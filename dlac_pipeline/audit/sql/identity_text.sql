@@ -12,11 +12,13 @@ CREATE OR REPLACE MACRO identity_text(value, kind) AS CASE
     WHEN kind = 'FLOAT' THEN TRY_CAST(value AS FLOAT)::VARCHAR
     WHEN kind = 'DOUBLE' THEN TRY_CAST(value AS DOUBLE)::VARCHAR
     WHEN kind = 'BLOB' THEN TRY_CAST(value AS BLOB)::VARCHAR
-    -- A decimal of 38 digits has one text per scale. Digits beyond the scale must be zeros.
+    -- DuckDB writes all digits of a decimal's scale, and no digit before them where the scale is the precision. Further digits
+    -- must be zeros.
     WHEN regexp_full_match(value, '\s*[+-]?\d+(\.\d+)?\s*')
             AND regexp_extract(value, '\.(\d+)', 1)[regexp_extract(kind, ',(\d+)', 1)::INT + 1:] SIMILAR TO '0*'
         THEN CASE WHEN value SIMILAR TO '.*[1-9].*' THEN regexp_extract(value, '-') ELSE '' END
-            || coalesce(nullif(ltrim(regexp_extract(value, '\d+'), '0'), ''), '0')
+            || CASE WHEN regexp_extract(kind, '\((\d+)', 1) = regexp_extract(kind, ',(\d+)', 1) THEN ''
+                ELSE coalesce(nullif(ltrim(regexp_extract(value, '\d+'), '0'), ''), '0') END
             || CASE WHEN regexp_extract(kind, ',(\d+)', 1) <> '0' THEN
                 '.' || rpad(regexp_extract(value, '\.(\d+)', 1)[:regexp_extract(kind, ',(\d+)', 1)::INT],
                     regexp_extract(kind, ',(\d+)', 1)::INT, '0') ELSE '' END

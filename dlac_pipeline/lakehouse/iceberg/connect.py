@@ -38,7 +38,7 @@ at_most: Callable[[str, int], BooleanExpression] = LessThanOrEqual  # type: igno
 more_than: Callable[[str, int], BooleanExpression] = GreaterThan  # type: ignore[assignment]
 among: Callable[[str, Sequence[str] | Sequence[int]], BooleanExpression] = In  # type: ignore[assignment]
 NO_KEY: BooleanExpression = IsNull("key")  # type: ignore[arg-type,call-arg]
-"""The rows of `row_keys` that name a data file: the others have the key of a row."""
+"""The rows of `row_keys` that name a data file."""
 _TABLE_PROPERTIES = {
     "commit.retry.num-retries": "0",
     "commit.manifest-merge.enabled": "true",

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 from pyiceberg import expressions
-from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull, Or
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull
 from pyiceberg.expressions.visitors import bind
 from pyiceberg.io.pyarrow import PyArrowFileIO, expression_to_pyarrow, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
@@ -154,8 +154,6 @@ def _condition(wanted: BooleanExpression) -> str:
     """Return one of the expressions with which own tables are read as SQL."""
     if isinstance(wanted, And):
         return f"{_condition(wanted.left)} AND {_condition(wanted.right)}"
-    if isinstance(wanted, Or):
-        return f"({_condition(wanted.left)} OR {_condition(wanted.right)})"
     found: Any = wanted  # the hidden signatures of pyiceberg's pydantic bases
     if isinstance(wanted, In):
         name, listed = found.term.name, sql_literals(sorted(each.value for each in found.literals))

@@ -15,7 +15,6 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.plan.legs.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import check_source, make_plan
-from dlac_pipeline.plan.row_keys import key_planned_files
 from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of
 from dlac_pipeline.rows.tokenizing import load_tokenizer
@@ -33,13 +32,9 @@ def plan_sources(
 ) -> tuple[Plan, ...]:
     """Plan each source of a new run, or find its plan. Raises as `check_readable`, which is called first, and `make_plan`."""
     check_readable(lakehouse, spec)
-    plans = tuple(
+    return tuple(
         make_plan(lakehouse, source, progress=partial(progress, place)) for place, source in enumerate(spec.sources)
     )
-    for source in spec.sources:
-        if source.row_keys:
-            key_planned_files(lakehouse, source)  # of plans that were made without keys
-    return plans
 
 
 def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
