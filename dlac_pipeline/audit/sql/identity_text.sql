@@ -3,6 +3,9 @@ CREATE OR REPLACE MACRO identity_text(value, kind) AS CASE
     WHEN kind = 'VARCHAR' THEN value
     WHEN kind IN ('INTEGER', 'BIGINT')
         THEN CASE WHEN regexp_full_match(value, '\s*[+-]?\d+\s*') THEN TRY_CAST(value AS BIGINT)::VARCHAR END
+    -- Timestamps are in UTC. A cast to TIMESTAMP would ignore an offset.
+    WHEN kind IN ('TIMESTAMP', 'TIMESTAMP_NS') AND regexp_matches(value, ':\d\d(\.\d+)?\s*(Z|[+-]\d\d(:?\d\d)?)\s*$')
+        THEN make_timestamp(epoch_us(TRY_CAST(value AS TIMESTAMPTZ)))::VARCHAR
     WHEN kind = 'TIMESTAMP' THEN TRY_CAST(value AS TIMESTAMP)::VARCHAR
     WHEN kind = 'TIMESTAMP_NS' THEN TRY_CAST(value AS TIMESTAMP_NS)::VARCHAR
     WHEN kind = 'DATE' THEN TRY_CAST(value AS DATE)::VARCHAR

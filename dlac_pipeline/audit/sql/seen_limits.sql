@@ -1,6 +1,7 @@
 -- Sentences about rows that no key tells of: of data files without keys of these identities, and those that a checkpoint of
 -- others has seen.
-SELECT 'unknown for ' || count(DISTINCT u.file_path) || ' data files of ' || p.source_table
+SELECT 'unknown for ' || count(DISTINCT u.file_path) || CASE WHEN count(DISTINCT u.file_path) = 1
+    THEN ' data file of ' ELSE ' data files of ' END || p.source_table
     || ' without keys: set row_keys = true in [source], then run `dlac plan SPEC` while they exist' AS note
 FROM plans AS p JOIN units AS u USING (plan_id)
 WHERE list_contains($uuids, p.table_uuid) AND NOT EXISTS (
