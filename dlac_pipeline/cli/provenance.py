@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _TEXT_LENGTH = 80
+_SEEN = ("run", "checkpoint_id", "last_step", "pass", "source_table", "file_path", "row", "whole", "survives", "forks")
 _CELLS = ("rank", "node", "slot", "source_table", "file_path", "row_group", "row")
 
 
@@ -179,18 +180,17 @@ def seen(
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Show who has seen a document: the checkpoints that consumed its row, also after its data files were deleted.
-
-    It finds the row by the keys that planning records with row_keys = true in [source]. Descendants have seen it, too.
-    """
+    """Show who has seen a document: checkpoints that consumed its row, also after its files were deleted (source.row_keys)."""
     from dlac_pipeline.audit.seen import who_has_seen
 
     report = who_has_seen(ui.lakehouse_of(spec, home), key, table=table, run=run)
     if as_json:
         ui.show_json(report)
         return
-    if report["seen_by"]:
-        ui.show_rows(list(report["seen_by"][0]), [list(each.values()) for each in report["seen_by"]])
+    cells = [[str(ui.format_fact(name, each[name])) for name in _SEEN] for each in report["seen_by"]]
+    names = [name.removesuffix("_id").replace("_", " ") for name in _SEEN]
+    if cells:
+        ui.show_table(table_columns(names, right=("pass", "last step", "row"), long=("file path",)), cells, empty="")
     ui.show_lines(report["notes"])
 
 

@@ -56,6 +56,7 @@ def make_plan(
     check_registered(table)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
+    keys = row_keys_of(table, schema, source) if source.row_keys else None
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
     groups = row_groups_of(
         table,
@@ -70,9 +71,8 @@ def make_plan(
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
     if not any(group.rows > len(group.dead) for group in groups):
         raise _no_live_rows(table, source, snapshot.snapshot_id, schema.schema_id, sum(group.rows for group in groups))
-    if source.row_keys:
+    if keys is not None:
         paths = {group.file_path for group in groups}
-        keys = row_keys_of(table, schema, source)
         write_row_keys(lakehouse, table, keys, snapshot.snapshot_id, paths, older=only is None)
     return _find_or_write(
         lakehouse,
@@ -111,8 +111,6 @@ def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema
             f"schema, {newest.schema_id}, with that name: name columns as the snapshot does, or read a snapshot of the newer "
             "schema, such as the next append makes"
         ) from err
-    if source.row_keys:
-        row_keys_of(table, schema, source)
     return schema
 
 

@@ -6,7 +6,7 @@ In: data files of a table. Out: rows of the own table `row_keys`, sorted by key.
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from pyiceberg.io.pyarrow import _dataframe_to_data_files, schema_to_pyarrow
@@ -23,9 +23,6 @@ from dlac_pipeline.lakehouse.ledger.schemas import ROW_KEYS
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.spec.job_spec import SourceSpec
-
-if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
 
 _ARROW = schema_to_pyarrow(ROW_KEYS, include_field_ids=False)
 _FILE_ROWS = 2_000_000  # about 24 MB, which upkeep does not merge
@@ -92,7 +89,7 @@ def write_row_keys(
         retrying(600.0)(_append, lakehouse, connection)
 
 
-def _append(lakehouse: Lakehouse, connection: "DuckDBPyConnection") -> None:
+def _append(lakehouse: Lakehouse, connection: Any) -> None:
     own = lakehouse.own("row_keys")  # loaded before the look, so that a later commit makes this append fail
     if not _count_unkeyed(lakehouse, connection):
         return
@@ -103,7 +100,7 @@ def _append(lakehouse: Lakehouse, connection: "DuckDBPyConnection") -> None:
                 snapshot.append_data_file(file)
 
 
-def _count_unkeyed(lakehouse: Lakehouse, connection: "DuckDBPyConnection") -> int:
+def _count_unkeyed(lakehouse: Lakehouse, connection: Any) -> int:
     """Drop the found files that have keys by now. Return the number of the others."""
     connection.register("known", lakehouse.read_own("row_keys", NO_KEY, columns=("file",)))
     connection.execute("DELETE FROM found WHERE file IN (SELECT file FROM known)")

@@ -123,7 +123,7 @@ def test_files_are_keyed_once(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
     first, second = (each.snapshot_id for each in arena.lakehouse.load("src.t").snapshots())
     plan = make_plan(arena.lakehouse, keyed("row_id", snapshot_id=first))
     assert len(stored(arena.lakehouse)) == 40
-    write, other = row_keys._dataframe_to_data_files, connect(arena.config.at_home(arena.home))
+    write, other = vars(row_keys)["_dataframe_to_data_files"], connect(arena.config.at_home(arena.home))
 
     def overtaken(*given: Any) -> Any:
         monkeypatch.setattr(row_keys, "_dataframe_to_data_files", write)

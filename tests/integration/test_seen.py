@@ -108,13 +108,13 @@ def test_branches_are_seen_without_the_table(arena: Arena, here: Command) -> Non
         row_id: who_has_seen(arena.lakehouse, [str(row_id)], table="src.t")["seen_by"] for row_id in range(0, 600, 67)
     }
     heirs = [lineage[4], lineage[8]]
-    for row_id, rows in found.items():
-        assert {each["checkpoint_id"] for each in rows} == {at for asked, at in wanted if asked == row_id}
-        assert {each["checkpoint_id"]: each["survives"] for each in rows} == {
+    for row_id, readings in found.items():
+        assert {each["checkpoint_id"] for each in readings} == {at for asked, at in wanted if asked == row_id}
+        assert {each["checkpoint_id"]: each["survives"] for each in readings} == {
             at: at in lineage.values() for asked, at in wanted if asked == row_id
         }
-        assert all((each["forks"] == ["b"]) == (each["checkpoint_id"] in heirs) for each in rows)
-    assert any(not each["survives"] for rows in found.values() for each in rows)
+        assert all((each["forks"] == ["b"]) == (each["checkpoint_id"] in heirs) for each in readings)
+    assert any(not each["survives"] for readings in found.values() for each in readings)
     _check_commands(arena, here, wanted, first)
     _check_scripts(arena, found)
 
@@ -125,7 +125,7 @@ def _check_commands(arena: Arena, here: Command, wanted: set[tuple[int, str]], f
     shown = json.loads(here("seen", str(inherited), "--run", "b", "--table", "src.t", "--json", home=arena.home).stdout)
     assert [(each["run"], each["forks"], each["is_first"]) for each in shown["seen_by"]] == [("a", ["b"], True)]
     text = here("seen", str(inherited), home=arena.home).stdout
-    assert "checkpoint_id" in text
+    assert text.startswith("run  checkpoint")
     assert next(at for row_id, at in wanted if row_id == inherited) in text
     unread = next(row_id for row_id in range(500, 600) if row_id not in {each for each, _ in wanted})
     text = here("seen", str(unread), "--table", "src.t", home=arena.home).stdout
