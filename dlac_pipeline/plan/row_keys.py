@@ -6,6 +6,7 @@ In: data files of a table. Out: rows of the own table `row_keys`, sorted by key.
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.spec.job_spec import SourceSpec
 
 _ARROW = schema_to_pyarrow(ROW_KEYS, include_field_ids=False)
-_FILE_ROWS = 2_000_000  # about 24 MB, which upkeep does not merge
+_FILE_BATCHES = 16  # of 122,880 rows: about 24 MB, which upkeep does not merge
 
 
 def row_keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:
@@ -53,14 +54,15 @@ def write_row_keys(
     from dlac_pipeline.audit.lakehouse_sql import sql_script  # DuckDB costs each launch time
 
     uuid, known = str(table.metadata.table_uuid), paths
-    plans = [plan for plan in lakehouse.read_own("plans").to_pylist() if older and plan["table_uuid"] == uuid]
+    plans = lakehouse.read_own("plans").to_pylist() if older else []
+    plans = [each for each in plans if each["table_uuid"] == uuid and table.snapshot_by_id(each["snapshot_id"])]
     if plans:
-        units = lakehouse.read_own("work_units", among("write_id", [plan["write_id"] for plan in plans]))
-        known = paths.union(units["file_path"].to_pylist())
-    retained = {plan["snapshot_id"] for plan in plans} & {each.snapshot_id for each in table.snapshots()}
-    files = {
-        file.path: file for each in [*retained, snapshot_id] for file in live_files(table, each) if file.path in known
-    }
+        wanted = among("write_id", [plan["write_id"] for plan in plans])
+        units = lakehouse.read_own("work_units", wanted, columns=("file_path",))
+        known = paths.union(units["file_path"].unique().to_pylist())
+    # the last one decides, because the table may have been upgraded to v3
+    snapshots = [*{plan["snapshot_id"] for plan in plans}, snapshot_id]
+    files = {file.path: file for each in snapshots for file in live_files(table, each) if file.path in known}
     fields = [keys.read[0].find_field(name) for name in keys.read[1]]
     with spilling_duckdb() as connection:
         empty = _columns(fields, [pa.array([], arrow_type(each.field_type)) for each in fields])
@@ -94,9 +96,9 @@ def _append(lakehouse: Lakehouse, connection: Any) -> None:
     if not _count_unkeyed(lakehouse, connection):
         return
     with committing(lakehouse, own) as transaction, transaction.update_snapshot().merge_append() as snapshot:
-        for batch in connection.sql("FROM found ORDER BY key NULLS FIRST").to_arrow_reader(_FILE_ROWS):
-            rows = pa.Table.from_batches([batch]).cast(_ARROW)
-            for file in _dataframe_to_data_files(own.metadata, rows, own.io):
+        batches = iter(connection.sql("FROM found ORDER BY key NULLS FIRST").to_arrow_reader())
+        while part := list(islice(batches, _FILE_BATCHES)):
+            for file in _dataframe_to_data_files(own.metadata, pa.Table.from_batches(part).cast(_ARROW), own.io):
                 snapshot.append_data_file(file)
 
 
