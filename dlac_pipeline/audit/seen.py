@@ -9,9 +9,6 @@ from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import no_such_run
 
-_NAMES = "consumption slices plans units cut_plans lineage ancestor_branches checkpoints"
-"""What the script of `seen_by` uses, without `row_keys`: of those only the rows with the key are read."""
-
 
 def who_has_seen(
     lakehouse: Lakehouse, values: Sequence[str], *, table: str | None = None, run: str | None = None
@@ -21,7 +18,9 @@ def who_has_seen(
     `seen_by` are rows of that macro, `places` the rows with the key, consumed or not, and `notes` sentences: that no checkpoint
     has seen it, and limits of the answer. Raises `NoSuchRun`, or `SpecInvalid` for other values than the keyed rows have.
     """
-    with open_audit(lakehouse, query=_NAMES) as connection:
+    # what `seen_by` uses but `row_keys`: of those only the rows with the key are read
+    names = "consumption slices plans units cut_plans lineage ancestor_branches checkpoints"
+    with open_audit(lakehouse, query=names) as connection:
         tables = "SELECT source_table, list(DISTINCT table_uuid) FROM plans GROUP BY source_table"
         uuids = dict(connection.execute(tables).fetchall())
         if table not in (None, *uuids):

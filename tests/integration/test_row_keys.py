@@ -19,6 +19,7 @@ from pyiceberg.types import LongType, NestedField, StringType, UUIDType
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.audit.seen import who_has_seen
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchRun, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.maintenance import upkeep
 from dlac_pipeline.plan import row_keys
@@ -50,10 +51,9 @@ def keyed(*columns: str, **more: Any) -> SourceSpec:
     )
 
 
-def places(lakehouse: Lakehouse, *values: str, identity: str = "") -> list[int]:
-    """The rows in data files that have these values as their identity, of columns whose first is named `identity`."""
-    found = who_has_seen(lakehouse, values)["places"]
-    return [each["row"] for each in found if each["identity"].startswith(f'{{"{identity}')]
+def places(lakehouse: Lakehouse, *values: str) -> list[int]:
+    """The rows in data files that have these values as their identity."""
+    return [each["row"] for each in who_has_seen(lakehouse, values)["places"]]
 
 
 def stored(lakehouse: Lakehouse) -> list[dict[str, Any]]:
@@ -85,13 +85,19 @@ def test_values_of_each_type_are_found(arena: Arena) -> None:
         update.delete_column("u")
         update.add_column("u", UUIDType())
     arena.lakehouse.load("src.v").append(rows)
-    for name, (_, texts) in columns.items():
-        make_plan(arena.lakehouse, keyed(name, table="src.v", columns=["b"], nullable=["b"]))
-        assert [places(arena.lakehouse, text, identity=name) for text in texts] == [[0], [1]], name
-    make_plan(arena.lakehouse, keyed("s", "i", table="src.v", columns=["b"], nullable=["b"]))
-    assert places(arena.lakehouse, "NULL", "2147483647") == [1]
-    assert places(arena.lakehouse, "NULL", "-5") == []
-    with open_audit(arena.lakehouse, query="row_keys row_key keyed_files") as connection:
+    for names in [*((name,) for name in columns), ("s", "i")]:
+        make_plan(arena.lakehouse, keyed(*names, table="src.v", columns=["b"], nullable=["b"]))
+    with open_audit(arena.lakehouse, query="row_keys row_key keyed_files keys_of") as connection:
+
+        def found(*texts: str) -> list[tuple[int]]:
+            query = "SELECT k.row FROM keys_of($1) AS w JOIN row_keys AS k ON k.key = w.key WHERE starts_with(w.identity, $2)"
+            rows: list[tuple[int]] = connection.execute(query, [texts, f'{{"{name}"']).fetchall()
+            return rows
+
+        for name, (_, texts) in columns.items():
+            assert [found(text) for text in texts] == [[(0,)], [(1,)]], name
+        name = "s"
+        assert (found("NULL", "2147483647"), found("NULL", "-5")) == ([(1,)], [])
         nulls = connection.execute(
             "SELECT DISTINCT k.row FROM row_keys AS k JOIN keyed_files AS f USING (file) "
             "WHERE k.key IN (row_key(f.salt, f.identity, [NULL]), row_key(f.salt, f.identity, [NULL, NULL]))"
@@ -160,7 +166,9 @@ def test_compaction_keeps_keys_sorted(arena: Arena, monkeypatch: pytest.MonkeyPa
     assert (done.files, done.into) == (3, 1)
     keys = [row["key"] for row in stored(arena.lakehouse)]
     assert (len(keys), keys) == (90, sorted(keys))
-    assert [places(arena.lakehouse, str(row_id)) for row_id in (0, 31, 89)] == wanted == [[0], [1], [29]]
+    for large in (own_rows.LARGE_ROWS, 0):  # loaded, and read from files
+        monkeypatch.setattr(own_rows, "LARGE_ROWS", large)
+        assert [places(arena.lakehouse, str(row_id)) for row_id in (0, 31, 89)] == wanted == [[0], [1], [29]]
 
 
 def test_older_plans_are_keyed_later(arena: Arena) -> None:

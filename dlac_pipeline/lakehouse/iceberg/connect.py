@@ -47,6 +47,7 @@ _TABLE_PROPERTIES = {
     "write.metadata.metrics.default": "none",
     FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
 }
+_OF_KEYS = {"write.parquet.row-group-limit": "131072", "write.parquet.dict-size-bytes": "65536"}
 _LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
 """Pauses after looks that find an own table older than before."""
 _TABLES_ABSENT = re.compile(r"no such table|does not exist|UndefinedTable")
@@ -241,7 +242,7 @@ class Lakehouse:
 
     def _create(self, name: str) -> None:
         identifier, (schema, spec) = f"{self.config.namespace}.{name}", TABLES[name]
-        properties = _TABLE_PROPERTIES | ({"write.parquet.row-group-limit": "131072"} if name == "row_keys" else {})
+        properties = _TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
         try:
             with suppress(exceptions.TableAlreadyExistsError):
                 self.catalog.create_table(identifier, schema, partition_spec=spec, properties=properties)
