@@ -189,9 +189,9 @@ def seen(
         return
     cells = [[str(ui.format_fact(name, each[name])) for name in _SEEN] for each in report["seen_by"]]
     names = [name.removesuffix("_id").replace("_", " ") for name in _SEEN]
-    if cells:
-        ui.show_table(table_columns(names, right=("pass", "last step", "row"), long=("file path",)), cells, empty="")
-    ui.show_lines(report["notes"])
+    ui.show_table(names, cells, right=("pass", "last step", "row"), empty="\n".join(report["notes"]))
+    for note in report["notes"] if cells else ():
+        ui.show_text(note)
 
 
 @ui.command(
