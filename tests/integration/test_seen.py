@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from tests.conftest import Arena
-from tests.integration.audit_runs import KINDS, TABLES, Workshop, tokens_of
+from tests.integration.audit_runs import KINDS, TABLES, Workshop, changed, tokens_of, trained
 from tests.integration.conftest import Command
 
 _SEEN = """
@@ -58,7 +58,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> KeyedWorkshop:
 )
 def test_seen_by_equals_tensors(shop: KeyedWorkshop, kind: str) -> None:
     """The checkpoints that have seen a row are those whose steps had it in a tensor. `keys_seen` has the rows of all of them."""
-    KINDS[kind](shop)
+    trained(shop, kind)
     with open_audit(shop.lakehouse) as connection:
         shop.row_ids(connection, *TABLES[KINDS[kind]])
         steps = dict(connection.execute("SELECT step, checkpoint_id FROM lineage WHERE run = ?", [kind]).fetchall())
@@ -80,6 +80,18 @@ def test_seen_by_equals_tensors(shop: KeyedWorkshop, kind: str) -> None:
             [head],
         )
         assert {row_id for (row_id,) in keys.fetchall()} == {row_id for row_id, _ in wanted}
+
+
+def test_adopted_run_limits_answers(shop: KeyedWorkshop) -> None:
+    """Of a run that began from a checkpoint of others, it is unknown what those had seen."""
+    run = trained(shop, "transformed")
+    adopted = shop.forge(changed(lambda row: row["kind"] == "checkpoint", detail='{"adopted": "elsewhere"}'), of=run)
+    note = f"unknown for the rows that elsewhere had seen, with which run {adopted} began"
+    assert [note in who_has_seen(shop.lakehouse, ["7"], run=each)["notes"] for each in (adopted, run, None)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_branches_are_seen_without_the_table(arena: Arena, here: Command) -> None:

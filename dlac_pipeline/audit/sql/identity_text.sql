@@ -1,4 +1,4 @@
--- The text of an identity's value in the way in which row_key takes it, from a text of a person, or NULL if it is none of this type.
+-- The text of an identity's value as row_key takes it, from a text that a person wrote, or NULL if that is none of this type.
 CREATE OR REPLACE MACRO identity_text(value, kind) AS CASE
     WHEN kind = 'VARCHAR' THEN value
     WHEN kind IN ('INTEGER', 'BIGINT')
@@ -17,12 +17,12 @@ CREATE OR REPLACE MACRO identity_text(value, kind) AS CASE
     WHEN kind = 'BLOB' THEN TRY_CAST(value AS BLOB)::VARCHAR
     -- DuckDB writes all digits of a decimal's scale, and no digit before them where the scale is the precision. Further digits
     -- must be zeros.
-    WHEN regexp_full_match(value, '\s*[+-]?\d+(\.\d+)?\s*')
-            AND regexp_extract(value, '\.(\d+)', 1)[regexp_extract(kind, ',(\d+)', 1)::INT + 1:] SIMILAR TO '0*'
+    WHEN kind LIKE 'DECIMAL%' AND regexp_full_match(value, '\s*[+-]?\d+(\.\d+)?\s*')
+            AND regexp_extract(value, '\.(\d+)', 1)[TRY_CAST(regexp_extract(kind, ',(\d+)', 1) AS INT) + 1:] SIMILAR TO '0*'
         THEN CASE WHEN value SIMILAR TO '.*[1-9].*' THEN regexp_extract(value, '-') ELSE '' END
             || CASE WHEN regexp_extract(kind, '\((\d+)', 1) = regexp_extract(kind, ',(\d+)', 1) THEN ''
                 ELSE coalesce(nullif(ltrim(regexp_extract(value, '\d+'), '0'), ''), '0') END
             || CASE WHEN regexp_extract(kind, ',(\d+)', 1) <> '0' THEN
-                '.' || rpad(regexp_extract(value, '\.(\d+)', 1)[:regexp_extract(kind, ',(\d+)', 1)::INT],
-                    regexp_extract(kind, ',(\d+)', 1)::INT, '0') ELSE '' END
+                '.' || rpad(regexp_extract(value, '\.(\d+)', 1)[:TRY_CAST(regexp_extract(kind, ',(\d+)', 1) AS INT)],
+                    TRY_CAST(regexp_extract(kind, ',(\d+)', 1) AS INT), '0') ELSE '' END
 END;

@@ -1,5 +1,5 @@
--- One row per key that a document with these values of its identity columns, as texts in their order, may have in the keyed data
--- files: FROM keys_of(['4711']).
+-- One row per key that a document with these values of its identity columns, as texts in their order, may have in keyed data
+-- files. FROM keys_of(['4711']).
 CREATE OR REPLACE MACRO keys_of(texts) AS TABLE
 WITH candidates AS (
     SELECT DISTINCT identity, salt, texts AS given, identity::JSON ->> '$.*' AS kinds FROM keyed_files

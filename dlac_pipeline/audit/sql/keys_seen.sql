@@ -1,5 +1,5 @@
--- One row per key of a row that a checkpoint or one of its ancestors has read, at least in part: FROM keys_seen('run-000000010-1a2b').
--- Rows of data files without keys are missing. It expands all consumed positions, so it takes long for many rows.
+-- One row per key of a row that a checkpoint or one of its ancestors has read, at least in part. Rows of data files without keys
+-- are missing. It expands all consumed positions, so it takes long for many rows. FROM keys_seen('run-000000010-1a2b').
 CREATE OR REPLACE MACRO keys_seen(checkpoint) AS TABLE
 WITH
 moved AS (
