@@ -154,7 +154,9 @@ def _ask(lakehouse: Lakehouse, home: Path, rows: int, seen: Seen) -> dict[str, F
                     wrong += [steps[each["checkpoint_id"]] for each in answer["seen_by"]] != wanted
                     wrong += len(answer["places"]) != (kind != "absent")
             figures[f"{kind}_warm_p50_s"] = Figure(value=statistics.median(warm), unit="s", bar="<= 1")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     figures["cold_p50_s"] = Figure(value=statistics.median(cold), unit="s", bar="<= 3")
+    figures["cold_mean_cpu_s"] = Figure(value=(used.ru_utime + used.ru_stime) / len(cold), unit="s")
     return {"wrong_answers": Figure(value=wrong, unit="answers", bar="<= 0"), **figures}
 
 
