@@ -52,8 +52,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> KeyedWorkshop:
     [
         "packed",
         "transformed",
-        "followed",
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("mixed", "excluded")),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("mixed", "excluded", "followed")),
     ],
 )
 def test_seen_by_equals_tensors(shop: KeyedWorkshop, kind: str) -> None:
