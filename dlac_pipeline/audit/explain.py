@@ -1,7 +1,7 @@
-"""The audit's arithmetic as one SQL script for a plain DuckDB: no DLAC code, no Iceberg extension, only Parquet files.
+"""The audit's arithmetic as one SQL script for a plain DuckDB: no DLAC code, and only Parquet files or Iceberg tables.
 
-The script names the data files of the tables' current snapshots. So it answers as of the moment at which it was written,
-while those files are kept.
+The script names the data files, or the metadata files, of the tables' current snapshots. So it answers as of the moment at
+which it was written, while those files are kept.
 """
 
 from dlac_pipeline.audit.audit import open_run
@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 _HEAD = """\
 -- The rows that a checkpoint of run {run} has consumed. Run this script in DuckDB without changes: duckdb < this.sql
 
--- 1. The tables, as the Parquet files of their current snapshots. (For files on S3: INSTALL httpfs; LOAD httpfs;)
+-- 1. The tables as of this moment: their Parquet files, or their metadata files. (On S3: INSTALL httpfs; LOAD httpfs;)
 """
 _QUESTIONS = """\
 -- 2. Views and macros. The ledger records the positions of each block that a checkpoint moved over. The position of a row
@@ -25,18 +25,20 @@ _QUESTIONS = """\
 _NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet. Later: SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
 
 
-def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> str:
+def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *, iceberg: bool = False) -> str:
     """A self-contained DuckDB script that answers whether a row was consumed by a checkpoint, with an example from `run`.
 
-    The example is that of its head, or of `checkpoint`, an id or a step. Raises as `open_run`, and `SpecInvalid` for a name
-    that no run can have (it is in comments), or `UnsupportedDeletes` if one of DLAC's tables carries delete files.
+    The example is that of its head, or of `checkpoint`, an id or a step. `iceberg`: the script reads the tables by DuckDB's
+    extension of this name. Raises as `open_run`, and `SpecInvalid` for a name that no run can have (it is in comments), or
+    `UnsupportedDeletes` if one of DLAC's tables carries delete files.
     """
     check_run_name(run)
     last_advance, last_row = sql_script("last_advance"), sql_script("last_row")
     with open_run(lakehouse, run, checkpoint, query=last_advance + last_row) as connection:
         found = [row for advance in rows_of(connection, last_advance) for row in rows_of(connection, last_row, advance)]
     # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
-    tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
+    names = ("consumption", "slices", "plans", "work_units", "row_keys")
+    tables = [_table_view(lakehouse, name, iceberg=iceberg) for name in names]
     if found:
         [row] = found
         file, checkpoint = sql_literals([row["file_path"]]), sql_literals([row["checkpoint_id"]])
@@ -46,16 +48,20 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
     # The walk to the ancestors of a checkpoint reads the branches again and again.
     scripts = (sql_script(name) for name in QUESTIONS)
     questions = [each.replace("VIEW branch_checkpoints", "TABLE branch_checkpoints") for each in scripts]
-    return "\n".join([_HEAD.format(run=run), *tables, _QUESTIONS + "\n".join(questions), example])
+    head = _HEAD.format(run=run) + ("INSTALL iceberg; LOAD iceberg;\n" if iceberg else "")
+    return "\n".join([head, *tables, _QUESTIONS + "\n".join(questions), example])
 
 
-def _table_view(lakehouse: Lakehouse, name: str) -> str:
-    tasks = lakehouse.look(name, lambda table: list(table.scan().plan_files()))
+def _table_view(lakehouse: Lakehouse, name: str, *, iceberg: bool) -> str:
+    tasks, metadata = lakehouse.look(name, lambda table: (list(table.scan().plan_files()), table.metadata_location))
     if any(task.delete_files for task in tasks):
         raise UnsupportedDeletes(f"expected table {name!r} without delete files, found some: compact it, then retry")
     if not tasks:
         return f"CREATE OR REPLACE VIEW {name} AS {no_rows(name)};\n"
     here = lakehouse.relocation.here
+    if iceberg:
+        location = sql_literals([here(raw_path(metadata) or metadata)])
+        return f"CREATE OR REPLACE VIEW {name} AS FROM iceberg_scan({location});\n"
     paths = sorted(here(raw_path(task.file.file_path) or task.file.file_path) for task in tasks)
     listed = ",\n    ".join(sql_literals([path]) for path in paths)
     return (

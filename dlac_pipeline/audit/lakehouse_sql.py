@@ -1,4 +1,4 @@
-"""DuckDB over a lakehouse: DLAC's five tables as they were when it was opened, and over them alone the views of `sql/`."""
+"""DuckDB over a lakehouse: DLAC's six tables as they were when it was opened, and over them alone the views of `sql/`."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -24,6 +24,7 @@ from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 QUESTIONS = (
     *("bare_path", "checkpoints", "branch_checkpoints", "lineage", "ancestors"),
     *("units", "blocks", "cut_plans", "row_positions", "touched", "consumed"),
+    *("row_key", "identity_text", "keyed_files", "keys_of", "seen_by", "keys_seen"),
 )
 """Scripts that find the checkpoints that have seen a row. Each uses only those before it."""
 
@@ -36,7 +37,7 @@ _AUDIT = (
     *("checkpoint_costs", "exports", "verifications", "rewinds", "branches"),
 )
 _VIEWS = (*QUESTIONS, *_AUDIT)
-_OWN = ("consumption", "slices", "plans", "work_units", "recoveries")
+_OWN = ("consumption", "slices", "plans", "work_units", "recoveries", "row_keys")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
 _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
@@ -93,7 +94,9 @@ def open_audit(
             if run is not None and name in _NAMED_BY:
                 values = connection.execute(sql_script(f"named_{name}")).fetchall()
                 wanted = among(_NAMED_BY[name], [value for (value,) in values if value is not None])
-            if needed is None or name in needed or run is not None:
+            if name == "row_keys" and run is not None:  # no audit needs them, and they may be many
+                connection.execute(f"CREATE TABLE {name} AS {own_rows.no_rows(name)}")
+            elif needed is None or name in needed or run is not None:
                 _add_table(connection, lakehouse, name, wanted)
         large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
         if large:

@@ -20,6 +20,7 @@ app = typer.Typer()
     "dlac audit my-run",
     "dlac audit my-run --checkpoint 400",
     "dlac audit my-run --explain > audit.sql",
+    "dlac audit my-run --explain --iceberg > audit.sql",
 )
 def audit(
     run: ui.RunName,
@@ -27,6 +28,7 @@ def audit(
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
     explain: Annotated[bool, Option(help="Print SQL that proves the same in a plain DuckDB, without DLAC.")] = False,
+    iceberg: Annotated[bool, Option(help="Print it for DuckDB's Iceberg extension, not Parquet files.")] = False,
     checkpoint: Annotated[
         str | None,
         Option(help="Id or step of a checkpoint. Audit the run as it was with that head. Unset: the present head."),
@@ -41,8 +43,8 @@ def audit(
     from dlac_pipeline.audit.table import audit_table
 
     lakehouse = ui.lakehouse_of(spec, home)
-    if explain:
-        sys.stdout.write(explain_sql(lakehouse, run, checkpoint))
+    if explain or iceberg:
+        sys.stdout.write(explain_sql(lakehouse, run, checkpoint, iceberg=iceberg))
         return
     report = audit_run(lakehouse, run, checkpoint)
     if as_json:

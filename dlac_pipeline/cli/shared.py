@@ -226,7 +226,7 @@ def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
     if as_json:
         show_json(facts)
     else:
-        OUT.print(facts_table({name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}))
+        OUT.print(facts_table({name.replace("_", " "): format_fact(name, value) for name, value in facts.items()}))
 
 
 def facts_table(facts: Mapping[str, object]) -> Table:
@@ -246,7 +246,8 @@ def _cell(value: object) -> Text:
     return Text(terminal_text(str(value)))
 
 
-def _format_fact(name: str, value: object) -> object:
+def format_fact(name: str, value: object) -> object:
+    """Return a value as people read it."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: None}[value]
     if name == "bytes" and isinstance(value, int):

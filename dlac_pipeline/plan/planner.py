@@ -25,6 +25,7 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.plan import Plan, unit_table
+from dlac_pipeline.plan.row_keys import row_keys_of, write_row_keys
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
@@ -55,6 +56,7 @@ def make_plan(
     check_registered(table)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
+    keys = row_keys_of(table, schema, source) if source.row_keys else None
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
     groups = row_groups_of(
         table,
@@ -69,6 +71,9 @@ def make_plan(
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
     if not any(group.rows > len(group.dead) for group in groups):
         raise _no_live_rows(table, source, snapshot.snapshot_id, schema.schema_id, sum(group.rows for group in groups))
+    if keys is not None:
+        paths = {group.file_path for group in groups}
+        write_row_keys(lakehouse, table, keys, snapshot.snapshot_id, paths, older=only is None)
     return _find_or_write(
         lakehouse,
         groups,

@@ -58,6 +58,9 @@ class SourceSpec(spec_problems.Section):
     """Policy of a following source for overwritten rows: stop with an error, read new rows, or ignore them."""
     identity_columns: list[str] = Field(default_factory=list)
     """Columns that identify a row, also after the table was rewritten."""
+    row_keys: bool = False
+    """Record a key of each row of planned data files, for `dlac seen`: of identity_columns, else the identifier fields of the
+    table, else v3 row ids. A key takes about 12 bytes."""
     pin: Literal["tag", "none"] = "tag"
     """"tag": an Iceberg tag protects the snapshot from expiry. "none": for a table without write access. The run is then exact
     until the snapshot expires, and stops afterwards."""

@@ -72,7 +72,7 @@ def test_own_rows_equal_pyiceberg_rows(arena: Arena) -> None:
             found = arena.lakehouse.read_own(name, row_filter, columns=columns)
             assert found.schema == expected.schema, (name, row_filter)
             assert found.equals(expected), (name, row_filter)
-            assert (found.num_rows > 0) == (row_filter != equals("run", "none"))
+            assert (found.num_rows > 0) == (row_filter != equals("run", "none") and name != "row_keys")
 
 
 def test_older_sql_views_answer(home: Path) -> None:

@@ -13,3 +13,6 @@ WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.p
 
 -- 3d. The same in one call: true if the checkpoint has consumed the row.
 SELECT consumed({file}, {row}, {checkpoint}) AS consumed;
+
+-- 3e. The same by the values of its identity columns, if rows have keys, also after the data file is gone:
+-- FROM seen_by((SELECT key FROM keys_of(['4711'])));

@@ -82,7 +82,7 @@ def match(
     sides = _Side(table, old, keys), _Side(table, new, keys)
     if not (sides[0].wanted and sides[1].wanted):
         return sides[0].masks(), sides[1].masks()
-    with _duckdb(memory_bytes) as connection:
+    with spilling_duckdb(memory_bytes) as connection:
         pairs = _join(connection, *sides)
         if any(pairs != side.found_rows for side in sides):
             raise _twice(connection, sides, keys)
@@ -166,26 +166,31 @@ class _Side:
             base += one.file.rows
 
     def _of_file(self, one: Rows, base: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        wanted, names = self.keys.read
-        with self.table.io.new_input(one.file.path).open() as stream, open_parquet(stream, wanted.fields) as parquet:
-            mapping, partition_values = name_mapping_of(self.table), one.file.partition_values
-            columns = FileColumns.of(parquet.schema_arrow, wanted, names, mapping, partition_values)
-            first = 0
-            for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns.in_file):
-                at = np.arange(first, first + batch.num_rows)
-                aligned = columns.align(pa.Table.from_batches([batch]), batch.num_rows)
-                arrays = [self._plain(aligned[name], one.file, at) for name in names]
-                table = pa.table([pa.array(base + at), *arrays], schema=schema)
-                yield from table.filter(pa.array(one.chosen[at])).to_batches()
-                first += batch.num_rows
+        for at, columns in key_columns(self.table, one.file, self.keys):
+            table = pa.table([pa.array(base + at), *map(_plain, columns)], schema=schema)
+            yield from table.filter(pa.array(one.chosen[at])).to_batches()
 
-    def _plain(self, column: Any, file: LiveFile, at: npt.NDArray[np.int64]) -> Any:
-        if not self.keys.columns and file.first_row_id is not None:  # an id that is not written is that of the place
-            return pc.coalesce(column, pa.array(file.first_row_id + at))
-        kind = column.type
-        if pa.types.is_date32(kind) or pa.types.is_time32(kind):
-            column = column.cast(pa.int32())
-        return column.cast(pa.int64()) if _is_whole(kind) else column
+
+def key_columns(table: Table, file: LiveFile, keys: Keys) -> Iterator[tuple[npt.NDArray[np.int64], list[Any]]]:
+    """Yield the keys of all rows of a data file in batches: the positions of the rows, and the columns of their keys."""
+    wanted, names = keys.read
+    with table.io.new_input(file.path).open() as stream, open_parquet(stream, wanted.fields) as parquet:
+        columns = FileColumns.of(parquet.schema_arrow, wanted, names, name_mapping_of(table), file.partition_values)
+        first = 0
+        for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns.in_file):
+            at = np.arange(first, first + batch.num_rows)
+            found = columns.align(pa.Table.from_batches([batch]), batch.num_rows).columns
+            if not keys.columns and file.first_row_id is not None:  # an id that is not written is that of the place
+                found = [pc.coalesce(found[0], pa.array(file.first_row_id + at))]
+            yield at, found
+            first += batch.num_rows
+
+
+def _plain(column: Any) -> Any:
+    kind = column.type
+    if pa.types.is_date32(kind) or pa.types.is_time32(kind):
+        column = column.cast(pa.int32())
+    return column.cast(pa.int64()) if _is_whole(kind) else column
 
 
 def _is_whole(kind: pa.DataType) -> bool:
@@ -193,7 +198,8 @@ def _is_whole(kind: pa.DataType) -> bool:
 
 
 @contextmanager
-def _duckdb(memory_bytes: int) -> Iterator["DuckDBPyConnection"]:
+def spilling_duckdb(memory_bytes: int = _MEMORY_BYTES) -> Iterator["DuckDBPyConnection"]:
+    """Yield a connection in memory that puts in a temporary folder what exceeds `memory_bytes`."""
     import duckdb
 
     with tempfile.TemporaryDirectory(prefix="dlac-match-") as folder:

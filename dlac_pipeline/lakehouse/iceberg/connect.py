@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import requests
 from pyiceberg import exceptions
 from pyiceberg.catalog import Catalog
-from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, IsNull, LessThanOrEqual
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import NestedField
@@ -36,7 +36,9 @@ _T = TypeVar("_T")
 equals: Callable[[str, str], BooleanExpression] = EqualTo  # type: ignore[assignment]
 at_most: Callable[[str, int], BooleanExpression] = LessThanOrEqual  # type: ignore[assignment]
 more_than: Callable[[str, int], BooleanExpression] = GreaterThan  # type: ignore[assignment]
-among: Callable[[str, Sequence[str]], BooleanExpression] = In  # type: ignore[assignment]
+among: Callable[[str, Sequence[str] | Sequence[int]], BooleanExpression] = In  # type: ignore[assignment]
+NO_KEY: BooleanExpression = IsNull("key")  # type: ignore[arg-type,call-arg]
+"""The rows of `row_keys` that name a data file."""
 _TABLE_PROPERTIES = {
     "commit.retry.num-retries": "0",
     "commit.manifest-merge.enabled": "true",
@@ -45,6 +47,7 @@ _TABLE_PROPERTIES = {
     "write.metadata.metrics.default": "none",
     FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
 }
+_OF_KEYS = {"write.parquet.row-group-limit": "131072", "write.parquet.dict-size-bytes": "65536"}
 _LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
 """Pauses after looks that find an own table older than before."""
 _TABLES_ABSENT = re.compile(r"no such table|does not exist|UndefinedTable")
@@ -239,9 +242,10 @@ class Lakehouse:
 
     def _create(self, name: str) -> None:
         identifier, (schema, spec) = f"{self.config.namespace}.{name}", TABLES[name]
+        properties = _TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
         try:
             with suppress(exceptions.TableAlreadyExistsError):
-                self.catalog.create_table(identifier, schema, partition_spec=spec, properties=_TABLE_PROPERTIES)
+                self.catalog.create_table(identifier, schema, partition_spec=spec, properties=properties)
         except (FileNotFoundError, ValueError) as err:  # pyiceberg's of a setting, and of a folder that cannot be made
             kind = errors.LakehouseError if isinstance(err, OSError) else errors.CatalogMisconfigured
             raise kind(

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 from pyiceberg import expressions
-from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull
 from pyiceberg.expressions.visitors import bind
 from pyiceberg.io.pyarrow import PyArrowFileIO, expression_to_pyarrow, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
@@ -160,6 +160,8 @@ def _condition(wanted: BooleanExpression) -> str:
         # most rows are advances: by this DuckDB skips their other columns, and not by a list
         most = "kind <> 'advance' AND " if name == "kind" and "'advance'" not in listed else ""
         return f"{most}{name} IN ({listed})"
+    if isinstance(wanted, IsNull):
+        return f"{found.term.name} IS NULL"
     if type(wanted) in _RELATIONS:
         return f"{found.term.name} {_RELATIONS[type(wanted)]} {sql_literals([found.literal.value])}"
     return {AlwaysTrue: "true", expressions.AlwaysFalse: "false"}[type(wanted)]

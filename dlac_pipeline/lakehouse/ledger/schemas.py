@@ -84,10 +84,12 @@ RECOVERIES = _schema(
     """,
     required="run",
 )
+ROW_KEYS = _schema("table_uuid string, identity string, salt string, file_path string, file long, key long, row long")
 TABLES: dict[str, tuple[Schema, PartitionSpec]] = {
     "plans": (PLANS, UNPARTITIONED_PARTITION_SPEC),
     "work_units": (WORK_UNITS, UNPARTITIONED_PARTITION_SPEC),
     "slices": (SLICES, UNPARTITIONED_PARTITION_SPEC),
     "consumption": (CONSUMPTION, _partitioned_by(CONSUMPTION, "run")),
     "recoveries": (RECOVERIES, _partitioned_by(RECOVERIES, "run")),
+    "row_keys": (ROW_KEYS, UNPARTITIONED_PARTITION_SPEC),
 }

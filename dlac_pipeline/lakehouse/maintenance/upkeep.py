@@ -87,6 +87,8 @@ def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
     rows = pa.concat_tables(scan.to_table([task]).cast(schema) for task in tasks)
     if "seq" in rows.column_names:
         rows = rows.sort_by("seq")  # stable: the rows of one append stay in their order
+    if "key" in rows.column_names:
+        rows = rows.sort_by([("key", "ascending", "at_start")])  # a look-up then reads one row group of the file
     files = list(_dataframe_to_data_files(table.metadata, rows, table.io))
     with LeanTransaction(table) as transaction:
         properties = {UPKEEP_OF_SNAPSHOT: "compaction"}
@@ -201,7 +203,7 @@ def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upke
 def _upkeep_of(lakehouse: Lakehouse, name: str, keep: int) -> Upkept:
     done = Upkept(table=name)
     try:
-        if name == "consumption":
+        if name in ("consumption", "row_keys"):
             merged = compact(lakehouse, name)
             done = replace(done, merged_files=merged.files, into_files=merged.into)
         done = replace(done, expired_snapshots=expire(lakehouse, name, keep=keep))
