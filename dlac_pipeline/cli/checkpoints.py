@@ -1,5 +1,6 @@
 """Checkpoints of a run: list, tag, verify. And checkpoints from and for other programs: adopt, export, identify."""
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -153,12 +154,18 @@ def export(
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of a file."""
+    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of a file.
+
+    If the run's sources have row_keys, a passport is written beside them: it answers whether a document was trained on.
+    """
     from dlac_pipeline.checkpoint.restore.export import export_weights
+    from dlac_pipeline.operations.passport import passport_of, write_passport
 
     lakehouse, tiers = ui.places_of_run(run, spec, home)
     exported = export_weights(lakehouse, tiers, out, step=step, part=part, config=config)
-    ui.show_facts(asdict(exported), as_json=as_json)
+    passport = write_passport(lakehouse, run, exported)
+    place = None if passport is None else passport_of(exported.path)
+    ui.show_facts({**asdict(exported), "passport": place}, as_json=as_json)
 
 
 @ui.command(app, ui.CHECKPOINTS, "dlac export-state my-run my-state", "dlac export-state my-run my-state --step 400")
@@ -181,16 +188,45 @@ def export_state(
 
 
 @app.command("whose", hidden=True)  # the name of version 0.1
-@ui.command(app, ui.CHECKPOINTS, "dlac identify weights.safetensors")
+@ui.command(
+    app,
+    ui.CHECKPOINTS,
+    "dlac identify weights.safetensors",
+    "dlac identify weights.safetensors --document 4711",
+)
 def identify(
-    file: Annotated[
-        Path, Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False)
-    ],
+    file: Annotated[Path, Argument(help="File or folder that `dlac export` wrote, or a copy of it.", exists=True)],
+    document: Annotated[
+        list[str] | None,
+        Option(help="Value of an identity column of a document. The option is repeated for each of several columns."),
+    ] = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
+    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed.
+
+    With --document: whether it was trained on a document, by the passport beside the file, without the lakehouse.
+    """
     from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 
+    if document:
+        ui.show_facts(_seen_by_passport(file, document), as_json=as_json)
+        return
     ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
+
+
+def _seen_by_passport(file: Path, document: list[str]) -> dict[str, object]:
+    from dlac_pipeline.operations.passport import OpenPassport
+
+    with closing(OpenPassport(file)) as passport:
+        seen, about = passport.has(document), passport.facts
+    answer = "probably (1 in 256 other documents is found, too)" if seen else "no"
+    unknown = "; ".join(about.incomplete) or None
+    return {
+        "trained_on": answer,
+        "run": about.run,
+        "checkpoint_id": about.checkpoint_id,
+        "step": about.step,
+        "unknown": unknown,
+    }
