@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, IcebergType, ListType, LongType, NestedField, StructType
 
 FORMAT_VERSION = 1
 FORMAT_VERSION_PROPERTY = "dlac.format-version"
+LEDGER_UUID_PROPERTY = "dlac.ledger-uuid"
+"""Property of a rebuilt ledger table whose catalog gave it another uuid: the uuid that manifests name."""
 
 
 def _schema(columns: str, *, lists: Mapping[str, IcebergType] | None = None, required: str = "") -> Schema:
@@ -91,3 +94,8 @@ TABLES: dict[str, tuple[Schema, PartitionSpec]] = {
     "consumption": (CONSUMPTION, _partitioned_by(CONSUMPTION, "run")),
     "recoveries": (RECOVERIES, _partitioned_by(RECOVERIES, "run")),
 }
+
+
+def ledger_uuid_of(table: Table) -> str:
+    """Return the identity of an own table: the uuid of the table that it was rebuilt from, or its own."""
+    return table.properties.get(LEDGER_UUID_PROPERTY) or str(table.metadata.table_uuid)

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
-from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, LeanTransaction, expire, expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
@@ -113,7 +113,7 @@ def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) ->
     `checked`: the ledger is known to be the newest. Newer files would be the only copy of lost commits.
     """
     if name == "consumption" and not checked:
-        check_warehouse(lakehouse)
+        check_journal(lakehouse)
     folder = TableFolder(lakehouse.own(name))
     try:
         return _remove(lakehouse, name, folder)
@@ -194,7 +194,7 @@ def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upke
         LakehouseError: another table's files are among them, or they cannot be listed or deleted.
         LedgerOlderThanStore: the catalog was restored from an older backup. Nothing was changed.
     """
-    check_warehouse(lakehouse)
+    check_journal(lakehouse, fill=True)
     return [_upkeep_of(lakehouse, name, keep) for name in TABLES]
 
 
