@@ -26,7 +26,9 @@ from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, ledger_uuid_o
 _log = logging.getLogger(__name__)
 _ENTRY = re.compile(r"([^/]+)/(\d+)(?:-(\d+))?\.parquet")
 _FORMAT = ds.ParquetFileFormat()
-_UUID = b"dlac.ledger-uuid"
+_UUID = "dlac.ledger-uuid"
+_WRITING = {"compression": "zstd", "write_statistics": False, "use_dictionary": False, "store_schema": False}
+"""Options of small files: 4.5 KB instead of 9.5."""
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="journal")
 """The writer of entries in an object store, so that no commit waits for a second request."""
 _WARNED: set[str] = set()
@@ -75,10 +77,9 @@ class Journal:
         first, last = pc.min_max(rows["seq"]).as_py().values()
         name = f"{first:012}" if first == last else f"{first:012}-{last:012}"
         path, sink = f"{self._folder}/{rows['run'][0].as_py()}/{name}.parquet", pa.BufferOutputStream()
-        labelled = rows.cast(CONSUMPTION_ARROW).replace_schema_metadata({_UUID: ledger_uuid})
-        pq.write_table(
-            labelled, sink, compression="zstd", write_statistics=False, use_dictionary=False, store_schema=False
-        )
+        with pq.ParquetWriter(sink, CONSUMPTION_ARROW, **_WRITING) as writer:
+            writer.write_table(rows.cast(CONSUMPTION_ARROW))
+            writer.add_key_value_metadata({_UUID: ledger_uuid})
         if isinstance(self._files, LocalFileSystem):
             make_folder_durably(Path(path).parent)
             write_durably(Path(path), sink.getvalue())
@@ -115,7 +116,7 @@ class Journal:
     def ledger_uuid(self, entry: Entry) -> str:
         """Return the identity of the ledger that an entry is of. Empty if it is unknown."""
         metadata = pq.read_schema(self._files.open_input_file(entry.path)).metadata or {}
-        return str(metadata.get(_UUID, b"").decode())
+        return str(metadata.get(_UUID.encode(), b"").decode())
 
 
 def journal_address(location: str) -> str:
