@@ -1,4 +1,4 @@
-"""The files of an own table as the warehouse has them, also metadata files that the catalog does not name (design note 0013)."""
+"""The files of an own table as the warehouse has them, and the metadata files in a folder."""
 
 import json
 import re
