@@ -171,7 +171,7 @@ def rebuild(
     files = None if spec is None else tiers_of(ui.resolved(spec, home)).files
     done = rebuild_ledger(ui.lakehouse_of(spec, home, damaged=True), journal=journal, dry_run=dry_run, files=files)
     if as_json:
-        ui.show_json(done.to_json())
+        ui.show_json(asdict(done))
     else:
         rows = [(each.run, f"{each.appends:,}", f"{each.missing:,}", each.problem or "complete") for each in done.runs]
         counts = ("appends", "would be added" if dry_run else "added")

@@ -2,10 +2,9 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,31 +20,20 @@ from dlac_pipeline.lakehouse.errors import FormatTooNew, LedgerError
 from dlac_pipeline.lakehouse.iceberg.metadata_files import resolve
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW
-from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, ledger_uuid_of
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, LEDGER_UUID_PROPERTY, ledger_uuid_of
 
 _log = logging.getLogger(__name__)
-_ENTRY = re.compile(r"([^/]+)/(\d+)(?:-(\d+))?\.parquet")
+_ENTRY = re.compile(r"/([^/]+)/(\d+)\.parquet")
 _FORMAT = ds.ParquetFileFormat()
-_UUID = "dlac.ledger-uuid"
 _WRITING = {"compression": "zstd", "write_statistics": False, "use_dictionary": False, "store_schema": False}
 """Options of small files: 4.5 KB instead of 9.5."""
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="journal")
 """The writer of entries in an object store, so that no commit waits for a second request."""
 _WARNED: set[str] = set()
-Seqs = Mapping[str, Iterable[int]]
-"""Run -> the `seq`s of appends."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A file with the rows of one append of a run, or of successive ones."""
-
-    path: str
-    seqs: range
 
 
 class Journal:
-    """The journal at an address: the files `RUN/SEQ.parquet` and `RUN/FIRST-LAST.parquet`, with rows as recorded."""
+    """The journal at an address: `RUN/SEQ.parquet` has the rows of an append as the table records them."""
 
     def __init__(self, io: FileIO, address: str) -> None:
         """Raises `LakehouseError` for a warehouse that pyarrow does not read."""
@@ -57,29 +45,26 @@ class Journal:
         """Return the journal in the location of the ledger table."""
         return cls(table.io, journal_address(table.location()))
 
-    def entries(self, run: str = "") -> dict[str, list[Entry]]:
-        """Return run -> its entries in order of their first `seq`, of one run or of all, by one listing."""
+    def entries(self, run: str = "") -> dict[str, dict[int, str]]:
+        """Return run -> `seq` -> path of the entry, of one run or of all, by one listing."""
         selector = FileSelector(f"{self._folder}/{run}".rstrip("/"), allow_not_found=True, recursive=True)
-        found: dict[str, list[Entry]] = {}
-        for path in sorted(info.path for info in self._files.get_file_info(selector)):
-            match = _ENTRY.fullmatch(path.removeprefix(f"{self._folder}/"))
-            if match:
-                seqs = range(int(match[2]), int(match[3] or match[2]) + 1)
-                found.setdefault(match[1], []).append(Entry(path=path, seqs=seqs))
+        found: dict[str, dict[int, str]] = {}
+        for info in self._files.get_file_info(selector):
+            if match := _ENTRY.fullmatch(info.path.removeprefix(self._folder)):
+                found.setdefault(match[1], {})[int(match[2])] = info.path
         return found
 
-    def address_of(self, entry: Entry) -> str:
+    def address_of(self, path: str) -> str:
         """Return the address of an entry."""
-        return self.address + entry.path.removeprefix(self._folder)
+        return self.address + path.removeprefix(self._folder)
 
     def write(self, rows: pa.Table, ledger_uuid: str) -> None:
-        """Write the rows of successive appends of one run as one entry, which replaces one of the same name."""
-        first, last = pc.min_max(rows["seq"]).as_py().values()
-        name = f"{first:012}" if first == last else f"{first:012}-{last:012}"
-        path, sink = f"{self._folder}/{rows['run'][0].as_py()}/{name}.parquet", pa.BufferOutputStream()
+        """Write the entry of an append, which replaces an earlier one."""
+        run, seq = rows["run"][0].as_py(), rows["seq"][0].as_py()
+        path, sink = f"{self._folder}/{run}/{seq:012}.parquet", pa.BufferOutputStream()
         with pq.ParquetWriter(sink, CONSUMPTION_ARROW, **_WRITING) as writer:
             writer.write_table(rows.cast(CONSUMPTION_ARROW))
-            writer.add_key_value_metadata({_UUID: ledger_uuid})
+            writer.add_key_value_metadata({LEDGER_UUID_PROPERTY: ledger_uuid})
         if isinstance(self._files, LocalFileSystem):
             make_folder_durably(Path(path).parent)
             write_durably(Path(path), sink.getvalue())
@@ -87,41 +72,24 @@ class Journal:
             with self._files.open_output_stream(path) as stream:
                 stream.write(sink.getvalue())
 
-    def read(self, entries: Mapping[str, Sequence[Entry]], wanted: Seqs) -> pa.Table:
-        """Return the rows of the appends in `wanted`, each once. Raises `LedgerError` for an entry that cannot be read."""
-        whole, parts = [], []
-        for run, seqs in wanted.items():
-            left = set(seqs)
-            for entry in entries.get(run, ()):
-                new = left.intersection(entry.seqs)
-                if new:
-                    fragment = _FORMAT.make_fragment(entry.path, self._files)
-                    whole += [fragment] if len(new) == len(entry.seqs) else []
-                    parts += [] if len(new) == len(entry.seqs) else [(fragment, pc.field("seq").isin(list(new)))]
-                    left -= new
+    def read(self, paths: Iterable[str]) -> pa.Table:
+        """Return the rows of entries. Raises `LedgerError` for an entry that cannot be read, or `FormatTooNew`."""
+        fragments = [_FORMAT.make_fragment(path, self._files) for path in paths]
         try:
-            found = [ds.FileSystemDataset(whole, CONSUMPTION_ARROW, _FORMAT).to_table()]
-            found += [fragment.to_table(CONSUMPTION_ARROW, filter=condition) for fragment, condition in parts]
+            rows = ds.FileSystemDataset(fragments, CONSUMPTION_ARROW, _FORMAT).to_table()
         except (pa.ArrowException, FileNotFoundError) as err:
             raise LedgerError(
                 f"expected entries of the journal {self.address!r}, found {err}: restore that file from a backup, or move it away"
             ) from err
-        rows = pa.concat_tables(found)
         if (pc.max(rows["format_version"]).as_py() or 0) > FORMAT_VERSION:
             raise FormatTooNew(
                 f"the journal {self.address!r} has a newer format, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
             )
         return rows
 
-    def ledger_uuid(self, entry: Entry) -> str:
-        """Return the identity of the ledger that an entry is of. Empty if it is unknown."""
-        metadata = pq.read_schema(self._files.open_input_file(entry.path)).metadata or {}
-        return str(metadata.get(_UUID.encode(), b"").decode())
-
-
-def journal_address(location: str) -> str:
-    """Return the address of the journal of a ledger table at `location`."""
-    return f"{location.rstrip('/')}/journal"
+    def ledger_uuid(self, path: str) -> str:
+        """Return the identity of the ledger that an entry is of."""
+        return str(pq.read_schema(self._files.open_input_file(path)).metadata[LEDGER_UUID_PROPERTY.encode()].decode())
 
 
 def record_append(table: Table, rows: pa.Table) -> None:
@@ -156,6 +124,6 @@ def seqs_by_run(rows: pa.Table) -> dict[str, set[int]]:
     return found
 
 
-def covered(entries: Iterable[Entry]) -> set[int]:
-    """Return the `seq`s of the appends that entries have."""
-    return set().union(*(entry.seqs for entry in entries))
+def journal_address(location: str) -> str:
+    """Return the address of the journal of a ledger table at `location`."""
+    return f"{location.rstrip('/')}/journal"

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar, overload
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyiceberg.expressions import And
 from pyiceberg.table import Table
 
@@ -254,15 +253,13 @@ def recorded_rows(lakehouse: Lakehouse, run: str, fence: run_rows.Fence, rows: S
 
 
 def fill_journal(ledger: Ledger, run: str, lacking: Iterable[int]) -> None:
-    """Write the entries of appends of a run that the journal lacks: one for each range."""
+    """Write the entries of appends of a run that the journal lacks."""
     table = ledger.lakehouse.own("consumption")
-    rows = ledger.lakehouse.read_own("consumption", equals("run", run))
-    seqs = sorted(lacking)
-    starts = [at for at, seq in enumerate(seqs) if not at or seq != seqs[at - 1] + 1]
-    for start, end in zip(starts, [*starts[1:], len(seqs)], strict=True):
-        chosen = rows.filter(pc.is_in(rows["seq"], pa.array(seqs[start:end])))
-        if len(chosen):
-            record_append(table, chosen.sort_by("seq"))
+    rows = ledger.lakehouse.read_own("consumption", equals("run", run)).sort_by("seq")
+    seqs = rows["seq"].to_numpy()
+    for seq in sorted(lacking):
+        start, end = seqs.searchsorted([seq, seq + 1])
+        record_append(table, rows.slice(start, end - start))
 
 
 def fence_property(run: str) -> str:

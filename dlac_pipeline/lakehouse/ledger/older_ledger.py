@@ -22,7 +22,7 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.iceberg.connect import LOOKS_AT_OLDER_S, Lakehouse, reachable
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_rows
-from dlac_pipeline.lakehouse.ledger.journal import Entry, Journal, covered
+from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, fill_journal
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
@@ -197,26 +197,28 @@ def check_journal(lakehouse: Lakehouse, run: str | None = None, *, fill: bool = 
     except LakehouseError:  # a catalog's server may forbid listing its warehouse
         return
     for pause_s in LOOKS_AT_OLDER_S:
-        known = ledger.appends() if run is None else {run: range(1, ledger.state(run).fence.seq + 1)}
-        ahead = {name: covered(found).difference(known.get(name, ())) for name, found in entries.items()}
-        if not any(ahead.values()):
+        known = ledger.appends() if run is None else {run: set(range(1, ledger.state(run).fence.seq + 1))}
+        ahead = {name: lost for name, found in entries.items() if (lost := found.keys() - known.get(name, set()))}
+        if not ahead:
             break
         time.sleep(pause_s)  # a replica of the catalog may be late
-    for name in (each for each in sorted(ahead) if ahead[each]):
-        _refuse(lakehouse, _newest_append(journal, entries[name], name, ahead[name]), _rows_of(ledger, name))
-    lacking = {name: set(seqs).difference(covered(entries.get(name, ()))) for name, seqs in known.items()}
-    for name in (each for each in lacking if fill and lacking[each]):
-        fill_journal(ledger, name, lacking[name])
+    for name, lost in ahead.items():
+        paths = [entries[name][seq] for seq in sorted(lost)]
+        _refuse(lakehouse, _newest_append(journal, name, paths), _rows_of(ledger, name))
+    for name, seqs in known.items():
+        lacking = seqs.difference(entries.get(name, ()))
+        if fill and lacking:
+            fill_journal(ledger, name, lacking)
 
 
-def _newest_append(journal: Journal, entries: Sequence[Entry], run: str, lost: set[int]) -> Newer:
-    place = journal.address_of(entries[-1])
+def _newest_append(journal: Journal, run: str, paths: Sequence[str]) -> Newer:
     try:
-        rows = parse_rows(journal.read({run: entries}, {run: lost}))
+        rows = parse_rows(journal.read(paths))
     except LedgerError as err:  # its name is evidence enough
         _log.warning("%s", err)
         rows = []
-    return Newer(run=run, step=max((row.step for row in checkpoint_rows(rows).values()), default=None), place=place)
+    step = max((row.step for row in checkpoint_rows(rows).values()), default=None)
+    return Newer(run=run, step=step, place=journal.address_of(paths[-1]))
 
 
 def _refuse(lakehouse: Lakehouse, newer: Newer | None, rows: Sequence[LedgerRow]) -> None:
