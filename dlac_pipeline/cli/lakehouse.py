@@ -157,7 +157,7 @@ def rebuild(
     dry_run: Annotated[bool, Option("--dry-run", help="Compare, and change nothing.")] = False,
     journal: Annotated[
         str | None,
-        Option(help="Address of the journal. Unset: the folder `journal` in the location of the ledger's table."),
+        Option(help="Address of the journal. Unset: the folder data/journal in the location of the ledger's table."),
     ] = None,
     as_json: ui.AsJson = False,
 ) -> None:

@@ -75,7 +75,8 @@ def rebuild_ledger(
     """
     table = _load(lakehouse, _LEDGER)
     location, io = _place(lakehouse, journal) if table is None else (table.location(), table.io)
-    loss = _Loss(lakehouse, table, Journal(io, journal or journal_address(location)))
+    default = f"{location}/data/journal" if table is None else journal_address(table)
+    loss = _Loss(lakehouse, table, Journal(io, journal or default))
     loss.check_idle()
     found = {run: loss.lost_append(run, files or older_ledger.lakehouse_store(lakehouse)) for run in loss.runs}
     extra = {run: rows for run, (rows, _) in found.items() if rows is not None}
@@ -236,11 +237,11 @@ def _place(lakehouse: Lakehouse, journal: str | None) -> tuple[str, FileIO]:
     if isinstance(lakehouse.catalog, MetastoreCatalog):
         location = lakehouse.catalog._get_default_warehouse_location(lakehouse.config.namespace, _LEDGER)
     elif journal is not None:
-        location = journal.rstrip("/").removesuffix("/journal")
+        location = journal.rstrip("/").removesuffix("/data/journal")
     else:
         raise errors.BadInput(
             f"expected the table of the ledger in the catalog at {lakehouse.config.address!r}, found none, and only its server "
-            "knows where it was: name the folder `journal` in the table's location with --journal"
+            "knows where it was: name the folder `data/journal` in the table's location with --journal"
         )
     return location, lakehouse.file_io(location)
 

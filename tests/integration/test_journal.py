@@ -45,7 +45,7 @@ SET_BY_COMMIT = {"committed_at", "detail"}
 
 def journal_of(arena: Arena) -> Path:
     """The folder of the journal."""
-    return arena.home / "warehouse" / "dlac" / "consumption" / "journal"
+    return arena.home / "warehouse" / "dlac" / "consumption" / "data" / "journal"
 
 
 def rows_of(arena: Arena) -> dict[str, list[str]]:
@@ -305,6 +305,7 @@ def test_unwritable_journal_fails_no_commit(arena: Arena, caplog: pytest.LogCapt
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     arena.monkeypatch.setattr(journals, "_WARNED", set())
+    journal_of(arena).parent.mkdir()
     journal_of(arena).write_text("a file in the place of the folder")
     arena.train(spec, until=45)
     assert [record.message for record in caplog.records if "journal" in record.message][1:] == []
@@ -325,6 +326,7 @@ def test_served_ledger_is_rebuilt(
 ) -> None:
     """A REST catalog, or PostgreSQL, with a warehouse in an object store: the ledger's table is dropped, and rebuilt."""
     with served_lakehouse(kind, tmp_path) as served:
+        (tmp_path / "home").mkdir()
         arena = Arena(tmp_path / "home", monkeypatch, served.config, served.store)
         arena.table()
         spec = arena.spec("r", world_size=1, passes=1)

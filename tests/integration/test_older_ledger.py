@@ -295,7 +295,7 @@ def test_crash_before_commit_is_swept(arena: Arena) -> None:
 )
 def test_stray_file_proves_nothing(arena: Arena, name: str) -> None:
     """A file in the journal that is named unlike an entry raises no alarm."""
-    path = arena.home / "warehouse" / "dlac" / "consumption" / "journal" / name
+    path = arena.home / "warehouse" / "dlac" / "consumption" / "data" / "journal" / name
     path.parent.mkdir(parents=True)
     path.write_text("")
     check_journal(arena.lakehouse)
@@ -304,7 +304,7 @@ def test_stray_file_proves_nothing(arena: Arena, name: str) -> None:
 
 def test_damaged_entry_is_evidence(arena: Arena) -> None:
     """The name of an entry proves its append, although its rows cannot be read."""
-    path = arena.home / "warehouse" / "dlac" / "consumption" / "journal" / "r" / "000000000001.parquet"
+    path = arena.home / "warehouse" / "dlac" / "consumption" / "data" / "journal" / "r" / "000000000001.parquet"
     path.parent.mkdir(parents=True)
     path.write_text("")
     with pytest.raises(

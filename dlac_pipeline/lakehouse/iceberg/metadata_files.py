@@ -12,6 +12,8 @@ from pyiceberg.table import Table
 from dlac_pipeline.lakehouse.errors import LakehouseError
 
 METADATA = ".metadata.json"
+JOURNAL = "journal"
+"""Folder in the data folder of the ledger, with files that no metadata names and nothing removes: `ledger/journal.py`."""
 _VERSION = re.compile(r"v?(\d+)(?:-[^/]*)?\.metadata\.json$")
 
 
@@ -32,10 +34,11 @@ class TableFolder:
         self.folders = [self.path(places.data_path), metadata_path]
 
     def files(self) -> dict[str, FileInfo]:
-        """Return path -> file of everything in both folders."""
+        """Return path -> file of everything in both folders, without the journal."""
         selectors = (FileSelector(folder, allow_not_found=True, recursive=True) for folder in self.folders)
         listed = (info for selector in selectors for info in self._filesystem.get_file_info(selector))
-        return {info.path: info for info in listed if info.type == FileType.File}
+        kept = f"{self.folders[0]}/{JOURNAL}/"
+        return {info.path: info for info in listed if info.type == FileType.File and not info.path.startswith(kept)}
 
     def metadata(self, path: str) -> dict[str, Any]:
         """Return the content of a metadata file. Empty if it is gone (each commit removes the oldest) or no JSON object."""

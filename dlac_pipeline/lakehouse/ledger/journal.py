@@ -17,7 +17,7 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
 from dlac_pipeline.lakehouse.errors import FormatTooNew, LedgerError
-from dlac_pipeline.lakehouse.iceberg.metadata_files import resolve
+from dlac_pipeline.lakehouse.iceberg.metadata_files import JOURNAL, resolve
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, LEDGER_UUID_PROPERTY, ledger_uuid_of
@@ -42,8 +42,8 @@ class Journal:
 
     @classmethod
     def of(cls, table: Table) -> "Journal":
-        """Return the journal in the location of the ledger table."""
-        return cls(table.io, journal_address(table.location()))
+        """Return the journal in the data folder of the ledger table, the one folder that table buckets let clients use."""
+        return cls(table.io, journal_address(table))
 
     def entries(self, run: str = "") -> dict[str, dict[int, str]]:
         """Return run -> `seq` -> path of the entry, of one run or of all, by one listing."""
@@ -105,7 +105,7 @@ def _write_entry(table: Table, rows: pa.Table) -> None:
     try:
         Journal.of(table).write(rows, ledger_uuid_of(table))
     except Exception as err:  # the append is committed all the same
-        address = journal_address(table.location())
+        address = journal_address(table)
         if address not in _WARNED:
             _log.warning(
                 "expected to write the journal %s, found %r: the append is committed, and the next claim or `dlac upkeep` "
@@ -124,6 +124,6 @@ def seqs_by_run(rows: pa.Table) -> dict[str, set[int]]:
     return found
 
 
-def journal_address(location: str) -> str:
-    """Return the address of the journal of a ledger table at `location`."""
-    return f"{location.rstrip('/')}/journal"
+def journal_address(table: Table) -> str:
+    """Return the address of the journal of a ledger table."""
+    return f"{table.location_provider().data_path}/{JOURNAL}"
