@@ -13,13 +13,15 @@ from uuid import UUID, uuid4
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.catalog import MetastoreCatalog
-from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.exceptions import NoSuchTableError, TableAlreadyExistsError
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io import FileIO
 from pyiceberg.serializers import ToOutputFile
 from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import new_table_metadata
+from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
+from pyiceberg.table.update.snapshot import ExpireSnapshots, ManageSnapshots
 
 from dlac_pipeline.checkpoint.manifest import content_digest, parse_manifest
 from dlac_pipeline.lakehouse import errors
@@ -73,9 +75,9 @@ def rebuild_ledger(
         RunBusy: a launch of a run that lacks appends is alive.
         LedgerError: an entry cannot be read.
     """
-    table = _load(lakehouse, _LEDGER)
-    location, io = _place(lakehouse, journal) if table is None else (table.location(), table.io)
-    default = f"{location}/data/journal" if table is None else journal_address(table)
+    named, table = _named(lakehouse, _LEDGER), _load(lakehouse, _LEDGER)
+    location, io = _place(lakehouse, journal) if named is None else (named.location(), named.io)
+    default = f"{location}/data/journal" if named is None else journal_address(named)
     loss = _Loss(lakehouse, table, Journal(io, journal or default))
     loss.check_idle()
     found = {run: loss.lost_append(run, files or older_ledger.lakehouse_store(lakehouse)) for run in loss.runs}
@@ -86,7 +88,7 @@ def rebuild_ledger(
     }
     tables[_LEDGER] = "kept" if table is not None else "made again"
     if not dry_run:
-        if table is None:
+        if named is None or not named.metadata.snapshots:
             _make_again(lakehouse, location, loss.uuid)
         loss.append(extra)
     runs = []
@@ -169,15 +171,21 @@ class _Loss:
         """Append the missing rows, and those of `extra`, in one commit. Fences are read from the rows after that."""
 
         def once() -> None:
-            table = self._lakehouse.own(_LEDGER)
-            known = defaultdict(set, seqs_by_run(read_rows(table, AlwaysTrue(), columns=("run", "seq"))))
+            table, whole = self._lakehouse.own(_LEDGER), _load(self._lakehouse, _LEDGER)
+            keys = None if whole is None else read_rows(whole, AlwaysTrue(), columns=("run", "seq"))
+            known = defaultdict(set, {} if keys is None else seqs_by_run(keys))
             lost = [rows for run, rows in extra.items() if rows["seq"][0].as_py() not in known[run]]
             rows = pa.concat_tables([self._read({run: self.missing[run] - known[run] for run in self.runs}), *lost])
             if not len(rows):
                 return
+            damaged = [each.snapshot_id for each in table.metadata.snapshots] if whole is None else []
             stale = {fence_property(run) for run in self.runs} & table.properties.keys()
             with committing(self._lakehouse, table) as transaction:
+                if damaged:  # the next snapshot has no parent, whose manifests may be lost
+                    ManageSnapshots(transaction).remove_branch(MAIN_BRANCH).commit()
                 transaction.append(rows)
+                if damaged:
+                    ExpireSnapshots(transaction).by_ids(damaged).commit()
                 transaction.remove_properties(*stale)
                 if schemas.ledger_uuid_of(table) != self.uuid:  # a table of a new catalog, with runs of its own
                     transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: self.uuid})
@@ -229,11 +237,15 @@ def _load(lakehouse: Lakehouse, name: str) -> Table | None:
     return None
 
 
+def _named(lakehouse: Lakehouse, name: str) -> Table | None:
+    """Return an own table as the catalog names it. None: it is gone, or its metadata file."""
+    with suppress(errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore):
+        return lakehouse.load(f"{lakehouse.config.namespace}.{name}")
+    return None
+
+
 def _place(lakehouse: Lakehouse, journal: str | None) -> tuple[str, FileIO]:
     """Return the location of a lost ledger table, and its file I/O."""
-    with suppress(errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore):
-        table = lakehouse.load(f"{lakehouse.config.namespace}.{_LEDGER}")
-        return table.location(), table.io
     if isinstance(lakehouse.catalog, MetastoreCatalog):
         location = lakehouse.catalog._get_default_warehouse_location(lakehouse.config.namespace, _LEDGER)
     elif journal is not None:
@@ -247,19 +259,21 @@ def _place(lakehouse: Lakehouse, journal: str | None) -> tuple[str, FileIO]:
 
 
 def _make_again(lakehouse: Lakehouse, location: str, uuid: str) -> None:
-    """Make an empty ledger table in place of a lost one, with its uuid, or with a property that names it."""
+    """Make an empty ledger table in place of a lost or empty one, with its uuid where no server decides it."""
     catalog, name, (schema, spec) = (
         lakehouse.catalog,
         f"{lakehouse.config.namespace}.{_LEDGER}",
         schemas.TABLES[_LEDGER],
     )
     with reachable(lakehouse.config.uri):
+        if not isinstance(
+            catalog, MetastoreCatalog
+        ):  # its server writes metadata files, and may delete a dropped table's
+            with suppress(TableAlreadyExistsError):
+                catalog.create_table(name, schema, partition_spec=spec, properties=TABLE_PROPERTIES)
+            return
         with suppress(NoSuchTableError):
             catalog.drop_table(name)
-        if not isinstance(catalog, MetastoreCatalog):  # its server alone writes metadata files
-            properties = {**TABLE_PROPERTIES, schemas.LEDGER_UUID_PROPERTY: uuid}
-            catalog.create_table(name, schema, partition_spec=spec, properties=properties)
-            return
         io = lakehouse.file_io(location)
         version = max(map(version_of, metadata_files(io, f"{location}/metadata")), default=-1) + 1
         place = f"{location}/metadata/{version:05}-{uuid4()}.metadata.json"
@@ -286,16 +300,20 @@ def _restore(lakehouse: Lakehouse, name: str, location: str, dry_run: bool) -> s
             break
     else:
         return "kept" if table is not None else "empty"
-    if table is None:
+    if table is None and isinstance(lakehouse.catalog, MetastoreCatalog):
         if not dry_run:
             with reachable(lakehouse.config.uri):
                 with suppress(NoSuchTableError):
                     lakehouse.catalog.drop_table(identifier)
                 lakehouse.catalog.register_table(identifier, place)
         return f"restored with {len(rows)} rows"
-    lacking = _difference(rows, read_rows(table, AlwaysTrue()))
+    lacking = rows if table is None else _difference(rows, read_rows(table, AlwaysTrue()))
     if len(lacking) and not dry_run:
         append_own(lakehouse, name, lacking, unless=lambda: not len(_difference(rows, lakehouse.read_own(name))))
+        uuid, table = str(lost.metadata.table_uuid), lakehouse.own(name)
+        if schemas.ledger_uuid_of(table) != uuid:
+            with committing(lakehouse, table) as transaction:
+                transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: uuid})
     return f"{len(lacking)} rows added" if len(lacking) else "kept"
 
 

@@ -14,7 +14,7 @@ from pyiceberg.types import DoubleType, IcebergType, ListType, LongType, NestedF
 FORMAT_VERSION = 1
 FORMAT_VERSION_PROPERTY = "dlac.format-version"
 LEDGER_UUID_PROPERTY = "dlac.ledger-uuid"
-"""Property of a rebuilt ledger table whose catalog gave it another uuid: the uuid that manifests name."""
+"""Property of a rebuilt table that has another uuid: the uuid of the lost one, which manifests name."""
 
 
 def _schema(columns: str, *, lists: Mapping[str, IcebergType] | None = None, required: str = "") -> Schema:
