@@ -310,10 +310,10 @@ def _restore(lakehouse: Lakehouse, name: str, location: str, dry_run: bool) -> s
     lacking = rows if table is None else _difference(rows, read_rows(table, AlwaysTrue()))
     if len(lacking) and not dry_run:
         append_own(lakehouse, name, lacking, unless=lambda: not len(_difference(rows, lakehouse.read_own(name))))
-        uuid, table = str(lost.metadata.table_uuid), lakehouse.own(name)
-        if schemas.ledger_uuid_of(table) != uuid:
-            with committing(lakehouse, table) as transaction:
-                transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: uuid})
+    uuid = str(lost.metadata.table_uuid)
+    if not dry_run and schemas.ledger_uuid_of(lakehouse.own(name)) != uuid:
+        with committing(lakehouse, lakehouse.own(name)) as transaction:
+            transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: uuid})
     return f"{len(lacking)} rows added" if len(lacking) else "kept"
 
 
@@ -322,9 +322,13 @@ def _difference(rows: pa.Table, known: pa.Table) -> pa.Table:
     import duckdb  # it takes 0.2 s to import
 
     rows = pa.concat_tables([known.slice(0, 0), rows], promote_options="default").select(known.column_names)
+    # a plan that was made again has the same id, and counts once
+    other_plans = (
+        " WHERE plan_id NOT IN (SELECT plan_id FROM known)" if {"plan_id", "write_id"} <= {*rows.column_names} else ""
+    )
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         connection.register("rows", rows)
         connection.register("known", known)
-        found: pa.Table = connection.sql("FROM rows EXCEPT FROM known").to_arrow_table()
+        found: pa.Table = connection.sql(f"FROM rows{other_plans} EXCEPT FROM known").to_arrow_table()
     return found.cast(known.schema)
