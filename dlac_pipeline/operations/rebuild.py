@@ -75,13 +75,15 @@ def rebuild_ledger(
         RunBusy: a launch of a run that lacks appends is alive.
         LedgerError: an entry cannot be read.
     """
-    named, table = _named(lakehouse, _LEDGER), _load(lakehouse, _LEDGER)
+    named, table = _named(lakehouse), _load(lakehouse, _LEDGER)
     location, io = _place(lakehouse, journal) if named is None else (named.location(), named.io)
     default = f"{location}/data/journal" if named is None else journal_address(named)
     loss = _Loss(lakehouse, table, Journal(io, journal or default))
     loss.check_idle()
     found = {run: loss.lost_append(run, files or older_ledger.lakehouse_store(lakehouse)) for run in loss.runs}
     extra = {run: rows for run, (rows, _) in found.items() if rows is not None}
+    if table is None and named is not None:
+        loss.check_rows(named, sum(map(len, extra.values())))
     folder = location.rpartition("/")[0]
     tables = {
         each: _restore(lakehouse, each, f"{folder}/{each}", dry_run) for each in schemas.TABLES if each != _LEDGER
@@ -124,6 +126,7 @@ class _Loss:
             run: set() if self._gaps[run] else self._entries.get(run, {}).keys() - self.known[run] for run in self.runs
         }
         missing = self._read(self.missing)
+        self._rows = len(missing)
         missing = missing.filter(pc.is_in(missing["kind"], pa.array(kinds)))
         self._heads: dict[str, list[typed_rows.LedgerRow]] = defaultdict(list)
         heads = arrow_rows.parse_rows(pa.concat_tables([rows, missing], promote_options="default"))
@@ -144,6 +147,18 @@ class _Loss:
                     f"{launch.host!r} is alive; nothing was changed: stop it, or wait for {LOST_AFTER_S:.0f} s if it is gone"
                 )
 
+    def check_rows(self, damaged: Table, more: int) -> None:
+        """Raise `LedgerError` if the journal has fewer rows than a table that cannot be read. Nothing may replace it then."""
+        snapshot = damaged.current_snapshot()
+        summary = None if snapshot is None else snapshot.summary
+        recorded = int((summary and summary.additional_properties.get("total-records")) or 0)
+        found = self._rows + more
+        if found < recorded:
+            raise errors.LedgerError(
+                f"expected the {recorded} rows of the damaged ledger in the journal {self._journal.address!r}, found {found}; "
+                "nothing was changed: restore the lost file of the table, or the missing entries, from a backup"
+            )
+
     def lost_append(self, run: str, files: StoreFiles) -> tuple[pa.Table | None, str]:
         """Return the rows of a run's last append, from its manifest, if only the store has it, and a problem."""
         if self._gaps[run]:
@@ -163,7 +178,7 @@ class _Loss:
             except (errors.DlacError, FileNotFoundError) as err:
                 return (
                     None,
-                    f"the store has a committed checkpoint that the journal lacks and no manifest restores: {err}",
+                    f"the journal lacks a committed checkpoint of the store, and no manifest restores it: {err}",
                 )
         return None, ""
 
@@ -210,12 +225,15 @@ def _append_of(
         address = f"{place}/manifest.json"
         content = files.read(address)
         manifest = parse_manifest(content, origin=address)
-        if manifest.parent != before.head:
-            raise errors.HeadMoved(f"expected {before.head!r} as its parent, found {manifest.parent!r}")
+        repeated = arrow_rows.parse_columns(manifest.ledger_rows)
+        if manifest.parent != before.head or max(row.seq for row in repeated) > before.seq:
+            raise errors.HeadMoved(
+                f"expected it to follow {before.head!r} at seq {before.seq}, found other appends between"
+            )
         uri = path_at(address).resolve().as_uri() if is_local(address) else address
         facts: dict[str, Any] = {"manifest_uri": uri, "manifest_digest": content_digest(content)}
         facts |= {"model_digest": manifest.model_digest, "bytes": sum(entry.bytes for entry in manifest.files)}
-        own = [row for row in arrow_rows.parse_columns(manifest.ledger_rows) if not row.seq]
+        own = [row for row in repeated if not row.seq]
         own = [replace(row, **facts) if isinstance(row, typed_rows.CheckpointRow) else row for row in own]
         nonce = checkpoint_id.rpartition("-")[2]
         fence = run_rows.Fence(attempt=manifest.attempt, nonce=nonce, seq=before.seq + 1, head=checkpoint_id)
@@ -237,10 +255,10 @@ def _load(lakehouse: Lakehouse, name: str) -> Table | None:
     return None
 
 
-def _named(lakehouse: Lakehouse, name: str) -> Table | None:
-    """Return an own table as the catalog names it. None: it is gone, or its metadata file."""
+def _named(lakehouse: Lakehouse) -> Table | None:
+    """Return the ledger table as the catalog names it. None: it is gone, or its metadata file."""
     with suppress(errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore):
-        return lakehouse.load(f"{lakehouse.config.namespace}.{name}")
+        return lakehouse.load(f"{lakehouse.config.namespace}.{_LEDGER}")
     return None
 
 

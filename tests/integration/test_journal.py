@@ -244,6 +244,22 @@ def test_gap_is_reported(trained: Arena, capsys: pytest.CaptureFixture[str]) -> 
     assert rows_of(trained) == before
 
 
+def test_damaged_table_needs_whole_journal(trained: Arena) -> None:
+    """A table that has lost a manifest is not replaced by a journal that has fewer rows."""
+    before = rows_of(trained)
+    entry = journal_of(trained) / "other" / "000000000005.parquet"
+    content = entry.read_bytes()
+    entry.unlink()
+    lose_manifest(trained)
+    damaged = files_of(trained)
+    with pytest.raises(LedgerError, match=r"rows of the damaged ledger in the journal .*; nothing was changed"):
+        rebuild(trained)
+    assert files_of(trained) == damaged
+    entry.write_bytes(content)
+    rebuild(trained)
+    assert rows_of(trained) == before
+
+
 def test_live_launch_refuses_rebuild(trained: Arena) -> None:
     """A launch that holds the lock of its run may commit at any moment."""
     before = rows_of(trained)

@@ -120,10 +120,11 @@ class Lakehouse:
         try:
             return rereading()(self.catalog.load_table, identifier)  # many commits may have removed its metadata since
         except MetadataMissing as err:
-            files = (
-                [] if identifier not in {f"{self.config.namespace}.{name}" for name in TABLES} else self._metadata(err)
-            )
-            if not files or version_of(files[0]) <= version_of(err.location):
+            files: list[str] = []
+            with suppress(errors.LakehouseError):
+                files = metadata_files(self.file_io(err.location), err.location.rsplit("/", 1)[0])
+            own = identifier in {f"{self.config.namespace}.{name}" for name in TABLES}
+            if not own or not files or version_of(files[0]) <= version_of(err.location):
                 raise
             raise errors.LedgerOlderThanStore(
                 f"expected the newest state of table {identifier!r}, found that the catalog at {self.config.address!r} names "
@@ -133,11 +134,6 @@ class Lakehouse:
         # pyiceberg's of a metadata file with other content
         except (exceptions.ValidationError, ValueError, KeyError, NotADirectoryError) as err:
             raise self._metadata_problem(identifier, err) from err
-
-    def _metadata(self, missing: MetadataMissing) -> list[str]:
-        with suppress(errors.LakehouseError):
-            return metadata_files(self.file_io(missing.location), missing.location.rsplit("/", 1)[0])
-        return []
 
     def file_io(self, location: str) -> FileIO:
         """Return the file I/O of an address in the warehouse, for a table that the catalog does not have."""
