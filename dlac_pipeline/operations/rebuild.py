@@ -29,7 +29,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import TABLE_PROPERTIES, Lakehouse,
 from dlac_pipeline.lakehouse.iceberg.metadata_files import metadata_files, version_of
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.ledger import arrow_rows, older_ledger, run_rows, schemas, typed_rows
-from dlac_pipeline.lakehouse.ledger.journal import Journal, journal_address, record_append, seqs_by_run
+from dlac_pipeline.lakehouse.ledger.journal import Journal, journal_address, record_appends, seqs_by_run
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, fence_property, recorded_rows
 from dlac_pipeline.lakehouse.ledger.plans import append_own
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
@@ -204,8 +204,7 @@ class _Loss:
                 transaction.remove_properties(*stale)
                 if schemas.ledger_uuid_of(table) != self.uuid:  # a table of a new catalog, with runs of its own
                     transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: self.uuid})
-            for each in lost:
-                record_append(table, each)
+            record_appends(table, *lost)
 
         retrying()(once)
 

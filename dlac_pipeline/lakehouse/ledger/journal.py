@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -92,18 +92,20 @@ class Journal:
         return str(pq.read_schema(self._files.open_input_file(path)).metadata[LEDGER_UUID_PROPERTY.encode()].decode())
 
 
-def record_append(table: Table, rows: pa.Table) -> None:
-    """Write the entry of an append that `table` has. A failure is logged once, and the next claim or upkeep writes the entry."""
+def record_appends(table: Table, *appends: pa.Table) -> None:
+    """Write the entries of appends that `table` has, until one fails. The failure is logged once, and the next claim retries."""
     if raw_path(table.location()) is not None:
-        _write_entry(table, rows)
+        _write_entries(table, appends)
     else:
         with suppress(RuntimeError):  # this process is about to exit
-            _WRITER.submit(_write_entry, table, rows)
+            _WRITER.submit(_write_entries, table, appends)
 
 
-def _write_entry(table: Table, rows: pa.Table) -> None:
+def _write_entries(table: Table, appends: Sequence[pa.Table]) -> None:
     try:
-        Journal.of(table).write(rows, ledger_uuid_of(table))
+        journal, uuid = Journal.of(table), ledger_uuid_of(table)
+        for rows in appends:
+            journal.write(rows, uuid)
     except Exception as err:  # the append is committed all the same
         address = journal_address(table)
         if address not in _WARNED:

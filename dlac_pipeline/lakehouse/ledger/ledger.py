@@ -22,7 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, la
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
-from dlac_pipeline.lakehouse.ledger.journal import record_append, seqs_by_run
+from dlac_pipeline.lakehouse.ledger.journal import record_appends, seqs_by_run
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing
@@ -219,7 +219,7 @@ class _Tries:
             elif fence_property(run) in table.properties:
                 transaction.remove_properties(fence_property(run))
         lakehouse.remember("consumption", table)
-        record_append(table, arrow)
+        record_appends(table, arrow)
         return RunState(run=run, table=table, fence=fence, finished=wanted.finished)
 
     def _decided_anew(self) -> tuple[RunState, Append | None]:
@@ -256,10 +256,8 @@ def fill_journal(ledger: Ledger, run: str, lacking: Iterable[int]) -> None:
     """Write the entries of appends of a run that the journal lacks."""
     table = ledger.lakehouse.own("consumption")
     rows = ledger.lakehouse.read_own("consumption", equals("run", run)).sort_by("seq")
-    seqs = rows["seq"].to_numpy()
-    for seq in sorted(lacking):
-        start, end = seqs.searchsorted([seq, seq + 1])
-        record_append(table, rows.slice(start, end - start))
+    bounds = [rows["seq"].to_numpy().searchsorted([seq, seq + 1]) for seq in sorted(lacking)]
+    record_appends(table, *(rows.slice(start, end - start) for start, end in bounds))
 
 
 def fence_property(run: str) -> str:
