@@ -12,6 +12,7 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.cli.main import app
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import (
     BadInput,
     DlacError,
@@ -290,6 +291,21 @@ def test_journal_elsewhere_is_read(trained: Arena, tmp_path: Path) -> None:
     lose_hour(trained)
     rebuild(trained, journal=copy.as_uri())
     assert rows_of(trained) == before
+
+
+def test_copied_lakehouse_is_rebuilt(trained: Arena, tmp_path: Path) -> None:
+    """A copy has a journal of its own, and is rebuilt from it with the places as they are recorded."""
+    home = shutil.copytree(trained.home, tmp_path / "copy")
+    before = files_of(trained)
+    name_checkpoint(Ledger(connect(LakehouseConfig().at_home(home))), "r", "copied", step=30)
+    copy = connect(LakehouseConfig().at_home(home))
+    rows = sorted(map(repr, copy.read_own("consumption").to_pylist()))
+    Path(copy.relocation.uri_here(copy.own("consumption").metadata_location).removeprefix("file://")).unlink()
+    rebuild_ledger(connect(LakehouseConfig().at_home(home), damaged=True))
+    copy = connect(LakehouseConfig().at_home(home))
+    assert sorted(map(repr, copy.read_own("consumption").to_pylist())) == rows
+    assert run_status(copy, "r")["step"] == 80
+    assert files_of(trained) == before
 
 
 def test_damaged_entry_is_named(trained: Arena) -> None:

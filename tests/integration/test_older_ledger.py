@@ -335,7 +335,7 @@ def test_check_reads_no_rows(arena: Arena) -> None:
     calls: list[str] = []
     for owner, method in ((Lakehouse, "read_own"), (Journal, "read"), (Journal, "entries"), (Ledger, "rows")):
         arena.monkeypatch.setattr(owner, method, counted(getattr(owner, method), calls))
-    check_journal(arena.lakehouse, "r", fill=True)
+    check_journal(arena.lakehouse, "r", fill=9)
     assert calls == ["entries"]
 
 

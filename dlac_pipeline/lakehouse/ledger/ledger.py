@@ -8,7 +8,7 @@ can have changed the fence in between. After any doubt the loop reads again and 
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar, overload
@@ -252,10 +252,11 @@ def recorded_rows(lakehouse: Lakehouse, run: str, fence: run_rows.Fence, rows: S
     return pa.Table.from_pylist([row.to_columns() for row in rows], schema=CONSUMPTION_ARROW)
 
 
-def fill_journal(ledger: Ledger, run: str, lacking: Iterable[int]) -> None:
+def fill_journal(ledger: Ledger, run: str, lacking: set[int]) -> None:
     """Write the entries of appends of a run that the journal lacks."""
     table = ledger.lakehouse.own("consumption")
-    rows = ledger.lakehouse.read_own("consumption", equals("run", run)).sort_by("seq")
+    wanted = And(equals("run", run), more_than("seq", min(lacking) - 1))
+    rows = ledger.lakehouse.read_own("consumption", wanted).sort_by("seq")
     bounds = [rows["seq"].to_numpy().searchsorted([seq, seq + 1]) for seq in sorted(lacking)]
     record_appends(table, *(rows.slice(start, end - start) for start, end in bounds))
 

@@ -31,6 +31,8 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
+_FILLED_BY_CLAIM = 100
+"""Entries that a claim writes at the most. More are left to upkeep, because each takes milliseconds."""
 _COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_uri", "detail")
 
 
@@ -110,9 +112,9 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
 def check_store(ledger: Ledger, run: str, folder: str, files: StoreFiles) -> None:
     """Raise `LedgerOlderThanStore` if the journal or the run's folder has what the ledger lacks, or `StoreUnavailable`.
 
-    Entries that the journal lacks are written.
+    A few entries that the journal lacks are written.
     """
-    check_journal(ledger.lakehouse, run, fill=True)
+    check_journal(ledger.lakehouse, run, fill=_FILLED_BY_CLAIM)
     rows = _rows_of(ledger, run)
     _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)
 
@@ -182,10 +184,10 @@ def proven_parent(folder: str, files: StoreFiles) -> Proof | None:
     return _proof_of({**found, "checkpoint_id": found["parent"]}, folder) if found.get("parent") else None
 
 
-def check_journal(lakehouse: Lakehouse, run: str | None = None, *, fill: bool = False) -> None:
+def check_journal(lakehouse: Lakehouse, run: str | None = None, *, fill: float = 0) -> None:
     """Raise `LedgerOlderThanStore` if the journal has an append of a run, or of any run, that the ledger lacks.
 
-    `fill`: write the entries that the journal lacks. A journal that may not be listed proves nothing.
+    Entries that the journal lacks are written, if a run lacks up to `fill`. A journal that may not be listed proves nothing.
     """
     ledger = Ledger(lakehouse)
     try:
@@ -207,7 +209,7 @@ def check_journal(lakehouse: Lakehouse, run: str | None = None, *, fill: bool = 
         _refuse(lakehouse, _newest_append(journal, name, paths), _rows_of(ledger, name))
     for name, seqs in known.items():
         lacking = seqs.difference(entries.get(name, ()))
-        if fill and lacking:
+        if 0 < len(lacking) <= fill:
             fill_journal(ledger, name, lacking)
 
 

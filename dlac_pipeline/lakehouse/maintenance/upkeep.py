@@ -3,6 +3,7 @@
 One checkpoint is one data file, so that a run of weeks has tens of thousands, and a scan opens every one. See docs/upkeep.md.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upke
         LakehouseError: another table's files are among them, or they cannot be listed or deleted.
         LedgerOlderThanStore: the catalog was restored from an older backup. Nothing was changed.
     """
-    check_journal(lakehouse, fill=True)
+    check_journal(lakehouse, fill=math.inf)
     return [_upkeep_of(lakehouse, name, keep) for name in TABLES]
 
 
