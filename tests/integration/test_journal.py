@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.ledger import journal as journals
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.operations.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.operations.status import run_status
@@ -221,6 +222,26 @@ def test_last_append_from_manifest(trained: Arena) -> None:
         path.write_bytes(content)
     lose_table(trained)
     rebuild(trained)
+
+
+def test_lost_manifest_is_reported(trained: Arena) -> None:
+    """The last entries and the manifest that repeats them are gone: the run stays refused until one of both is back."""
+    before = rows_of(trained)
+    row = max(trained.rows("r", CheckpointRow), key=lambda each: each.seq)
+    paths = [path for path in (journal_of(trained) / "r").iterdir() if int(path.stem) >= row.seq]
+    kept = {path: path.read_bytes() for path in (*paths, Path(row.manifest_uri.removeprefix("file://")))}
+    for path in kept:
+        path.unlink()
+    lose_table(trained)
+    problems = {run.run: run.problem for run in rebuild(trained).runs}
+    assert problems["other"] == ""
+    assert "no manifest restores it" in problems["r"]
+    with pytest.raises(LedgerOlderThanStore, match="newest step is 70, while step 80"):
+        look_anew(trained, run_status)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert not any(run.problem for run in rebuild(trained).runs)
+    assert rows_of(trained) == before
 
 
 def test_gap_is_reported(trained: Arena, capsys: pytest.CaptureFixture[str]) -> None:

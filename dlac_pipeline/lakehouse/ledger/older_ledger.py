@@ -37,22 +37,17 @@ _COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Newer:
-    """Evidence of a committed append that the ledger lacks."""
+class Proof:
+    """Evidence of a committed append that the ledger lacks: an entry of the journal, or a file in the store."""
 
     run: str
     step: int | None
-    """Of the newest one that was found, or of the child that names it. None: it is no checkpoint, or cannot be read."""
+    """Of the newest checkpoint that was found, or of the child that names it. None: there is none, or it cannot be read."""
     place: str
     """Address of the file or folder that proves it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proof(Newer):
-    """A file in the store that proves a checkpoint to be committed."""
-
-    ledger_uuid: str
-    checkpoint_id: str
+    ledger_uuid: str = ""
+    checkpoint_id: str = ""
+    """The checkpoint that a file in the store proves, and its ledger."""
 
 
 class LedgerWatch:
@@ -137,7 +132,7 @@ def _rows_of(ledger: Ledger, run: str) -> list[LedgerRow]:
 
 def newer_in_store(
     ledger: Ledger, run: str, folder: str, files: StoreFiles, *, rows: Sequence[LedgerRow]
-) -> Newer | None:
+) -> Proof | None:
     """Return a committed checkpoint in the run's folder that the ledger lacks, or None. `rows` were read before."""
     proofs = lost_in_store(ledger.table_uuid, run, folder, files, rows=rows)
     known = checkpoint_rows(_rows_of(ledger, run)) if proofs else {}  # one may have been committed since
@@ -213,17 +208,17 @@ def check_journal(lakehouse: Lakehouse, run: str | None = None, *, fill: float =
             fill_journal(ledger, name, lacking)
 
 
-def _newest_append(journal: Journal, run: str, paths: Sequence[str]) -> Newer:
+def _newest_append(journal: Journal, run: str, paths: Sequence[str]) -> Proof:
     try:
         rows = parse_rows(journal.read(paths))
     except LedgerError as err:  # its name is evidence enough
         _log.warning("%s", err)
         rows = []
     step = max((row.step for row in checkpoint_rows(rows).values()), default=None)
-    return Newer(run=run, step=step, place=journal.address_of(paths[-1]))
+    return Proof(run=run, step=step, place=journal.address_of(paths[-1]))
 
 
-def _refuse(lakehouse: Lakehouse, newer: Newer | None, rows: Sequence[LedgerRow]) -> None:
+def _refuse(lakehouse: Lakehouse, newer: Proof | None, rows: Sequence[LedgerRow]) -> None:
     """Raise `LedgerOlderThanStore` if there is something newer than these rows of its run."""
     if newer is None:
         return
