@@ -193,6 +193,8 @@ def check_journal(lakehouse: Lakehouse, run: str | None = None, *, fill: float =
         raise
     except LakehouseError:  # a catalog's server may forbid listing its warehouse
         return
+    if not (entries or fill):
+        return
     for pause_s in LOOKS_AT_OLDER_S:
         known = ledger.appends() if run is None else {run: set(range(1, ledger.state(run).fence.seq + 1))}
         ahead = {name: lost for name, found in entries.items() if (lost := found.keys() - known.get(name, set()))}
