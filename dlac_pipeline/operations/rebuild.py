@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.catalog import MetastoreCatalog
-from pyiceberg.exceptions import NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io import FileIO
 from pyiceberg.serializers import ToOutputFile
@@ -75,7 +75,7 @@ def rebuild_ledger(
         RunBusy: a launch of a run that lacks appends is alive.
         LedgerError: an entry cannot be read.
     """
-    named, table = _named(lakehouse), _load(lakehouse, _LEDGER)
+    catalog, named, table = lakehouse.catalog, _named(lakehouse), _load(lakehouse, _LEDGER)
     location, io = _place(lakehouse, journal) if named is None else (named.location(), named.io)
     default = f"{location}/data/journal" if named is None else journal_address(named)
     loss = _Loss(lakehouse, table, Journal(io, journal or default))
@@ -90,8 +90,10 @@ def rebuild_ledger(
     }
     tables[_LEDGER] = "kept" if table is not None else "made again"
     if not dry_run:
-        if named is None or not named.metadata.snapshots:
-            _make_again(lakehouse, location, loss.uuid)
+        # a server makes the table itself, and may delete the files of one that is dropped
+        if isinstance(catalog, MetastoreCatalog) and (named is None or not named.metadata.snapshots):
+            with reachable(lakehouse.config.uri):
+                _make_again(catalog, f"{lakehouse.config.namespace}.{_LEDGER}", location, io, loss.uuid)
         loss.append(extra)
     runs = []
     for run in loss.runs:
@@ -275,39 +277,29 @@ def _place(lakehouse: Lakehouse, journal: str | None) -> tuple[str, FileIO]:
     return location, lakehouse.file_io(location)
 
 
-def _make_again(lakehouse: Lakehouse, location: str, uuid: str) -> None:
-    """Make an empty ledger table in place of a lost or empty one, with its uuid where no server decides it."""
-    catalog, name, (schema, spec) = (
-        lakehouse.catalog,
-        f"{lakehouse.config.namespace}.{_LEDGER}",
-        schemas.TABLES[_LEDGER],
-    )
-    with reachable(lakehouse.config.uri):
-        if not isinstance(
-            catalog, MetastoreCatalog
-        ):  # its server writes metadata files, and may delete a dropped table's
-            with suppress(TableAlreadyExistsError):
-                catalog.create_table(name, schema, partition_spec=spec, properties=TABLE_PROPERTIES)
-            return
-        with suppress(NoSuchTableError):
-            catalog.drop_table(name)
-        io = lakehouse.file_io(location)
-        version = max(map(version_of, metadata_files(io, f"{location}/metadata")), default=-1) + 1
-        place = f"{location}/metadata/{version:05}-{uuid4()}.metadata.json"
-        metadata = new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location, TABLE_PROPERTIES, UUID(uuid))
-        ToOutputFile.table_metadata(metadata, io.new_output(place))
-        catalog.register_table(name, place)
+def _make_again(catalog: MetastoreCatalog, name: str, location: str, io: FileIO, uuid: str) -> None:
+    """Make an empty ledger table, with the uuid of the lost one, in place of a lost or empty one."""
+    schema, spec = schemas.TABLES[_LEDGER]
+    version = max(map(version_of, metadata_files(io, f"{location}/metadata")), default=-1) + 1
+    place = f"{location}/metadata/{version:05}-{uuid4()}.metadata.json"
+    metadata = new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location, TABLE_PROPERTIES, UUID(uuid))
+    ToOutputFile.table_metadata(metadata, io.new_output(place))
+    _register(catalog, name, place)
+
+
+def _register(catalog: MetastoreCatalog, name: str, place: str) -> None:
+    """Let the catalog name a metadata file for a table. The files of another table of that name stay."""
+    with suppress(NoSuchTableError):
+        catalog.drop_table(name)
+    catalog.register_table(name, place)
 
 
 def _restore(lakehouse: Lakehouse, name: str, location: str, dry_run: bool) -> str:
     """Give a table that is no ledger the rows of its newest metadata file. Return what happened. `location` is for a lost one."""
-    table, identifier = _load(lakehouse, name), f"{lakehouse.config.namespace}.{name}"
-    io, location = (lakehouse.file_io(location), location) if table is None else (table.io, table.location())
-    log = (
-        []
-        if table is None
-        else [table.metadata_location, *(each.metadata_file for each in table.metadata.metadata_log)]
-    )
+    catalog, table, io, log = lakehouse.catalog, _load(lakehouse, name), lakehouse.file_io(location), set()
+    if table is not None:
+        location, io, log = table.location(), table.io, {each.metadata_file for each in table.metadata.metadata_log}
+        log.add(table.metadata_location)
     for place in metadata_files(io, f"{location}/metadata"):
         with suppress(FileNotFoundError, ValueError):
             lost = StaticTable.from_metadata(place, io.properties)
@@ -317,12 +309,10 @@ def _restore(lakehouse: Lakehouse, name: str, location: str, dry_run: bool) -> s
             break
     else:
         return "kept" if table is not None else "empty"
-    if table is None and isinstance(lakehouse.catalog, MetastoreCatalog):
+    if table is None and isinstance(catalog, MetastoreCatalog):
         if not dry_run:
             with reachable(lakehouse.config.uri):
-                with suppress(NoSuchTableError):
-                    lakehouse.catalog.drop_table(identifier)
-                lakehouse.catalog.register_table(identifier, place)
+                _register(catalog, f"{lakehouse.config.namespace}.{name}", place)
         return f"restored with {len(rows)} rows"
     lacking = rows if table is None else _difference(rows, read_rows(table, AlwaysTrue()))
     if len(lacking) and not dry_run:
