@@ -107,13 +107,16 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
 
 
 def lakehouse_of(
-    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None
+    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None, damaged: bool = False
 ) -> "Lakehouse":
-    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set."""
+    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set.
+
+    `damaged`: as for `connect`.
+    """
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
     embedded = LakehouseConfig(name=catalog).at_home(home or home_folder())
-    return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=create)
+    return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=create, damaged=damaged)
 
 
 def ledger_of(spec: Path | None, home: Path | None) -> "Ledger":

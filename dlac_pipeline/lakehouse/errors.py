@@ -23,6 +23,12 @@ class DlacError(Exception):
         super().__init__(*(mask_secrets(each) if isinstance(each, str) else each for each in args))
 
 
+HOW_TO_RENEW = (
+    "stop all launches, then restore the newest backup of the catalog, or run `dlac ledger rebuild` (docs/recovery.md)"
+)
+"""Advice for a ledger that is older than its journal or its store."""
+
+
 class BadInput(DlacError, exit_code=64):
     """The request cannot be met as it is written. Trying again unchanged is useless."""
 

@@ -6,11 +6,10 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
-from uuid import uuid4
 
 import pyarrow.fs as pafs
 import pytest
@@ -24,14 +23,15 @@ from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.iceberg.metadata_files import TableFolder
 from dlac_pipeline.lakehouse.ledger import older_ledger
+from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse, commit_marked, newer_in_store
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal, commit_marked, newer_in_store
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.store_files import StoreFiles
+from dlac_pipeline.operations.rebuild import rebuild_ledger
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena, wait_until
@@ -89,7 +89,7 @@ def check_refused(arena: Arena, spec: JobSpec) -> None:
         lambda: rewind_run(arena.lakehouse, "r", nonce="n", step=10),
         lambda: run_upkeep(arena.lakehouse),
     ):
-        with pytest.raises(LedgerOlderThanStore, match=r"older backup; nothing was deleted.*restore the newest"):
+        with pytest.raises(LedgerOlderThanStore, match=r"nothing was deleted: stop all launches.*dlac ledger rebuild"):
             in_new_process(arena, refused)
     assert before <= files_of(arena)
 
@@ -164,8 +164,8 @@ def test_warehouse_restored_without_store(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_lost_claims_are_no_loss(arena: Arena) -> None:
-    """Nothing was committed after the backup but claims: the run trains on, and what was left over goes in the end."""
+def test_lost_claims_are_refused(arena: Arena) -> None:
+    """Nothing was committed after the backup but claims: after a rebuild the run trains on, and what was left over goes."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=15)
@@ -173,6 +173,10 @@ def test_lost_claims_are_no_loss(arena: Arena) -> None:
     for _ in range(3):
         arena.train(spec, until=18)
     restore_catalog(arena, Path(backup))
+    reconnect(arena)
+    with pytest.raises(LedgerOlderThanStore, match="newest step is 10, while another append was committed"):
+        run_status(arena.lakehouse, "r")
+    rebuild_ledger(connect(arena.config.at_home(arena.home), damaged=True))
     reconnect(arena)
     assert run_status(arena.lakehouse, "r")["step"] == 10
     arena.train(spec)
@@ -287,27 +291,52 @@ def test_crash_before_commit_is_swept(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ['{"a": 1}', "[]", "null", '{"table-uuid": "UUID"}', '{"table-uuid": "UUID", "snapshots": [1]}']
+    "name", ["r/x.parquet", "r/000000000099.parquet.tmp-1-a", "000000000099.parquet", "r/9/99.parquet"]
 )
-def test_stray_metadata_proves_nothing(arena: Arena, content: str) -> None:
-    """A file that is named as metadata and is none of a table raises no alarm, and no error of a library."""
-    table = arena.lakehouse.own("consumption")
-    content = content.replace("UUID", str(table.metadata.table_uuid))
-    (arena.home / "warehouse" / "dlac" / "consumption" / "metadata" / "99999-a.metadata.json").write_text(content)
-    check_warehouse(arena.lakehouse)
-    check_warehouse(arena.lakehouse, "r", exists=False)
+def test_stray_file_proves_nothing(arena: Arena, name: str) -> None:
+    """A file in the journal that is named unlike an entry raises no alarm."""
+    path = arena.home / "warehouse" / "dlac" / "consumption" / "data" / "journal" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    check_journal(arena.lakehouse)
+    check_journal(arena.lakehouse, "r")
 
 
-def test_outage_is_no_stray_metadata(arena: Arena) -> None:
-    """An object store that does not answer while a metadata file is read is an outage."""
+def test_damaged_entry_is_evidence(arena: Arena) -> None:
+    """The name of an entry proves its append, although its rows cannot be read."""
+    path = arena.home / "warehouse" / "dlac" / "consumption" / "data" / "journal" / "r" / "000000000001.parquet"
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    with pytest.raises(
+        LedgerOlderThanStore, match=r"newest step is 0, while another append was committed .*1\.parquet"
+    ):
+        check_journal(arena.lakehouse, "r")
 
-    def fail(self: TableFolder, path: str) -> dict[str, Any]:
-        raise OSError("When reading information for key: AWS Error NETWORK_CONNECTION during GetObject operation")
 
-    (arena.home / "warehouse" / "dlac" / "consumption" / "metadata" / "99999-a.metadata.json").write_text("{}")
-    arena.monkeypatch.setattr(TableFolder, "metadata", fail)
-    with pytest.raises(CatalogUnreachable, match="NETWORK_CONNECTION"):
-        check_warehouse(arena.lakehouse)
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [("NETWORK_CONNECTION during ListObjectsV2", CatalogUnreachable), ("ACCESS_DENIED during ListObjectsV2", None)],
+)
+def test_unlisted_journal(arena: Arena, error: str, found: type[Exception] | None) -> None:
+    """A store that does not answer is an outage. A journal that may not be listed is no evidence."""
+
+    def fail(self: Journal, run: str = "") -> None:
+        raise OSError(f"When listing objects: AWS Error {error}")
+
+    arena.monkeypatch.setattr(Journal, "entries", fail)
+    with nullcontext() if found is None else pytest.raises(found, match="NETWORK_CONNECTION"):
+        check_journal(arena.lakehouse, "r")
+
+
+def test_check_reads_no_rows(arena: Arena) -> None:
+    """The check of a live run costs one listing: no entry is read, and no row of the ledger."""
+    arena.table()
+    arena.train(arena.spec("r", world_size=1, passes=1), until=15)
+    calls: list[str] = []
+    for owner, method in ((Lakehouse, "read_own"), (Journal, "read"), (Journal, "entries"), (Ledger, "rows")):
+        arena.monkeypatch.setattr(owner, method, counted(getattr(owner, method), calls))
+    check_journal(arena.lakehouse, "r", fill=9)
+    assert calls == ["entries"]
 
 
 def test_mark_without_step_counts(arena: Arena) -> None:
@@ -317,24 +346,6 @@ def test_mark_without_step_counts(arena: Arena) -> None:
     proof = commit_marked(str(arena.home), "u", StoreFiles())
     assert proof is not None
     assert (proof.checkpoint_id, proof.step) == ("c", 0)
-
-
-def test_many_orphans_cost_one_read(arena: Arena) -> None:
-    """The ledger is read once per check, however many metadata files it does not name."""
-    arena.table()
-    arena.train(arena.spec("r", world_size=1, passes=1), until=15)
-    metadata = arena.home / "warehouse" / "dlac" / "consumption" / "metadata"
-    content = max(metadata.glob("*.metadata.json")).read_text()
-    other = content.replace(str(arena.lakehouse.own("consumption").metadata.table_uuid), str(uuid4()))
-    for number in range(5):
-        (metadata / f"{number:05}-orphan.metadata.json").write_text(other)
-    calls: list[str] = []
-    for method in ("read_own", "load"):
-        arena.monkeypatch.setattr(Lakehouse, method, counted(getattr(Lakehouse, method), calls))
-    arena.monkeypatch.setattr(older_ledger, "_newest_of", lambda lakehouse: "")
-    check_warehouse(arena.lakehouse, "r", exists=False)
-    assert calls.count("read_own") == 1
-    assert calls.count("load") == 2  # one by the check, one by that read
 
 
 class Store:

@@ -43,6 +43,7 @@ PRIVATE_NAMES = {
         "_transaction",
         "_update_and_stage_table",
         "_updates",
+        "_get_default_warehouse_location",
         "pyiceberg.io.pyarrow._dataframe_to_data_files",
         "pyiceberg.io.pyarrow._pyarrow_to_schema_without_ids",
         "pyiceberg.table.update.snapshot._OverwriteFiles",

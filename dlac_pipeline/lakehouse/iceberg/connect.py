@@ -11,6 +11,7 @@ import requests
 from pyiceberg import exceptions
 from pyiceberg.catalog import Catalog
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, IsNull, LessThanOrEqual
+from pyiceberg.io import FileIO, load_file_io
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import NestedField
@@ -21,11 +22,11 @@ from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqli
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse.iceberg import relocation as relocations
-from dlac_pipeline.lakehouse.iceberg.metadata_files import newest_metadata
+from dlac_pipeline.lakehouse.iceberg.metadata_files import metadata_files, version_of
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.iceberg.safe_commit import MetadataMissing, guarded_catalog
 from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
-from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES, ledger_uuid_of
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.named_catalogs import configured, source_catalog
 from dlac_pipeline.lakehouse.outages import check_address, is_misconfigured, is_refused_client
@@ -39,7 +40,7 @@ more_than: Callable[[str, int], BooleanExpression] = GreaterThan  # type: ignore
 among: Callable[[str, Sequence[str] | Sequence[int]], BooleanExpression] = In  # type: ignore[assignment]
 NO_KEY: BooleanExpression = IsNull("key")  # type: ignore[arg-type,call-arg]
 """The rows of `row_keys` that name a data file."""
-_TABLE_PROPERTIES = {
+TABLE_PROPERTIES = {
     "commit.retry.num-retries": "0",
     "commit.manifest-merge.enabled": "true",
     "write.metadata.delete-after-commit.enabled": "true",
@@ -48,7 +49,7 @@ _TABLE_PROPERTIES = {
     FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
 }
 _OF_KEYS = {"write.parquet.row-group-limit": "131072", "write.parquet.dict-size-bytes": "65536"}
-_LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
+LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
 """Pauses after looks that find an own table older than before."""
 _TABLES_ABSENT = re.compile(r"no such table|does not exist|UndefinedTable")
 _OPENING = (SQLAlchemyError, requests.RequestException, exceptions.RESTError, ValueError)
@@ -122,24 +123,31 @@ class Lakehouse:
         try:
             return rereading()(self.catalog.load_table, identifier)  # many commits may have removed its metadata since
         except MetadataMissing as err:
-            newest = newest_metadata(err.location, {**self.config.catalog_properties(), **self.relocation.properties()})
-            if newest is None or identifier not in {f"{self.config.namespace}.{name}" for name in TABLES}:
+            files: list[str] = []
+            with suppress(errors.LakehouseError):
+                files = metadata_files(self.file_io(err.location), err.location.rsplit("/", 1)[0])
+            own = identifier in {f"{self.config.namespace}.{name}" for name in TABLES}
+            if not own or not files or version_of(files[0]) <= version_of(err.location):
                 raise
             raise errors.LedgerOlderThanStore(
                 f"expected the newest state of table {identifier!r}, found that the catalog at {self.config.address!r} names "
-                f"{err.location!r}, which is gone, while {newest!r} exists: the catalog was restored from an older backup; "
-                "nothing was deleted: stop all launches and restore the newest backup of the catalog, or point its "
-                f"metadata_location of table {identifier!r} to {newest!r} (docs/recovery.md)"
+                f"{err.location!r}, which is gone, while {files[0]!r} exists: the catalog was restored from an older backup; "
+                f"nothing was deleted: {errors.HOW_TO_RENEW}"
             ) from err
         # pyiceberg's of a metadata file with other content
         except (exceptions.ValidationError, ValueError, KeyError, NotADirectoryError) as err:
             raise self._metadata_problem(identifier, err) from err
 
+    def file_io(self, location: str) -> FileIO:
+        """Return the file I/O of an address in the warehouse, for a table that the catalog does not have."""
+        return load_file_io({**self.config.catalog_properties(), **self.relocation.properties()}, location)
+
     def _metadata_problem(self, identifier: str, err: Exception) -> errors.LakehouseError:
         reason = next(iter(str(err).splitlines()), "")
         return errors.MetadataLost(
             f"expected the metadata file of table {identifier!r}, which the catalog at {self.config.address!r} names, found "
-            f"{type(err).__name__}: {reason}: mount the warehouse, or restore the file from a backup of it"
+            f"{type(err).__name__}: {reason}: mount the warehouse, restore the file from a backup of it, or, for a table of "
+            "DLAC's own, stop all launches and run `dlac ledger rebuild`"
         )
 
     def has_ledger(self) -> bool:
@@ -183,7 +191,7 @@ class Lakehouse:
     def _load_not_older(self, name: str) -> Table:
         """Load an own table. A history only ever grows: raises `LedgerOlderThanStore` for one of an older catalog."""
         known = self._seen.get(name, ("", 0))  # before the load, because other threads read newer tables during it
-        for pause_s in _LOOKS_AT_OLDER_S:
+        for pause_s in LOOKS_AT_OLDER_S:
             try:
                 table = self.load(f"{self.config.namespace}.{name}")
             except errors.NoSuchTable:
@@ -199,8 +207,8 @@ class Lakehouse:
         raise errors.LedgerOlderThanStore(
             f"expected table {name!r} with the {known[1]} commits that were read before, found "
             f"{f'{found[1]} commits' if found[0] == known[0] else 'another table, or none'}: the catalog at "
-            f"{self.config.address!r} was replaced by an older backup while it was in use; nothing was deleted: stop all "
-            "launches and restore the newest backup of the catalog (docs/recovery.md)"
+            f"{self.config.address!r} was replaced by an older backup while it was in use; nothing was deleted: "
+            f"{errors.HOW_TO_RENEW}"
         )
 
     def remember(self, name: str, table: Table) -> None:
@@ -219,7 +227,7 @@ class Lakehouse:
         except FileNotFoundError as err:
             raise errors.LakehouseError(
                 f"expected the files of table {name!r} in the warehouse, found {err}: retry if upkeep is running, else "
-                "restore them"
+                "restore them, or stop all launches and run `dlac ledger rebuild`"
             ) from err
 
     def read_own(
@@ -242,7 +250,7 @@ class Lakehouse:
 
     def _create(self, name: str) -> None:
         identifier, (schema, spec) = f"{self.config.namespace}.{name}", TABLES[name]
-        properties = _TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
+        properties = TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
         try:
             with suppress(exceptions.TableAlreadyExistsError):
                 self.catalog.create_table(identifier, schema, partition_spec=spec, properties=properties)
@@ -292,13 +300,16 @@ def last_sequence_number(table: Table) -> int:
 
 
 def _age_of(table: Table) -> tuple[str, int]:
-    return str(table.metadata.table_uuid), last_sequence_number(table)
+    return ledger_uuid_of(table), last_sequence_number(table)
 
 
-def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = False) -> Lakehouse:
+def connect(
+    config: LakehouseConfig, *, create: bool = True, answered: bool = False, damaged: bool = False
+) -> Lakehouse:
     """Open the catalog and make sure that DLAC's tables exist. Without a lakehouse, only `create` makes one.
 
-    `answered`: another process of the run has opened this catalog, so a transient failure is an outage.
+    - `answered`: another process of the run has opened this catalog, so a transient failure is an outage.
+    - `damaged`: the tables may be lost, and are left as they are.
 
     Raises `CatalogUnreachable`, `CatalogMisconfigured` for a wrong address, name or credentials, or `NoSuchLakehouse`.
     """
@@ -310,19 +321,21 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
         )
     check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)
-    if not create and recorded is not None and recorded.ledger_metadata is None:
+    if not (create or damaged) and recorded is not None and recorded.ledger_metadata is None:
         raise _no_lakehouse(config)
     if create:
         _make_folder(config)
     relocation = relocations.Relocation() if recorded is None else relocations.find_relocation(config, recorded)
     with reachable(config.uri):
         with opening(config.uri, answered=answered):
-            lakehouse = Lakehouse(config, _open(config, relocation, create=create), relocation, named=named)
-            exists = lakehouse.has_ledger()
+            lakehouse = Lakehouse(config, _open(config, relocation, create=create or damaged), relocation, named=named)
+            exists = damaged or lakehouse.has_ledger()
             if not create and not exists:
                 raise _no_lakehouse(config)
         if not exists:
             lakehouse.create_own_tables()
+        if damaged:
+            lakehouse.create_namespace(config.namespace)
         lakehouse.record_place()
     return lakehouse
 

@@ -1,17 +1,19 @@
-"""The files of an own table as the warehouse has them, also metadata files that the catalog does not name (design note 0013)."""
+"""The files of an own table as the warehouse has them, and the metadata files in a folder."""
 
 import json
 import re
 from typing import Any
 
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
-from pyiceberg.io import load_file_io
+from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import LakehouseError
 
 METADATA = ".metadata.json"
+JOURNAL = "journal"
+"""Folder in the data folder of the ledger, with files that no metadata names and nothing removes: `ledger/journal.py`."""
 _VERSION = re.compile(r"v?(\d+)(?:-[^/]*)?\.metadata\.json$")
 
 
@@ -27,31 +29,16 @@ class TableFolder:
     def __init__(self, table: Table) -> None:
         """Raises `LakehouseError` for a warehouse whose files cannot be listed."""
         places = table.location_provider()
-        self.location = places.metadata_path
-        """Address of the metadata folder."""
-        if not isinstance(table.io, PyArrowFileIO):
-            raise LakehouseError(
-                f"expected a warehouse that pyarrow reads, found {type(table.io).__name__}: its files cannot be listed"
-            )
         self._io = table.io
-        self._filesystem, self._metadata_path = _resolve(self._io, places.metadata_path)
-        self.folders = [self.path(places.data_path), self._metadata_path]
+        self._filesystem, metadata_path = resolve(self._io, places.metadata_path)
+        self.folders = [self.path(places.data_path), metadata_path]
 
     def files(self) -> dict[str, FileInfo]:
-        """Return path -> file of everything in both folders."""
-        return {info.path: info for folder in self.folders for info in self._listed(folder, recursive=True)}
-
-    def metadata_paths(self) -> list[str]:
-        """Return the paths of all metadata files, the newest version first."""
-        listed = self._listed(self._metadata_path, recursive=False)
-        found = [info.path for info in listed if info.path.endswith(METADATA)]
-        return sorted(found, key=version_of, reverse=True)
-
-    def unnamed_metadata(self, table: Table) -> list[str]:
-        """Return the paths of metadata files that the table does not name, the newest version first."""
-        log = (entry.metadata_file for entry in table.metadata.metadata_log)
-        named = {self.path(location) for location in (table.metadata_location, *log)}
-        return [path for path in self.metadata_paths() if path not in named]
+        """Return path -> file of everything in both folders, without the journal."""
+        selectors = (FileSelector(folder, allow_not_found=True, recursive=True) for folder in self.folders)
+        listed = (info for selector in selectors for info in self._filesystem.get_file_info(selector))
+        kept = f"{self.folders[0]}/{JOURNAL}/"
+        return {info.path: info for info in listed if info.type == FileType.File and not info.path.startswith(kept)}
 
     def metadata(self, path: str) -> dict[str, Any]:
         """Return the content of a metadata file. Empty if it is gone (each commit removes the oldest) or no JSON object."""
@@ -66,10 +53,6 @@ class TableFolder:
             ) from err
         return found if isinstance(found, dict) else {}
 
-    def location_of(self, path: str) -> str:
-        """Return the address of a metadata file."""
-        return f"{self.location}/{path.rsplit('/', 1)[-1]}"
-
     def delete(self, path: str) -> bool:
         """Delete a file, unless another process was faster."""
         try:
@@ -80,25 +63,22 @@ class TableFolder:
 
     def path(self, location: str) -> str:
         """Return the path of an address."""
-        return self._io.parse_location(location, self._io.properties)[2]
-
-    def _listed(self, folder: str, *, recursive: bool) -> list[FileInfo]:
-        selector = FileSelector(folder, allow_not_found=True, recursive=recursive)
-        return [info for info in self._filesystem.get_file_info(selector) if info.type == FileType.File]
+        return resolve(self._io, location)[1]
 
 
-def newest_metadata(missing: str, properties: dict[str, str]) -> str | None:
-    """Return the newest metadata file in the folder of a missing one, or None if the folder has no newer one."""
-    io = load_file_io(properties, missing)
-    if not isinstance(io, PyArrowFileIO):
-        return None
-    folder = missing.rsplit("/", 1)[0]
-    filesystem, path = _resolve(io, folder)
+def metadata_files(io: FileIO, folder: str) -> list[str]:
+    """Return the addresses of the metadata files in a folder, the newest version first. Raises as `resolve`."""
+    filesystem, path = resolve(io, folder)
     listed = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
-    newest = max((info.base_name for info in listed), key=version_of, default="")
-    return f"{folder}/{newest}" if version_of(newest) > version_of(missing) else None
+    names = [info.base_name for info in listed if info.path.endswith(METADATA)]
+    return [f"{folder}/{name}" for name in sorted(names, key=version_of, reverse=True)]
 
 
-def _resolve(io: PyArrowFileIO, address: str) -> tuple[FileSystem, str]:
+def resolve(io: FileIO, address: str) -> tuple[FileSystem, str]:
+    """Return the file system of an address, and its path there. Raises `LakehouseError` if pyarrow does not read it."""
+    if not isinstance(io, PyArrowFileIO):
+        raise LakehouseError(
+            f"expected a warehouse that pyarrow reads, found {type(io).__name__}: its files cannot be listed"
+        )
     scheme, netloc, path = io.parse_location(address, io.properties)
     return io.fs_by_scheme(scheme, netloc), path

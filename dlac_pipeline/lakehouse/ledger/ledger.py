@@ -22,6 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, la
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
+from dlac_pipeline.lakehouse.ledger.journal import record_appends, seqs_by_run
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing
@@ -79,7 +80,7 @@ class Ledger:
         return self.lakehouse.look("consumption", lambda table: self._state(table, run))
 
     def _state(self, table: Table, run: str) -> RunState:
-        cached = table.properties.get(_property(run))
+        cached = table.properties.get(fence_property(run))
         if cached is not None:
             attempt, nonce, seq, head = json.loads(cached)
             fence = run_rows.Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
@@ -151,6 +152,10 @@ class Ledger:
         """Names of all runs in the ledger, sorted."""
         return sorted(set(self.lakehouse.read_own("consumption", columns=("run",))["run"].to_pylist()))
 
+    def appends(self) -> dict[str, set[int]]:
+        """Run -> the `seq`s of its appends, of all runs."""
+        return seqs_by_run(self.lakehouse.read_own("consumption", columns=("run", "seq")))
+
     def translate(self, rows: list[R]) -> list[R]:
         """Return rows as the table has them with their places in a moved lakehouse."""
         moved = self.lakehouse.relocation
@@ -205,19 +210,16 @@ class _Tries:
         if wanted is None:
             return state
         run, fence, table, lakehouse = self._run, wanted.fence, state.table, self._ledger.lakehouse
-        moved = lakehouse.relocation
-        rows = [_complete(row, run, fence) for row in wanted.rows]
-        if moved.moves:
-            rows = [run_rows.translate_row(row, moved.to_recorded_uri, moved.to_recorded) for row in rows]
-        arrow = pa.Table.from_pylist([row.to_columns() for row in rows], schema=CONSUMPTION_ARROW)
+        arrow = recorded_rows(lakehouse, run, fence, wanted.rows)
         with committing(lakehouse, table) as transaction:
             transaction.append(arrow, snapshot_properties={_RUN_OF_SNAPSHOT: run, "dlac.seq": str(fence.seq)})
             if not wanted.finished:
                 cached = json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
-                transaction.set_properties({_property(run): cached})
-            elif _property(run) in table.properties:
-                transaction.remove_properties(_property(run))
+                transaction.set_properties({fence_property(run): cached})
+            elif fence_property(run) in table.properties:
+                transaction.remove_properties(fence_property(run))
         lakehouse.remember("consumption", table)
+        record_appends(table, arrow)
         return RunState(run=run, table=table, fence=fence, finished=wanted.finished)
 
     def _decided_anew(self) -> tuple[RunState, Append | None]:
@@ -242,7 +244,25 @@ class _Tries:
         return self._decided
 
 
-def _property(run: str) -> str:
+def recorded_rows(lakehouse: Lakehouse, run: str, fence: run_rows.Fence, rows: Sequence[LedgerRow]) -> pa.Table:
+    """Return rows as the table records them: with what a commit under `fence` decides, and with recorded places."""
+    moved, rows = lakehouse.relocation, [_complete(row, run, fence) for row in rows]
+    if moved.moves:
+        rows = [run_rows.translate_row(row, moved.to_recorded_uri, moved.to_recorded) for row in rows]
+    return pa.Table.from_pylist([row.to_columns() for row in rows], schema=CONSUMPTION_ARROW)
+
+
+def fill_journal(ledger: Ledger, run: str, lacking: set[int]) -> None:
+    """Write the entries of appends of a run that the journal lacks."""
+    table = ledger.lakehouse.own("consumption")
+    wanted = And(equals("run", run), more_than("seq", min(lacking) - 1))
+    rows = ledger.lakehouse.read_own("consumption", wanted).sort_by("seq")
+    bounds = [rows["seq"].to_numpy().searchsorted([seq, seq + 1]) for seq in sorted(lacking)]
+    record_appends(table, *(rows.slice(start, end - start) for start, end in bounds))
+
+
+def fence_property(run: str) -> str:
+    """Return the name of the table property that caches the fence of a run."""
     return f"dlac.fence.{run}"
 
 
@@ -263,7 +283,11 @@ def _same_rows(run: str, before: Table, now: Table) -> bool:
         snapshot = now.snapshot_by_id(snapshot.parent_snapshot_id or 0)
     found = None if snapshot is None else snapshot.snapshot_id
     complete = known == last_sequence_number(now) - last_sequence_number(before)
-    return found == last and complete and before.properties.get(_property(run)) == now.properties.get(_property(run))
+    return (
+        found == last
+        and complete
+        and before.properties.get(fence_property(run)) == now.properties.get(fence_property(run))
+    )
 
 
 def _complete(row: LedgerRow, run: str, fence: run_rows.Fence) -> LedgerRow:

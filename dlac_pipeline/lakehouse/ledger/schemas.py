@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, IcebergType, ListType, LongType, NestedField, StructType
 
 FORMAT_VERSION = 1
 FORMAT_VERSION_PROPERTY = "dlac.format-version"
+LEDGER_UUID_PROPERTY = "dlac.ledger-uuid"
+"""Property of a rebuilt table that has another uuid: the uuid of the lost one, which manifests name."""
 
 
 def _schema(columns: str, *, lists: Mapping[str, IcebergType] | None = None, required: str = "") -> Schema:
@@ -93,3 +96,8 @@ TABLES: dict[str, tuple[Schema, PartitionSpec]] = {
     "recoveries": (RECOVERIES, _partitioned_by(RECOVERIES, "run")),
     "row_keys": (ROW_KEYS, UNPARTITIONED_PARTITION_SPEC),
 }
+
+
+def ledger_uuid_of(table: Table) -> str:
+    """Return the identity of an own table: the uuid of the table that it was rebuilt from, or its own."""
+    return table.properties.get(LEDGER_UUID_PROPERTY) or str(table.metadata.table_uuid)

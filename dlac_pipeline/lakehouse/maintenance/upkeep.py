@@ -3,6 +3,7 @@
 One checkpoint is one data file, so that a run of weeks has tens of thousands, and a scan opens every one. See docs/upkeep.md.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
-from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse
-from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES, ledger_uuid_of
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, LeanTransaction, expire, expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
@@ -115,7 +116,7 @@ def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) ->
     `checked`: the ledger is known to be the newest. Newer files would be the only copy of lost commits.
     """
     if name == "consumption" and not checked:
-        check_warehouse(lakehouse)
+        check_journal(lakehouse)
     folder = TableFolder(lakehouse.own(name))
     try:
         return _remove(lakehouse, name, folder)
@@ -130,7 +131,7 @@ def _remove(lakehouse: Lakehouse, name: str, folder: TableFolder) -> Removed:
         return Removed()
     _move_main(lakehouse, name)
     orphans = listed.keys() - lakehouse.look(name, partial(_named, folder))
-    _check_foreign(folder, orphans, str(lakehouse.own(name).metadata.table_uuid))
+    _check_foreign(folder, orphans, lakehouse.own(name))
     gone = [listed[path] for path in sorted(orphans) if folder.delete(path)]
     return Removed(files=len(gone), bytes=sum(info.size or 0 for info in gone))
 
@@ -150,11 +151,14 @@ def _named(folder: TableFolder, table: Table) -> set[str]:
     return {folder.path(location) for location in _locations(table)}
 
 
-def _check_foreign(folder: TableFolder, orphans: set[str], table_uuid: str) -> None:
+def _check_foreign(folder: TableFolder, orphans: set[str], table: Table) -> None:
     """Raise `LakehouseError` if another table with rows is stored here, such as one whose catalog was lost."""
     for path in orphans:
         found = folder.metadata(path) if path.endswith(METADATA) else {}
-        if found.get("snapshots") and found.get("table-uuid") != table_uuid:
+        if found.get("snapshots") and found.get("table-uuid") not in (
+            str(table.metadata.table_uuid),
+            ledger_uuid_of(table),
+        ):
             raise LakehouseError(
                 f"expected the files of one table in {folder.folders!r}, found those of table {found.get('table-uuid')}, "
                 f"too, in {path!r}: nothing was deleted; register that table in a catalog, or move its files away"
@@ -196,7 +200,7 @@ def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upke
         LakehouseError: another table's files are among them, or they cannot be listed or deleted.
         LedgerOlderThanStore: the catalog was restored from an older backup. Nothing was changed.
     """
-    check_warehouse(lakehouse)
+    check_journal(lakehouse, fill=math.inf)
     return [_upkeep_of(lakehouse, name, keep) for name in TABLES]
 
 

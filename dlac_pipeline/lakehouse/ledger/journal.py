@@ -1,0 +1,131 @@
+"""The journal of the ledger: each committed append once more, in files that no table names. See docs/design/0024-journal.md."""
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, LocalFileSystem
+from pyiceberg.io import FileIO
+from pyiceberg.table import Table
+
+from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
+from dlac_pipeline.lakehouse.errors import FormatTooNew, LedgerError
+from dlac_pipeline.lakehouse.iceberg.metadata_files import JOURNAL, resolve
+from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
+from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, LEDGER_UUID_PROPERTY, ledger_uuid_of
+
+_log = logging.getLogger(__name__)
+_ENTRY = re.compile(r"/([^/]+)/(\d+)\.parquet")
+_FORMAT = ds.ParquetFileFormat()
+_WRITING = {"compression": "zstd", "write_statistics": False, "use_dictionary": False, "store_schema": False}
+"""Options of small files: 4.5 KB instead of 9.5."""
+_WRITER = ThreadPoolExecutor(1, thread_name_prefix="journal")
+"""The writer of entries in an object store, so that no commit waits for a second request."""
+_WARNED: set[str] = set()
+
+
+class Journal:
+    """The journal at an address: `RUN/SEQ.parquet` has the rows of an append as the table records them."""
+
+    def __init__(self, io: FileIO, address: str) -> None:
+        """Raises `LakehouseError` for a warehouse that pyarrow does not read."""
+        self.address = address
+        self._files, self._folder = resolve(io, address)
+
+    @classmethod
+    def of(cls, table: Table) -> "Journal":
+        """Return the journal in the data folder of the ledger table, the one folder that table buckets let clients use."""
+        return cls(table.io, journal_address(table))
+
+    def entries(self, run: str = "") -> dict[str, dict[int, str]]:
+        """Return run -> `seq` -> path of the entry, of one run or of all, by one listing."""
+        selector = FileSelector(f"{self._folder}/{run}".rstrip("/"), allow_not_found=True, recursive=True)
+        found: dict[str, dict[int, str]] = {}
+        for info in self._files.get_file_info(selector):
+            if match := _ENTRY.fullmatch(info.path.removeprefix(self._folder)):
+                found.setdefault(match[1], {})[int(match[2])] = info.path
+        return found
+
+    def address_of(self, path: str) -> str:
+        """Return the address of an entry."""
+        return self.address + path.removeprefix(self._folder)
+
+    def write(self, rows: pa.Table, ledger_uuid: str) -> None:
+        """Write the entry of an append, which replaces an earlier one."""
+        run, seq = rows["run"][0].as_py(), rows["seq"][0].as_py()
+        path, sink = f"{self._folder}/{run}/{seq:012}.parquet", pa.BufferOutputStream()
+        with pq.ParquetWriter(sink, CONSUMPTION_ARROW, **_WRITING) as writer:
+            writer.write_table(rows.cast(CONSUMPTION_ARROW))
+            writer.add_key_value_metadata({LEDGER_UUID_PROPERTY: ledger_uuid})
+        if isinstance(self._files, LocalFileSystem):
+            make_folder_durably(Path(path).parent)
+            write_durably(Path(path), sink.getvalue())
+        else:
+            with self._files.open_output_stream(path) as stream:
+                stream.write(sink.getvalue())
+
+    def read(self, paths: Iterable[str]) -> pa.Table:
+        """Return the rows of entries. Raises `LedgerError` for an entry that cannot be read, or `FormatTooNew`."""
+        fragments = [_FORMAT.make_fragment(path, self._files) for path in paths]
+        try:
+            rows = ds.FileSystemDataset(fragments, CONSUMPTION_ARROW, _FORMAT).to_table()
+        except (pa.ArrowException, FileNotFoundError) as err:
+            raise LedgerError(
+                f"expected entries of the journal {self.address!r}, found {err}: restore that file from a backup, or move it away"
+            ) from err
+        if (pc.max(rows["format_version"]).as_py() or 0) > FORMAT_VERSION:
+            raise FormatTooNew(
+                f"the journal {self.address!r} has a newer format, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
+            )
+        return rows
+
+    def ledger_uuid(self, path: str) -> str:
+        """Return the identity of the ledger that an entry is of."""
+        return str(pq.read_schema(self._files.open_input_file(path)).metadata[LEDGER_UUID_PROPERTY.encode()].decode())
+
+
+def record_appends(table: Table, *appends: pa.Table) -> None:
+    """Write the entries of appends that `table` has, until one fails. The failure is logged once, and the next claim retries."""
+    if raw_path(table.location()) is not None:
+        _write_entries(table, appends)
+    else:
+        with suppress(RuntimeError):  # this process is about to exit
+            _WRITER.submit(_write_entries, table, appends)
+
+
+def _write_entries(table: Table, appends: Sequence[pa.Table]) -> None:
+    try:
+        journal, uuid = Journal.of(table), ledger_uuid_of(table)
+        for rows in appends:
+            journal.write(rows, uuid)
+    except Exception as err:  # the append is committed all the same
+        address = journal_address(table)
+        if address not in _WARNED:
+            _log.warning(
+                "expected to write the journal %s, found %r: the append is committed, and the next claim or `dlac upkeep` "
+                "writes its entry; free, mount or permit that folder",
+                *(address, err),
+            )
+        _WARNED.add(address)
+
+
+def seqs_by_run(rows: pa.Table) -> dict[str, set[int]]:
+    """Return run -> the `seq`s of its appends, from rows of the ledger."""
+    pairs = rows.group_by(["run", "seq"]).aggregate([])
+    found: dict[str, set[int]] = {}
+    for run, seq in zip(pairs["run"].to_pylist(), pairs["seq"].to_pylist(), strict=True):
+        found.setdefault(run, set()).add(seq)
+    return found
+
+
+def journal_address(table: Table) -> str:
+    """Return the address of the journal of a ledger table."""
+    return f"{table.location_provider().data_path}/{JOURNAL}"

@@ -1,0 +1,422 @@
+"""The ledger survives its table: the journal of its appends, and the rebuild after each loss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.cli.main import app
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import (
+    BadInput,
+    DlacError,
+    LedgerError,
+    LedgerOlderThanStore,
+    NoSuchLakehouse,
+    RunBusy,
+)
+from dlac_pipeline.lakehouse.iceberg import own_rows
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger import journal as journals
+from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
+from dlac_pipeline.lakehouse.ledger.journal import Journal
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+from dlac_pipeline.operations.rebuild import Rebuilt, rebuild_ledger
+from dlac_pipeline.operations.status import run_status
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from tests.conftest import Arena, wait_until
+from tests.integration.test_older_ledger import files_of, reconnect, restore_catalog
+from tests.seaweedfs import needs_seaweedfs
+from tests.served_lakehouses import KINDS, served_lakehouse
+
+if TYPE_CHECKING:
+    from dlac_pipeline.spec.job_spec import JobSpec
+
+TABLES = ("consumption", "plans", "recoveries", "slices", "work_units")
+SET_BY_COMMIT = {"committed_at", "detail"}
+"""Columns of a checkpoint's rows that a manifest does not repeat: phases and the reason are in `detail`."""
+
+
+def journal_of(arena: Arena) -> Path:
+    """The folder of the journal."""
+    return arena.home / "warehouse" / "dlac" / "consumption" / "data" / "journal"
+
+
+def rows_of(arena: Arena) -> dict[str, list[str]]:
+    """All rows of DLAC's tables with all columns, sorted."""
+    return {name: sorted(map(repr, arena.lakehouse.read_own(name).to_pylist())) for name in TABLES}
+
+
+def forget(arena: Arena) -> None:
+    """Open the lakehouse as a new process does, which has read no manifest."""
+    own_rows._FILES.clear()
+    reconnect(arena)
+
+
+def look_anew(arena: Arena, look: Callable[[Lakehouse, str], object]) -> None:
+    """Look at the run as a new process does."""
+    own_rows._FILES.clear()
+    look(connect(arena.config.at_home(arena.home), create=False), "r")
+
+
+def rebuild(arena: Arena, *, journal: str | None = None, dry_run: bool = False) -> Rebuilt:
+    """Rebuild the ledger as a new process does, and open the lakehouse again."""
+    own_rows._FILES.clear()
+    done = rebuild_ledger(connect(arena.config.at_home(arena.home), damaged=True), journal=journal, dry_run=dry_run)
+    if not dry_run:
+        forget(arena)
+    return done
+
+
+def lose_table(arena: Arena) -> None:
+    """The catalog has no ledger any more."""
+    arena.lakehouse.catalog.drop_table("dlac.consumption")
+
+
+def lose_metadata(arena: Arena) -> None:
+    """The metadata file that the catalog names is gone."""
+    Path(arena.lakehouse.own("consumption").metadata_location.removeprefix("file://")).unlink()
+
+
+def lose_manifest(arena: Arena) -> None:
+    """A manifest of the ledger is gone, and with it the files of some appends."""
+    table = arena.lakehouse.own("consumption")
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    Path(snapshot.manifests(table.io)[-1].manifest_path.removeprefix("file://")).unlink()
+
+
+def lose_hour(arena: Arena) -> None:
+    """The catalog is restored from a backup, which `train_both` made."""
+    restore_catalog(arena, arena.home / "backup.db")
+
+
+def lose_catalog(arena: Arena) -> None:
+    """The catalog's file is gone, and a new one has the source table only."""
+    place = arena.lakehouse.load("src.t").metadata_location
+    (arena.home / "catalog.db").unlink()
+    catalog = connect(arena.config.at_home(arena.home), damaged=True)
+    catalog.create_namespace("src")
+    catalog.catalog.register_table("src.t", place)
+
+
+def lose_catalog_and_train(arena: Arena) -> None:
+    """The catalog's file is gone, and a launch, which was refused, has made empty tables in a new one."""
+    lose_catalog(arena)
+    reconnect(arena)
+
+
+LOSSES = (lose_table, lose_metadata, lose_manifest, lose_hour, lose_catalog, lose_catalog_and_train)
+
+
+def train_both(arena: Arena) -> JobSpec:
+    """Train a finished run, and one that stops, with a backup of the catalog in between. Return the spec of the second."""
+    arena.table()
+    arena.train(arena.spec("other", world_size=1, passes=1, every_steps=30))
+    spec = arena.spec("r", world_size=1, passes=2)
+    arena.train(spec, until=15)
+    shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
+    arena.train(spec, until=85)
+    name_checkpoint(Ledger(arena.lakehouse), "r", "good", step=20)
+    return spec
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """A lakehouse with two runs. Each test leaves it as it was."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        arena = Arena(tmp_path_factory.mktemp("trained") / "home", monkeypatch)
+        train_both(arena)
+        yield arena
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> None:
+    """Each loss is detected. The rebuilt tables equal the lost ones row by row, a second rebuild changes nothing."""
+    before, uuid, files = rows_of(trained), Ledger(trained.lakehouse).table_uuid, files_of(trained)
+    lose(trained)
+    lost = files - files_of(trained)
+    for look in (run_status, audit_run):
+        with pytest.raises(
+            NoSuchLakehouse if lose is lose_catalog else DlacError, match=r"dlac (ledger rebuild|train SPEC)"
+        ):
+            look_anew(trained, look)
+    damaged = files_of(trained)
+    rehearsed = rebuild(trained, dry_run=True)
+    assert files_of(trained) == damaged
+    done = rebuild(trained)
+    assert done.runs == rehearsed.runs
+    assert sum(run.missing for run in done.runs) > 0
+    assert not any(run.problem for run in done.runs)
+    assert rows_of(trained) == before
+    assert Ledger(trained.lakehouse).table_uuid == uuid
+    assert [audit_run(trained.lakehouse, run).exact for run in ("r", "other")] == [True, True]
+    assert not any(run.missing for run in rebuild(trained).runs)
+    assert rows_of(trained) == before
+    gone = files - lost - files_of(trained)
+    assert all(path.name.endswith(".metadata.json") for path in gone), gone  # a commit removes the oldest
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [lose_manifest, *(pytest.param(each, marks=pytest.mark.soak) for each in LOSSES if each is not lose_manifest)],
+)
+def test_rebuilt_run_resumes(arena: Arena, lose: Callable[[Arena], None]) -> None:
+    """The run resumes after its last checkpoint, with the rows that it would have read, and upkeep accepts the tables."""
+    spec = train_both(arena)
+    expected = arena.recorded("r")
+    lose(arena)
+    rebuild(arena)
+    run_upkeep(arena.lakehouse)
+    seen = arena.train(spec)
+    assert min(seen) == 81
+    assert {step: rows for step, rows in arena.recorded("r").items() if step <= 80} == expected
+    assert sorted(row for rows in arena.recorded("r").values() for row in rows) == sorted(2 * list(range(2000)))
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+@pytest.mark.soak
+def test_new_catalog_with_runs(arena: Arena) -> None:
+    """The catalog was lost, and another run has begun in a new one: the rebuilt ledger has both, and the older identity."""
+    train_both(arena)
+    before, uuid = rows_of(arena), Ledger(arena.lakehouse).table_uuid
+    lose_catalog_and_train(arena)
+    arena.train(arena.spec("new", world_size=1, passes=1, every_steps=30))
+    added = rows_of(arena)
+    rebuild(arena)
+    after = rows_of(arena)
+    assert all(set(after[name]) == {*before[name], *added[name]} for name in TABLES if name != "plans")
+    assert len(after["plans"]) == 1  # the same plan, made again
+    assert Ledger(arena.lakehouse).table_uuid == uuid
+    assert {each.table: each.busy for each in run_upkeep(arena.lakehouse)} == dict.fromkeys(TABLES, False)
+    assert all(audit_run(arena.lakehouse, run).exact for run in ("r", "other", "new"))
+
+
+def test_last_append_from_manifest(trained: Arena) -> None:
+    """A writer was killed between the commit and the entry, and then the ledger was lost: its manifest has the rows."""
+    before = trained.lakehouse.read_own("consumption").to_pylist()
+    last = max(row["seq"] for row in before if row["kind"] == "checkpoint" and row["run"] == "r")
+    kept = {path: path.read_bytes() for path in sorted((journal_of(trained) / "r").iterdir()) if int(path.stem) >= last}
+    for path in kept:
+        path.unlink()
+    lose_table(trained)
+    done = rebuild(trained)
+    assert {run.run: run.problem for run in done.runs} == {"other": "", "r": ""}
+    after = trained.lakehouse.read_own("consumption").to_pylist()
+
+    def comparable(rows: list[dict[str, object]]) -> list[str]:
+        plain = [{k: v for k, v in row.items() if k not in SET_BY_COMMIT} for row in rows if row["kind"] != "name"]
+        return sorted(map(repr, plain))
+
+    assert comparable(after) == comparable(before)
+    assert audit_run(trained.lakehouse, "r").exact
+    for path, content in kept.items():
+        path.write_bytes(content)
+    lose_table(trained)
+    rebuild(trained)
+
+
+def test_lost_manifest_is_reported(trained: Arena) -> None:
+    """The last entries and the manifest that repeats them are gone: the run stays refused until one of both is back."""
+    before = rows_of(trained)
+    row = max(trained.rows("r", CheckpointRow), key=lambda each: each.seq)
+    paths = [path for path in (journal_of(trained) / "r").iterdir() if int(path.stem) >= row.seq]
+    kept = {path: path.read_bytes() for path in (*paths, Path(row.manifest_uri.removeprefix("file://")))}
+    for path in kept:
+        path.unlink()
+    lose_table(trained)
+    problems = {run.run: run.problem for run in rebuild(trained).runs}
+    assert problems["other"] == ""
+    assert "no manifest restores it" in problems["r"]
+    with pytest.raises(LedgerOlderThanStore, match="newest step is 70, while step 80"):
+        look_anew(trained, run_status)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert not any(run.problem for run in rebuild(trained).runs)
+    assert rows_of(trained) == before
+
+
+def test_gap_is_reported(trained: Arena, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of which the journal lacks an append in the middle is left out by name. The others are rebuilt."""
+    before = rows_of(trained)
+    entry = journal_of(trained) / "r" / "000000000004.parquet"
+    content = entry.read_bytes()
+    entry.unlink()
+    lose_table(trained)
+    own_rows._FILES.clear()
+    assert app(["ledger", "rebuild", "--home", str(trained.home), "--json"], standalone_mode=False) == 1
+    shown = {run["run"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert shown["other"]["missing"] == shown["other"]["appends"] > 0
+    assert shown["r"]["missing"] == 0
+    assert "found none with seq [4]: restore" in shown["r"]["problem"]
+    with pytest.raises(LedgerOlderThanStore):
+        look_anew(trained, run_status)
+    entry.write_bytes(content)
+    app(["ledger", "rebuild", "--home", str(trained.home)], standalone_mode=False)
+    assert "complete" in capsys.readouterr().out
+    forget(trained)
+    assert rows_of(trained) == before
+
+
+def test_damaged_table_needs_whole_journal(trained: Arena) -> None:
+    """A table that has lost a manifest is not replaced by a journal that has fewer rows."""
+    before = rows_of(trained)
+    entry = journal_of(trained) / "other" / "000000000005.parquet"
+    content = entry.read_bytes()
+    entry.unlink()
+    lose_manifest(trained)
+    damaged = files_of(trained)
+    with pytest.raises(LedgerError, match=r"rows of the damaged ledger in the journal .*; nothing was changed"):
+        rebuild(trained)
+    assert files_of(trained) == damaged
+    entry.write_bytes(content)
+    rebuild(trained)
+    assert rows_of(trained) == before
+
+
+def test_live_launch_refuses_rebuild(trained: Arena) -> None:
+    """A launch that holds the lock of its run may commit at any moment."""
+    before = rows_of(trained)
+    lose_hour(trained)
+    local = str(trained.home / "checkpoints")
+    with run_lock(local, "r", wait_s=0, takeover=False), pytest.raises(RunBusy, match="nothing was changed"):
+        rebuild(trained)
+    rebuild(trained)
+    assert rows_of(trained) == before
+
+
+def test_wrong_journal_is_refused(trained: Arena, tmp_path: Path) -> None:
+    """An address without entries is named, and nothing is changed: neither a lost nor a whole ledger."""
+    before = files_of(trained)
+    for address in (str(tmp_path), str(tmp_path / "missing")):
+        with pytest.raises(BadInput, match=rf"expected entries .* in '{address}', found none.*--journal"):
+            rebuild(trained, journal=address)
+    with pytest.raises(BadInput, match=r"expected entries .* found none"):
+        rebuild_ledger(connect(trained.config.at_home(tmp_path), damaged=True))
+    assert files_of(trained) == before
+    assert not rebuild(trained, dry_run=True).runs[0].missing
+
+
+def test_journal_elsewhere_is_read(trained: Arena, tmp_path: Path) -> None:
+    """A copy of the journal rebuilds the ledger, too."""
+    before = rows_of(trained)
+    copy = shutil.copytree(journal_of(trained), tmp_path / "copy")
+    lose_hour(trained)
+    rebuild(trained, journal=copy.as_uri())
+    assert rows_of(trained) == before
+
+
+def test_copied_lakehouse_is_rebuilt(trained: Arena, tmp_path: Path) -> None:
+    """A copy has a journal of its own, and is rebuilt from it with the places as they are recorded."""
+    home = shutil.copytree(trained.home, tmp_path / "copy")
+    before = files_of(trained)
+    name_checkpoint(Ledger(connect(LakehouseConfig().at_home(home))), "r", "copied", step=30)
+    copy = connect(LakehouseConfig().at_home(home))
+    rows = sorted(map(repr, copy.read_own("consumption").to_pylist()))
+    Path(copy.relocation.uri_here(copy.own("consumption").metadata_location).removeprefix("file://")).unlink()
+    rebuild_ledger(connect(LakehouseConfig().at_home(home), damaged=True))
+    copy = connect(LakehouseConfig().at_home(home))
+    assert sorted(map(repr, copy.read_own("consumption").to_pylist())) == rows
+    assert run_status(copy, "r")["step"] == 80
+    assert files_of(trained) == before
+
+
+def test_damaged_entry_is_named(trained: Arena) -> None:
+    """An entry with other content is named, and nothing is appended."""
+    before = rows_of(trained)
+    entry = journal_of(trained) / "r" / "000000000009.parquet"
+    content = entry.read_bytes()
+    entry.write_bytes(content[: len(content) // 2])
+    lose_hour(trained)
+    with pytest.raises(LedgerError, match=r"000000000009.parquet.*: restore that file"):
+        rebuild(trained)
+    entry.write_bytes(content)
+    rebuild(trained)
+    assert rows_of(trained) == before
+
+
+def test_older_ledger_gets_journal(trained: Arena) -> None:
+    """Upkeep writes the entries of a ledger that has none, from which the ledger is rebuilt."""
+    before = rows_of(trained)
+    kept = shutil.copytree(journal_of(trained), trained.home / "kept")
+    shutil.rmtree(journal_of(trained))
+    run_upkeep(trained.lakehouse)
+    assert {path.relative_to(kept) for path in kept.rglob("*")} == {
+        path.relative_to(journal_of(trained)) for path in journal_of(trained).rglob("*")
+    }
+    lose_table(trained)
+    rebuild(trained)
+    assert rows_of(trained) == before
+
+
+def test_maintenance_keeps_journal(arena: Arena) -> None:
+    """Retention, merges, expiry and the removal of orphans leave each entry as it is."""
+    arena.table()
+    arena.train(arena.spec("r", world_size=1, passes=2, every_steps=4, keep_last=1))
+    before = {path: path.read_bytes() for path in (journal_of(arena) / "r").iterdir()}
+    done = {each.table: each for each in run_upkeep(arena.lakehouse, keep=1)}["consumption"]
+    assert done.merged_files > 0
+    assert done.expired_snapshots > 0
+    assert done.removed_files > 0
+    assert {path: path.read_bytes() for path in (journal_of(arena) / "r").iterdir()} == before
+    entries = Journal.of(arena.lakehouse.own("consumption")).entries("r")
+    assert entries["r"].keys() == Ledger(arena.lakehouse).appends()["r"]
+
+
+def test_unwritable_journal_fails_no_commit(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
+    """What the journal cannot take is logged once, and written by the next claim."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.monkeypatch.setattr(journals, "_WARNED", set())
+    journal_of(arena).parent.mkdir()
+    journal_of(arena).write_text("a file in the place of the folder")
+    arena.train(spec, until=45)
+    assert [record.message for record in caplog.records if "journal" in record.message][1:] == []
+    assert "the append is committed" in caplog.text
+    journal_of(arena).unlink()
+    arena.train(spec, until=55)
+    entries = Journal.of(arena.lakehouse.own("consumption")).entries("r")
+    assert entries["r"].keys() == Ledger(arena.lakehouse).appends()["r"]
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+@needs_seaweedfs
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entries_lost", [0, 1])
+def test_served_ledger_is_rebuilt(
+    kind: str, entries_lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A REST catalog, or PostgreSQL, with a warehouse in an object store: a manifest list or the table is lost, and rebuilt."""
+    with served_lakehouse(kind, tmp_path) as served:
+        (tmp_path / "home").mkdir()
+        arena = Arena(tmp_path / "home", monkeypatch, served.config, served.store)
+        arena.table()
+        spec = arena.spec("r", world_size=1, passes=1)
+        arena.train(spec, until=35)
+        table = arena.lakehouse.own("consumption")
+        journal = Journal.of(table)
+        wait_until(lambda: len(journal.entries("r")["r"]) == 4, what="the entries")
+        before, uuid = rows_of(arena), Ledger(arena.lakehouse).table_uuid
+        for seq in range(5 - entries_lost, 5):
+            table.io.delete(journal.address_of(journal.entries("r")["r"][seq]))
+        if kind == "postgres":
+            arena.lakehouse.catalog.drop_table("dlac.consumption")
+        else:  # this server deletes all files of a table that is dropped
+            snapshot = table.current_snapshot()
+            assert snapshot is not None
+            table.io.delete(snapshot.manifest_list)
+        rebuild(arena)
+        assert entries_lost or rows_of(arena) == before
+        assert Ledger(arena.lakehouse).table_uuid == uuid
+        assert audit_run(arena.lakehouse, "r").exact
+        assert min(arena.train(spec)) == 31
+        assert audit_run(arena.lakehouse, "r").exact
