@@ -175,9 +175,7 @@ def rebuild(
     else:
         rows = [(each.run, f"{each.appends:,}", f"{each.missing:,}", each.problem or "complete") for each in done.runs]
         counts = ("appends", "would be added" if dry_run else "added")
-        ui.show_table(
-            table_columns(("run", *counts, "state"), right=counts, long=("state",)), rows, empty="there is no run"
-        )
+        ui.show_table(("run", *counts, "state"), rows, right=counts, empty="there is no run")
         ui.show_text("\n".join(f"{name}: {what}" for name, what in done.tables.items()))
     if any(each.problem for each in done.runs):
         raise typer.Exit(1)
