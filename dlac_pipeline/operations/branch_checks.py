@@ -1,6 +1,6 @@
 """Sources of a new branch: checks of plans, appends and exclusions, and the excluded rows that were trained on before."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import duckdb
@@ -24,6 +24,10 @@ from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 
+NO_PLACES = pa.table(
+    {"plan_id": pa.nulls(0, pa.string()), "file_path": pa.nulls(0, pa.string()), "row": np.zeros(0, np.int64)}
+)
+"""No row of a plan."""
 _SeenRow = tuple[int, str, int, str]
 """Source, data file, position in the file, and the checkpoint that was trained on the row."""
 
@@ -163,22 +167,30 @@ def _excluded_rows(
     """Return the rows (plan_id, file_path, row) that the expressions match, of a table's plans that led to a checkpoint."""
     plans = rows_of(
         connection,
-        "SELECT DISTINCT p.plan_id, p.snapshot_id, p.schema_id FROM consumption AS a JOIN plans AS p USING (plan_id) "
-        "WHERE a.kind = 'advance' AND p.table_uuid = $1 AND ($2 IS NULL OR a.source = $2) "
-        "AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors($3))",
+        "SELECT list(DISTINCT p.plan_id) AS plan_ids, p.snapshot_id, p.schema_id FROM consumption AS a "
+        "JOIN plans AS p USING (plan_id) WHERE a.kind = 'advance' AND p.table_uuid = $1 AND ($2 IS NULL OR a.source = $2) "
+        "AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors($3)) GROUP BY ALL",
         [str(table.metadata.table_uuid), source, checkpoint],
     )
-    texts = pa.array([], pa.string())
-    parts = [pa.table({"plan_id": texts, "file_path": texts, "row": np.zeros(0, np.int64)})]
-    for plan in plans:
-        query = "SELECT DISTINCT file_path FROM units WHERE plan_id = $1"
-        paths = {each["file_path"] for each in rows_of(connection, query, [plan["plan_id"]])}
-        schema = table.schemas()[plan["schema_id"]]
-        groups = row_groups_of(table, plan["snapshot_id"], "", schema=schema, only=paths, exclude=where)
-        for group in groups:
-            positions = group.first_row + group.dead
-            plan_ids, files = (pa.repeat(each, len(positions)) for each in (plan["plan_id"], group.file_path))
-            parts.append(pa.table({"plan_id": plan_ids, "file_path": files, "row": positions}))
+    return pa.concat_tables([NO_PLACES, *(excluded_places(connection, table, where, plan) for plan in plans)])
+
+
+def excluded_places(
+    connection: duckdb.DuckDBPyConnection, table: Table, where: Sequence[str], plans: Mapping[str, Any]
+) -> pa.Table:
+    """Return the rows (plan_id, file_path, row) that an expression matches, of `plan_ids` of a `snapshot_id` and `schema_id`.
+
+    Rows that the snapshot has deleted are among them. They are dead in these plans.
+    """
+    query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
+    paths = {each["file_path"] for each in rows_of(connection, query, [plans["plan_ids"]])}
+    schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]
+    groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, only=paths, exclude=where)
+    for group in groups:
+        positions = np.tile(group.first_row + group.dead, len(plans["plan_ids"]))
+        plan_ids = np.repeat(plans["plan_ids"], len(group.dead)).astype(object)
+        names = {"plan_id": pa.array(plan_ids, pa.string()), "file_path": pa.repeat(group.file_path, len(positions))}
+        parts.append(pa.table({**names, "row": positions}))
     return pa.concat_tables(parts)
 
 
