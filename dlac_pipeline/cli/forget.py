@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,23 +53,16 @@ def forget(
     lakehouse, spec_of = _places(spec, home)
     done = execute_forget(lakehouse, table, where, spec_of) if execute else []
     if certify is not None:
-        document = certificate.certify(lakehouse, table, where, certify[1], spec_of)
-        try:
-            with certify[0].open("x") as file:
-                file.write(json.dumps(document, indent=1, sort_keys=True) + "\n")
-        except OSError as err:
-            raise SpecInvalid(f"expected to write the new file {str(certify[0])!r}, found {err}: name another") from err
+        certificate.certify(lakehouse, table, where, spec_of, file=certify[0], key=certify[1])
     plan = plan_forget(lakehouse, table, where)
     if as_json:
-        ui.show_json(asdict(plan) | {"done": done})
+        ui.show_json(plan | {"done": done})
         return
-    rows = f"{format_count(plan.rows['count'], 'row')} in {format_count(plan.rows['files'], 'data file')}"
-    ui.show_lines([*done, f"request {plan.id}: {rows}, {format_count(len(plan.runs), 'run')}"])
-    for run in plan.runs:
-        ui.show_facts(
-            {name: run[name] for name in run if run[name] and name not in ("affected", "statement")}, as_json=False
-        )
-    ui.show_lines(plan.problems or ["the rows are forgotten"])
+    rows = f"{format_count(plan['rows']['count'], 'row')} in {format_count(plan['rows']['files'], 'data file')}"
+    ui.show_lines([*done, f"request {plan['id']}: {rows}, {format_count(len(plan['runs']), 'run')}"])
+    for run in plan["runs"]:
+        ui.show_facts({name: value for name, value in run.items() if value and name != "affected"}, as_json=False)
+    ui.show_lines(plan["problems"] or ["the rows are forgotten"])
 
 
 @ui.command(app, ui.LAKEHOUSE, "dlac new-key key.pem", name="new-key")

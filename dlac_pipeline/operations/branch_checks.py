@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from pyiceberg.table import Table
 
-from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid
@@ -28,6 +28,7 @@ NO_PLACES = pa.table(
     {"plan_id": pa.nulls(0, pa.string()), "file_path": pa.nulls(0, pa.string()), "row": np.zeros(0, np.int64)}
 )
 """No row of a plan."""
+_SEEN = "SELECT $1, file_path, row, checkpoint_id FROM rows_seen('excluded_rows', $2) WHERE run <> $3 OR source = $1"
 _SeenRow = tuple[int, str, int, str]
 """Source, data file, position in the file, and the checkpoint that was trained on the row."""
 
@@ -145,34 +146,15 @@ def _seen_rows(
 ) -> list[_SeenRow]:
     """Return the excluded rows that a checkpoint was trained on, also in the runs that its run was forked from."""
     found: list[_SeenRow] = []
-    for source in sorted({each.source for each in wanted}):
-        table = tables[source]
-        where = [each.where for each in wanted if each.source == source]
-        at: tuple[str, str] | None = (run, target)
-        while at is not None:
-            with open_audit(lakehouse, run=at[0]) as connection:
-                own = source if at[0] == run else None
-                excluded = _excluded_rows(connection, at[1], table, where, own)
-                connection.register("excluded_rows", excluded)
-                seen = rows_of(connection, "FROM rows_seen('excluded_rows', $1)", [at[1]])
-                mine = [each for each in seen if own is None or each["source"] == own]
-                found += [(source, each["file_path"], each["row"], each["checkpoint_id"]) for each in mine]
-                at = _forked_from(connection, at[1])
+    script = sql_script("planned_snapshots")
+    with open_audit(lakehouse, query="rows_seen plans") as connection:
+        for source in sorted({each.source for each in wanted}):
+            where = [each.where for each in wanted if each.source == source]
+            plans = rows_of(connection, script, [str(tables[source].metadata.table_uuid), target])
+            places = [excluded_places(connection, tables[source], where, plan) for plan in plans]
+            connection.register("excluded_rows", pa.concat_tables([NO_PLACES, *places]))
+            found += connection.execute(_SEEN, [source, target, run]).fetchall()
     return found
-
-
-def _excluded_rows(
-    connection: duckdb.DuckDBPyConnection, checkpoint: str, table: Table, where: Sequence[str], source: int | None
-) -> pa.Table:
-    """Return the rows (plan_id, file_path, row) that the expressions match, of a table's plans that led to a checkpoint."""
-    plans = rows_of(
-        connection,
-        "SELECT list(DISTINCT p.plan_id) AS plan_ids, p.snapshot_id, p.schema_id FROM consumption AS a "
-        "JOIN plans AS p USING (plan_id) WHERE a.kind = 'advance' AND p.table_uuid = $1 AND ($2 IS NULL OR a.source = $2) "
-        "AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors($3)) GROUP BY ALL",
-        [str(table.metadata.table_uuid), source, checkpoint],
-    )
-    return pa.concat_tables([NO_PLACES, *(excluded_places(connection, table, where, plan) for plan in plans)])
 
 
 def excluded_places(
@@ -192,14 +174,3 @@ def excluded_places(
         names = {"plan_id": pa.array(plan_ids, pa.string()), "file_path": pa.repeat(group.file_path, len(positions))}
         parts.append(pa.table({**names, "row": positions}))
     return pa.concat_tables(parts)
-
-
-def _forked_from(connection: duckdb.DuckDBPyConnection, checkpoint: str) -> tuple[str, str] | None:
-    """Return the run and the checkpoint that a checkpoint's run was forked from, or None."""
-    found = rows_of(
-        connection,
-        "SELECT forked_run, forked_from FROM checkpoints WHERE forked_from IS NOT NULL "
-        "AND checkpoint_id IN (SELECT checkpoint_id FROM ancestors($1))",
-        [checkpoint],
-    )
-    return (found[0]["forked_run"], found[0]["forked_from"]) if found else None

@@ -27,51 +27,47 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.forget import ForgetPlan, SpecOf, plan_forget
 
 FORMAT_VERSION = 1
-_RUN = ("run", "head", "head_step", "head_model_digest", "head_manifest_digest", "affected", "filters_in_rewinds")
-_KEPT = ("losses_of_checkpoints", "exports_to_delete_or_replace")
 _HEAD = "-- Request {}: run this in DuckDB without changes. While the rows are forgotten, it returns no row.\n"
 
 
 def make_key(path: Path) -> Path:
     """Write a private key, which only its owner can read, and the public key beside it. Return the public one's path."""
     key, public = Ed25519PrivateKey.generate(), path.with_suffix(".pub.pem")
-    private = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(private)
-        public.write_bytes(key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo))
-    except OSError as err:
-        raise SpecInvalid(f"expected to write a new key to {str(path)!r}, found {err}: name another file") from err
+    _write(path, key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()), 0o600)
+    _write(public, key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo), 0o644)
     return public
 
 
-def certify(lakehouse: Lakehouse, table: str, filters: Sequence[str], key: Path, spec_of: SpecOf) -> dict[str, Any]:
-    """Return a signed certificate. Raise `SpecInvalid`, which names each contradiction, if the request is not met."""
+def certify(
+    lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf, *, file: Path, key: Path
+) -> dict[str, Any]:
+    """Write a certificate to a new file, signed with a private key. Return it.
+
+    Raises `SpecInvalid`, which names each contradiction, if the request is not met.
+    """
     private, plan = _key_in(key, Ed25519PrivateKey), plan_forget(lakehouse, table, filters)
     if problems := _contradictions(lakehouse, plan, spec_of):
-        raise SpecInvalid("\n".join([f"expected that request {plan.id} is met, found otherwise:", *problems]))
-    script = sql_script("forget")
+        raise SpecInvalid("\n".join([f"expected that request {plan['id']} is met, found otherwise:", *problems]))
+    rows, script = plan.pop("rows"), sql_script("forget")
     tables, views = tables_and_views(lakehouse, scripts_of(names_in(script.casefold())))
+    statement = rows.pop("statement")
     certificate = {
+        **{name: plan[name] for name in ("id", "table", "table_uuid", "filters", "runs")},
         "format_version": FORMAT_VERSION,
-        "request": {name: getattr(plan, name) for name in ("id", "table", "table_uuid", "filters")},
-        "rows": plan.rows,
-        "runs": [{name: run[name] for name in (*_RUN, *_KEPT)} for run in plan.runs],
-        "limits": plan.limits,
+        "rows": rows,
         "certified_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "dlac_version": version("dlac-pipeline"),
-        "script": "\n".join(
-            [_HEAD.format(plan.id), *tables, *views, plan.statement, script, "FROM forget_problems;\n"]
-        ),
+        "script": "\n".join([_HEAD.format(plan["id"]), *tables, *views, statement, script, "FROM forget_problems;\n"]),
     }
-    return {"certificate": certificate, "ed25519": private.sign(_canonical(certificate)).hex()}
+    document = {"certificate": certificate, "ed25519": private.sign(_canonical(certificate)).hex()}
+    _write(file, json.dumps(document, indent=1, sort_keys=True).encode() + b"\n", 0o644)
+    return document
 
 
 def is_signed(document: Any, key: Path) -> bool:
     """Return True if a certificate is as it was when the owner of this public key signed it."""
-    public = _key_in(key, Ed25519PublicKey)
     try:
-        public.verify(bytes.fromhex(document["ed25519"]), _canonical(document["certificate"]))
+        _key_in(key, Ed25519PublicKey).verify(bytes.fromhex(document["ed25519"]), _canonical(document["certificate"]))
     except (InvalidSignature, KeyError, TypeError, ValueError):
         return False
     return True
@@ -79,19 +75,16 @@ def is_signed(document: Any, key: Path) -> bool:
 
 def differences(lakehouse: Lakehouse, certificate: Mapping[str, Any], spec_of: SpecOf) -> list[str]:
     """Return the differences of the lakehouse from a certificate. Later steps of a run are none."""
-    request, rows = certificate["request"], certificate["rows"]
-    plan = plan_forget(lakehouse, request["table"], request["filters"])
+    plan, rows = plan_forget(lakehouse, certificate["table"], certificate["filters"]), certificate["rows"]
     found = _contradictions(lakehouse, plan, spec_of)
-    if (plan.id, plan.rows["sha256"]) != (request["id"], rows["sha256"]):
-        now = f"{plan.rows['count']} of table {plan.table_uuid}"
-        found.append(f"expected the {rows['count']} certified rows of table {request['table_uuid']}, found {now}")
+    if (plan["id"], plan["rows"]["sha256"]) != (certificate["id"], rows["sha256"]):
+        now = f"{plan['rows']['count']} of table {plan['table_uuid']}"
+        found.append(f"expected the {rows['count']} certified rows of table {certificate['table_uuid']}, found {now}")
     for run in certificate["runs"]:
         ledger_rows = Ledger(lakehouse).head_rows(run["run"])
         head, seqs = checkpoint_rows(ledger_rows).get(run["head"]), {row.seq for row in ledger_rows}
         if run["head"] and (head is None or head.model_digest != run["head_model_digest"]):
-            found.append(
-                f"run {run['run']}: expected the certified checkpoint {run['head']}, found none or another model"
-            )
+            found.append(f"run {run['run']}: expected the certified model of {run['head']}, found none or another one")
         lost = [each["seq"] for each in run["filters_in_rewinds"] or () if each["seq"] not in seqs]
         found += [f"run {run['run']}: expected a rewind at seq {seq}, found none" for seq in lost]
     return found
@@ -99,8 +92,8 @@ def differences(lakehouse: Lakehouse, certificate: Mapping[str, Any], spec_of: S
 
 def _contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> list[str]:
     """Return the contradictions to a request that is met: in the ledger, in the audits, and in the stores."""
-    found = list(plan.problems)
-    for run in plan.runs:
+    found = list(plan["problems"])
+    for run in plan["runs"]:
         name, spec = run["run"], spec_of(run["run"])
         if not audit_run(lakehouse, name).exact:
             found.append(f"run {name}: expected an exact audit, found otherwise: see `dlac audit {name}`")
@@ -109,6 +102,14 @@ def _contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> 
         gone = [folder_uri(known[each].manifest_uri) for each in run["affected"] or ()]
         found += [f"run {name}: expected no files in {folder}, found some" for folder in gone if files.children(folder)]
     return found
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+    except OSError as err:
+        raise SpecInvalid(f"expected to write the new file {str(path)!r}, found {err}: name another one") from err
 
 
 def _canonical(value: Any) -> bytes:

@@ -5,13 +5,10 @@ In: a table and filters, of which one is true for each row. Out: the state of th
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 from blake3 import blake3
-from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
 from dlac_pipeline.checkpoint.commit.retention import Retention
@@ -31,25 +28,8 @@ from dlac_pipeline.supervise.choose_leg import first_leg_of, leg_of
 SpecOf = Callable[[str], JobSpec | None]
 """Run -> its job spec, or None if it is not on this node."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForgetPlan:
-    """The state of a request to forget rows."""
-
-    id: str
-    """Digest of the table's uuid and the filters."""
-    table: str
-    table_uuid: str
-    filters: Sequence[str]
-    rows: dict[str, Any]
-    """Their number and digest, and the rows (data file, position in it) if they are few."""
-    runs: Sequence[dict[str, Any]]
-    """Runs that have seen rows, will read them, or exclude them."""
-    problems: Sequence[str]
-    """Contradictions to a request that is met."""
-    statement: str
-    """SQL that creates the request in another DuckDB."""
-    limits: Sequence[str]
+ForgetPlan = dict[str, Any]
+"""State of a request: `id`, `table`, `table_uuid`, `filters`, and of `forget.sql` its `rows`, `runs` and `problems`."""
 
 
 def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> ForgetPlan:
@@ -60,45 +40,23 @@ def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> For
     source, filters, script = lakehouse.load(table), sorted(set(filters)), sql_script("forget")
     for each in filters:
         parse_exclusion(each, source.schema(), source)
-    uuid = str(source.metadata.table_uuid)
+    uuid, places, problems = str(source.metadata.table_uuid), [NO_PLACES], []
     with open_audit(lakehouse, query=f"{script} work_units") as connection:
-        matched, problems = _matched_rows(connection, source, uuid, filters)
-        connection.register("matched_rows", matched)
+        for plans in rows_of(connection, sql_script("planned_snapshots"), [uuid, None]):
+            try:
+                places.append(excluded_places(connection, source, filters, plans))
+            except DlacError as err:  # the snapshot of an old plan may have expired
+                problems.append(f"rows of snapshot {plans['snapshot_id']} are not counted: {type(err).__name__}: {err}")
+        connection.register("matched_rows", pa.concat_tables(places))
         connection.execute("CREATE TABLE found_rows AS SELECT DISTINCT file_path, row FROM live_places('matched_rows')")
         connection.execute("CREATE TABLE forget_request AS SELECT $1 AS table_uuid, $2 AS filters", [uuid, filters])
         connection.execute(script)
-        listed, runs, found, limits, statement = (
-            rows_of(connection, f"FROM forget_{name}") for name in ("listed", "runs", "problems", "limits", "statement")
-        )
-    if not listed[0]["count"] and not problems:
-        raise SpecInvalid(
-            f"expected planned rows of table {table!r} that match {filters!r}, found none: check the filters"
-        )
-    return ForgetPlan(
-        id=blake3(json.dumps([uuid, filters]).encode()).hexdigest(length=8),
-        table=table,
-        table_uuid=uuid,
-        filters=filters,
-        rows=listed[0],
-        runs=runs,
-        problems=[*(f"run {each['run']}: {each['problem']}" for each in found), *problems],
-        statement=statement[0]["statement"],
-        limits=[each["limit"] for each in limits],
-    )
-
-
-def _matched_rows(
-    connection: duckdb.DuckDBPyConnection, table: Table, uuid: str, filters: Sequence[str]
-) -> tuple[pa.Table, list[str]]:
-    """Return the matching rows of all plans of a table, and the snapshots that could not be read, with the reason."""
-    query = "SELECT list(plan_id) AS plan_ids, snapshot_id, schema_id FROM plans WHERE table_uuid = $1 GROUP BY ALL"
-    parts, unread = [NO_PLACES], []
-    for plans in rows_of(connection, query, [uuid]):
-        try:
-            parts.append(excluded_places(connection, table, filters, plans))
-        except DlacError as err:  # the snapshot of an old plan may have expired
-            unread.append(f"rows of snapshot {plans['snapshot_id']} are not counted: {type(err).__name__}: {err}")
-    return pa.concat_tables(parts), unread
+        [rows], runs = rows_of(connection, "FROM forget_summary"), rows_of(connection, "FROM forget_runs")
+        problems += [f"run {run}: {problem}" for run, problem in connection.execute("FROM forget_problems").fetchall()]
+    if not rows["count"] and not problems:
+        raise SpecInvalid(f"expected planned rows of {table!r} that match {filters!r}, found none: check the filters")
+    request = {"id": blake3(json.dumps([uuid, filters]).encode()).hexdigest(length=8), "table": table}
+    return {**request, "table_uuid": uuid, "filters": filters, "rows": rows, "runs": runs, "problems": problems}
 
 
 def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf) -> list[str]:
@@ -108,8 +66,8 @@ def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spe
     begin again are left as they are. Raises as `plan_forget` and `rewind_run`.
     """
     plan = plan_forget(lakehouse, table, filters)
-    done = [_rewind(lakehouse, plan, run, spec_of) for run in plan.runs if run["action"] == "rewind"]
-    for run in plan_forget(lakehouse, table, filters).runs:  # an attempt may have committed before it was fenced off
+    done = [_rewind(lakehouse, plan, run, spec_of) for run in plan["runs"] if run["action"] == "rewind"]
+    for run in plan_forget(lakehouse, table, filters)["runs"]:  # an attempt may have committed before it was fenced off
         if run["action"] in ("retire", "none") and run["affected"]:
             done += _retire(lakehouse, run, spec_of(run["run"]))
     return done
@@ -119,17 +77,17 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
     name, clean, rows = run["run"], run["clean_checkpoint"], Ledger(lakehouse).head_rows(run["run"])
     leg = first_leg_of(rows) if clean is None else leg_of(rows, clean)
     sources = leg.sources if leg else ()
-    mine = [place for place, each in enumerate(sources) if each.table_uuid == plan.table_uuid]
-    wanted = [Exclusion(source=place, where=where) for place in mine for where in plan.filters]
+    mine = [place for place, each in enumerate(sources) if each.table_uuid == plan["table_uuid"]]
+    wanted = [Exclusion(source=place, where=where) for place in mine for where in plan["filters"]]
     rewind_run(
         lakehouse,
         name,
-        nonce=blake3(json.dumps([plan.id, name, run["head"], clean]).encode()).hexdigest(length=8),
+        nonce=blake3(json.dumps([plan["id"], name, run["head"], clean]).encode()).hexdigest(length=8),
         step=0 if clean is None else None,
         checkpoint_id=clean,
         # a rewind drops exclusions that were made after its target, among them those of earlier requests
         exclude=list(dict.fromkeys([*exclusions_in_force(rows), *wanted])),
-        why=f"forget: {plan.id}",
+        why=f"forget: {plan['id']}",
         spec=spec_of(name),
     )
     return f"run {name} is rewound to step {run['clean_step']} without the rows: resume it with `dlac recover {name}`"
@@ -143,9 +101,6 @@ def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> 
     gone = retire_left(ledger, name, only=run["affected"])
     done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
     if spec is None:
-        return [
-            *done,
-            f"the files of run {name} remain, because its job spec is on another node: repeat this with --spec",
-        ]
+        return [*done, f"the files of run {name} remain: repeat this with its job spec in --spec"]
     Retention(spec.checkpoint, tiers_of(spec), 0, ledger.head_rows(name)).sweep()
     return done

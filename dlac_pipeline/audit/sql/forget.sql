@@ -1,5 +1,5 @@
 -- The state of a request to forget rows: forget_runs has its runs, and forget_problems what contradicts that it is met. There are
--- forget_request (one row: table_uuid, filters) and found_rows (file_path, row), which forget_statement creates again.
+-- forget_request (one row: table_uuid, filters) and found_rows (file_path, row), which the statement of forget_summary creates again.
 
 -- One row per row to forget, and plan of the table that has its place.
 CREATE OR REPLACE TABLE forget_rows AS
@@ -214,16 +214,9 @@ SELECT run, 'expected the rows to be excluded, found that the next steps would r
 FROM forget_readers
 ORDER BY ALL;
 
--- One row: the number of rows, their digest, and the rows themselves if they are few.
-CREATE OR REPLACE VIEW forget_listed AS
-SELECT
-    count(*) AS count, count(DISTINCT file_path) AS files,
-    sha256(coalesce(string_agg(file_path || chr(9) || row, chr(10) ORDER BY file_path, row), '')) AS sha256,
-    CASE WHEN count(*) <= 10000 THEN list([file_path, row::VARCHAR] ORDER BY file_path, row) END AS listed
-FROM found_rows;
-
--- One row: statements that create forget_request and found_rows in another DuckDB.
-CREATE OR REPLACE VIEW forget_statement AS
+-- One row: the number of rows, their digest, and the rows themselves if they are few. The statement creates forget_request and
+-- found_rows in another DuckDB. The limits are those of its certificate.
+CREATE OR REPLACE VIEW forget_summary AS
 WITH
 numbered AS (
     SELECT file_path, row, row - row_number() OVER (PARTITION BY file_path ORDER BY row) AS range FROM found_rows
@@ -237,21 +230,23 @@ filters AS (
     SELECT string_agg('''' || replace(each, '''', '''''') || '''', ', ') AS literals
     FROM (SELECT unnest(filters) AS each FROM forget_request)
 )
-SELECT format(
-    'CREATE OR REPLACE TABLE forget_request AS SELECT ''{}'' AS table_uuid, [{}] AS filters;' || chr(10)
-    || 'CREATE OR REPLACE TABLE found_rows AS SELECT file_path, unnest(range(first, last + 1)) AS row' || chr(10)
-    || 'FROM (VALUES {}) AS ranges (file_path, first, last);',
-    (SELECT table_uuid FROM forget_request), (SELECT literals FROM filters),
-    (SELECT string_agg(literal, ', ' ORDER BY literal) FROM ranges)) AS statement;
-
--- One row per limit of a certificate.
-CREATE OR REPLACE VIEW forget_limits AS
-SELECT unnest([
-    'The weights are those of a training without the rows, for the same world size, kernels and versions: others may round '
-    || 'differently.',
-    'In packed sequences, later documents have other positions and neighbors than with the rows.',
-    'Exports, and copies of checkpoints outside of the stores of the runs, are not covered. Each run lists the exports that DLAC '
-    || 'made.',
-    'The rows in the source table are not deleted, nor are its older snapshots.',
-    'The ledger keeps traces: the losses of the steps with the rows, and the filters in rewinds, plans and legs.'
-]) AS "limit";
+SELECT
+    count(*) AS count, count(DISTINCT file_path) AS files,
+    sha256(coalesce(string_agg(file_path || chr(9) || row, chr(10) ORDER BY file_path, row), '')) AS sha256,
+    CASE WHEN count(*) <= 10000 THEN list([file_path, row::VARCHAR] ORDER BY file_path, row) END AS listed,
+    format(
+        'CREATE OR REPLACE TABLE forget_request AS SELECT ''{}'' AS table_uuid, [{}] AS filters;' || chr(10)
+        || 'CREATE OR REPLACE TABLE found_rows AS SELECT file_path, unnest(range(first, last + 1)) AS row' || chr(10)
+        || 'FROM (VALUES {}) AS ranges (file_path, first, last);' || chr(10),
+        (SELECT table_uuid FROM forget_request), (SELECT literals FROM filters),
+        (SELECT string_agg(literal, ', ' ORDER BY literal) FROM ranges)) AS statement,
+    [
+        'The weights are those of a training without the rows, for the same world size, kernels and versions: others may round '
+        || 'differently.',
+        'In packed sequences, later documents have other positions and neighbors than with the rows.',
+        'Exports, and copies of checkpoints outside of the stores of the runs, are not covered. Each run lists the exports that '
+        || 'DLAC made.',
+        'The rows in the source table are not deleted, nor are its older snapshots.',
+        'The ledger keeps traces: the losses of the steps with the rows, and the filters in rewinds, plans and legs.'
+    ] AS limits
+FROM found_rows;

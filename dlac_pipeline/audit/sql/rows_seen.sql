@@ -1,6 +1,6 @@
--- One row per source, row of a relation, and checkpoint that has read it: FROM rows_seen('rows', 'run-000000010-1a2b'). It is
+-- One row per run, source, row of a relation, and checkpoint that has read it: FROM rows_seen('rows', 'run-000000010-1a2b'). It is
 -- the given checkpoint or an ancestor. The relation is that of `readers`.
 CREATE OR REPLACE MACRO rows_seen(places, checkpoint) AS TABLE
-SELECT DISTINCT source, file_path, row, checkpoint_id
+SELECT run, source, file_path, row, checkpoint_id
 FROM readers(places)
 WHERE checkpoint_id IN (SELECT checkpoint_id FROM ancestors(checkpoint));
