@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
 
 app = typer.Typer()
-Specs = Annotated[
-    list[Path] | None, Option("--spec", help="Job spec of a run from another node. The option can be repeated.")
-]
+Specs = Annotated[list[Path] | None, Option("--spec", help="Job spec of a run from another node. Can be repeated.")]
 
 
 @ui.command(
@@ -32,12 +30,9 @@ Specs = Annotated[
 def forget(
     table: Annotated[str, Argument(help="Table with the rows.")],
     where: Annotated[list[str], Option(help='Rows to forget, e.g. "doc_id = 4711". The option can be repeated.')],
-    execute: Annotated[
-        bool, Option("--execute", help="Rewind the runs, and retire their affected checkpoints.")
-    ] = False,
+    execute: Annotated[bool, Option("--execute", help="Rewind the runs, and retire affected checkpoints.")] = False,
     certify: Annotated[
-        tuple[Path, Path] | None,
-        Option(metavar="FILE KEY", help="Write a certificate to a new file, signed with a private key."),
+        tuple[Path, Path] | None, Option(metavar="FILE KEY", help="Write a certificate, signed with a private key.")
     ] = None,
     spec: Specs = None,
     home: ui.Home = None,
@@ -58,11 +53,11 @@ def forget(
     if as_json:
         ui.show_json(plan | {"done": done})
         return
-    rows = f"{format_count(plan['rows']['count'], 'row')} in {format_count(plan['rows']['files'], 'data file')}"
-    ui.show_lines([*done, f"request {plan['id']}: {rows}, {format_count(len(plan['runs']), 'run')}"])
+    rows, files = (format_count(plan["rows"][name], noun) for name, noun in (("count", "row"), ("files", "data file")))
+    ui.show_text("\n".join([*done, f"request {plan['id']}: {rows} in {files}"]))
     for run in plan["runs"]:
         ui.show_facts({name: value for name, value in run.items() if value and name != "affected"}, as_json=False)
-    ui.show_lines(plan["problems"] or ["the rows are forgotten"])
+    ui.show_text("\n".join(plan["problems"] or ["the rows are forgotten"]))
 
 
 @ui.command(app, ui.LAKEHOUSE, "dlac new-key key.pem", name="new-key")
@@ -92,7 +87,7 @@ def verify_certificate(
         raise typer.Exit(1)
     lakehouse, spec_of = _places(spec, home)
     found = differences(lakehouse, document["certificate"], spec_of)
-    ui.show_lines(["the signature matches", *(found or ["the lakehouse is as certified"])])
+    ui.show_text("\n".join(["the signature matches", *(found or ["the lakehouse is as certified"])]))
     if found:
         raise typer.Exit(1)
 

@@ -1,10 +1,10 @@
 """Sources of a new branch: checks of plans, appends and exclusions, and the excluded rows that were trained on before."""
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 from pyiceberg.table import Table
 
@@ -24,9 +24,7 @@ from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 
-NO_PLACES = pa.table(
-    {"plan_id": pa.nulls(0, pa.string()), "file_path": pa.nulls(0, pa.string()), "row": np.zeros(0, np.int64)}
-)
+NO_PLACES = pa.schema({"plan_id": pa.string(), "file_path": pa.string(), "row": pa.int64()}).empty_table()
 """No row of a plan."""
 _SEEN = "SELECT $1, file_path, row, checkpoint_id FROM rows_seen('excluded_rows', $2) WHERE run <> $3 OR source = $1"
 _SeenRow = tuple[int, str, int, str]
@@ -165,12 +163,10 @@ def excluded_places(
     Rows that the snapshot has deleted are among them. They are dead in these plans.
     """
     query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
-    paths = {each["file_path"] for each in rows_of(connection, query, [plans["plan_ids"]])}
+    paths = {path for (path,) in connection.execute(query, [plans["plan_ids"]]).fetchall()}
     schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]
     groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, only=paths, exclude=where)
-    for group in groups:
-        positions = np.tile(group.first_row + group.dead, len(plans["plan_ids"]))
-        plan_ids = np.repeat(plans["plan_ids"], len(group.dead)).astype(object)
-        names = {"plan_id": pa.array(plan_ids, pa.string()), "file_path": pa.repeat(group.file_path, len(positions))}
-        parts.append(pa.table({**names, "row": positions}))
+    for group, plan_id in product(groups, plans["plan_ids"]):
+        names = [pa.repeat(each, len(group.dead)) for each in (plan_id, group.file_path)]
+        parts.append(pa.table([*names, group.first_row + group.dead], schema=NO_PLACES.schema))
     return pa.concat_tables(parts)

@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.forget import ForgetPlan, SpecOf, plan_forget
 
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 _HEAD = "-- Request {}: run this in DuckDB without changes. While the rows are forgotten, it returns no row.\n"
 
 
@@ -49,12 +49,10 @@ def certify(
     if problems := _contradictions(lakehouse, plan, spec_of):
         raise SpecInvalid("\n".join([f"expected that request {plan['id']} is met, found otherwise:", *problems]))
     rows, script = plan.pop("rows"), sql_script("forget")
-    tables, views = tables_and_views(lakehouse, scripts_of(names_in(script.casefold())))
-    statement = rows.pop("statement")
+    statement, (tables, views) = rows.pop("statement"), tables_and_views(lakehouse, scripts_of(names_in(script)))
     certificate = {
         **{name: plan[name] for name in ("id", "table", "table_uuid", "filters", "runs")},
-        "format_version": FORMAT_VERSION,
-        "rows": rows,
+        **{"format_version": _FORMAT_VERSION, "rows": rows},
         "certified_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "dlac_version": version("dlac-pipeline"),
         "script": "\n".join([_HEAD.format(plan["id"]), *tables, *views, statement, script, "FROM forget_problems;\n"]),

@@ -41,7 +41,7 @@ def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> For
     for each in filters:
         parse_exclusion(each, source.schema(), source)
     uuid, places, problems = str(source.metadata.table_uuid), [NO_PLACES], []
-    with open_audit(lakehouse, query=f"{script} work_units") as connection:
+    with open_audit(lakehouse, query=f"{script} work_units ancestors") as connection:
         for plans in rows_of(connection, sql_script("planned_snapshots"), [uuid, None]):
             try:
                 places.append(excluded_places(connection, source, filters, plans))
@@ -62,8 +62,8 @@ def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> For
 def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf) -> list[str]:
     """Rewind each run to its clean checkpoint with the exclusion, then retire all that have seen the rows. Return the steps.
 
-    Each step is decided from the state of the ledger, so a repeated call finishes what a killed one began. Runs that must
-    begin again are left as they are. Raises as `plan_forget` and `rewind_run`.
+    The ledger decides each step, so a repeated call finishes what a killed one began. Runs that must begin again are left as
+    they are. Raises as `plan_forget` and `rewind_run`.
     """
     plan = plan_forget(lakehouse, table, filters)
     done = [_rewind(lakehouse, plan, run, spec_of) for run in plan["runs"] if run["action"] == "rewind"]
@@ -76,8 +76,7 @@ def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spe
 def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of: SpecOf) -> str:
     name, clean, rows = run["run"], run["clean_checkpoint"], Ledger(lakehouse).head_rows(run["run"])
     leg = first_leg_of(rows) if clean is None else leg_of(rows, clean)
-    sources = leg.sources if leg else ()
-    mine = [place for place, each in enumerate(sources) if each.table_uuid == plan["table_uuid"]]
+    mine = [place for place, each in enumerate(leg.sources if leg else ()) if each.table_uuid == plan["table_uuid"]]
     wanted = [Exclusion(source=place, where=where) for place in mine for where in plan["filters"]]
     rewind_run(
         lakehouse,
