@@ -3,8 +3,8 @@
 Two runs, `a` and `b`, train a small model on the same 3,840 rows in different orders for 108 of 120 steps, with a checkpoint
 every 5 steps. `c` is a fork of `a` at step 35, and trains 30 steps. Documents have 1 to 4 rows. For each request the lakehouse is
 as it was before. `dlac forget` plans and executes, the runs are trained again, and a fork whose first checkpoint has seen the
-document is forked again. The oracle trains the same runs from step 0 on the same cut without the document. To have a checkpoint
-of step 0, all runs are forks of a run of one step over another table.
+document is forked again. The oracle trains the same runs from step 0 without the document, on the cut that the
+run has. To have a checkpoint of step 0, all runs are forks of a run of one step over another table.
 
 `identical` counts the requests after which the losses of all steps and the final model have the oracle's bits, and whose
 certificate and its script in a plain DuckDB hold. `replayed` is the share of the affected runs' steps that are repeated. In the
@@ -22,9 +22,13 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import duckdb
 import numpy as np
@@ -39,10 +43,12 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.branches import retire_left
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.operations.certificate import certify, make_key
-from dlac_pipeline.operations.forget import execute_forget, plan_forget
+from dlac_pipeline.operations.forget import ForgetPlan, execute_forget, plan_forget
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 _BATCH, _STEPS, _EVERY, _FORK_AT, _FORK_STEPS = 32, 108, 5, 35, 30
@@ -143,12 +149,14 @@ def _meet(home: Path, document: int, late: bool) -> dict[str, Any]:
     elif not late and any(run["run"] == "c" and run["action"] == "rewind" for run in plan["runs"]):
         _train(home, specs["c"])
     same = _is_certified(lakehouse, table, filters, specs, home)
+    cuts = {run: _has_opened(lakehouse, plan, run, source=int(late)) for run in specs}
     for run, spec in runs.items():
-        oracle = _oracle(lakehouse, home, spec, "first", None, table, filters)
+        oracle = _oracle(lakehouse, home, spec, ("first", None), (table, filters), opened=cuts[run])
         same &= _outcome(lakehouse, run) == _outcome(lakehouse, oracle)
         if run == "a" and not late:
-            _oracle(lakehouse, home, specs["c"], oracle, _FORK_AT, table, filters)
-            same &= _outcome(lakehouse, "again" if forks_again else "c") == _outcome(lakehouse, "oracle-c")
+            fork = "again" if forks_again else "c"
+            _oracle(lakehouse, home, specs["c"], (oracle, _FORK_AT), (table, filters), opened=cuts[fork])
+            same &= _outcome(lakehouse, fork) == _outcome(lakehouse, "oracle-c")
     steps = sum(run["head_step"] for run in plan["runs"] if run["affected_checkpoints"])
     return {
         "identical": same,
@@ -159,18 +167,42 @@ def _meet(home: Path, document: int, late: bool) -> dict[str, Any]:
     }
 
 
+def _has_opened(lakehouse: Lakehouse, plan: ForgetPlan, run: str, source: int) -> bool:
+    """Return True if a run was in the pass of a source when the rows were excluded, so that the pass is not cut again."""
+    clean = next((each["clean_step"] for each in plan["runs"] if each["run"] == run), None)
+    clean = _STEPS if clean is None and run != "again" else clean or 0
+    advances = Ledger(lakehouse).rows(run, kinds=(AdvanceRow,))
+    return any(row.source == source and row.step <= clean for row in advances)
+
+
 def _oracle(
-    lakehouse: Lakehouse, home: Path, spec: JobSpec, parent: str, step: int | None, table: str, filters: list[str]
+    lakehouse: Lakehouse,
+    home: Path,
+    spec: JobSpec,
+    parent: tuple[str, int | None],
+    request: tuple[str, list[str]],
+    *,
+    opened: bool,
 ) -> str:
-    """Train a run from its beginning on the same cut without the rows. Return its name."""
-    run = f"oracle-{spec.run}"
+    """Train a run from its beginning without the rows, and with its pass `opened` on the same cut. Return its name."""
+    run, (table, filters) = f"oracle-{spec.run}", request
     spec = spec.model_copy(update={"run": run})
-    fork_run(lakehouse, spec, parent, step=step)
+    fork_run(lakehouse, spec, parent[0], step=parent[1])
     head = Ledger(lakehouse).state(run).fence.head
     name = table if len(spec.sources) > 1 else None
     rewind_run(lakehouse, run, nonce="oracle", checkpoint_id=head, exclude=filters, source=name, spec=spec)
-    _train(home, spec)
+    with patch.object(SourceOrder, "finish_at", _finish_in_pass) if opened else nullcontext():
+        _train(home, spec)
     return run
+
+
+_FINISH_AT = SourceOrder.finish_at
+
+
+def _finish_in_pass(order: SourceOrder, cursors: Sequence[Cursor]) -> SourceStart:
+    """Return the state of a source that is in its first pass, at whose beginning it may be."""
+    entered = [Cursor(position=1), *cursors[1:]] if not any(map(any, cursors)) else cursors
+    return replace(_FINISH_AT(order, entered), cursors=tuple(cursors))
 
 
 def _outcome(lakehouse: Lakehouse, run: str) -> tuple[str, list[str]]:
