@@ -38,6 +38,7 @@ spec = read_spec(Path(sys.argv[1]))
 setattr(forget, sys.argv[2], lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
 forget.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
 """
+SOAK = pytest.mark.soak
 
 
 class Erasure:
@@ -179,6 +180,7 @@ def test_tags_exports_and_branches_are_cleared(arena: Arena) -> None:
     assert document["certificate"]["runs"][0]["exports_to_delete_or_replace"]
 
 
+@pytest.mark.soak
 def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
     """A request whose clean checkpoint is before the rewind of another one repeats its exclusion."""
     arena.table(appends=(400,))
@@ -196,7 +198,9 @@ def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
         assert erasure.certify()
 
 
-@pytest.mark.parametrize("step", ["rewind_run", "retire_left", "Retention"])
+@pytest.mark.parametrize(
+    "step", [pytest.param("rewind_run", marks=SOAK), "retire_left", pytest.param("Retention", marks=SOAK)]
+)
 def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     """However far a killed execution came, its repetition ends in the same state."""
     arena.table(appends=(400,))
@@ -215,6 +219,7 @@ def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     assert erasure.certify()
 
 
+@pytest.mark.soak
 def test_unread_rows_are_only_excluded(arena: Arena) -> None:
     """A run that will read the rows loses no step, and a finished run without them is left alone."""
     arena.table(appends=(400,))
