@@ -56,7 +56,7 @@ def forget(
     rows, files = (format_count(plan["rows"][name], noun) for name, noun in (("count", "row"), ("files", "data file")))
     ui.show_text("\n".join([*done, f"request {plan['id']}: {rows} in {files}"]))
     for run in plan["runs"]:
-        ui.show_facts({name: value for name, value in run.items() if value and name != "affected"}, as_json=False)
+        ui.show_facts({name: value for name, value in run.items() if name != "affected"}, as_json=False)
     ui.show_text("\n".join(plan["problems"] or ["the rows are forgotten"]))
 
 

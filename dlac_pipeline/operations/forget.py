@@ -19,6 +19,7 @@ from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
 from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
 from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
 from dlac_pipeline.operations.rewind import rewind_run
@@ -94,9 +95,9 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
 
 def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> list[str]:
     """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files."""
-    ledger, name = Ledger(lakehouse), run["run"]
-    untagged = {tag: unname_checkpoint(ledger, name, tag) for tag in run["tags"] or ()}
-    done = [f"tag {tag} of run {name} is removed from {checkpoint}" for tag, checkpoint in untagged.items()]
+    ledger, name, tags = Ledger(lakehouse), run["run"], run["tags"] or ()
+    check_ledger(lakehouse, name)
+    done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]
     gone = retire_left(ledger, name, only=run["affected"])
     done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
     if spec is None:
