@@ -153,6 +153,7 @@ def test_fork_after_rows_begins_again(arena: Arena) -> None:
     assert {run["run"] for run in document["certificate"]["runs"]} == {"p", "before", "after", "new"}
 
 
+@SOAK
 def test_tags_exports_and_branches_are_cleared(arena: Arena) -> None:
     """Tags on affected checkpoints are removed, abandoned ones are retired, exports are listed, and clean ones stay."""
     arena.table(appends=(400,))
@@ -180,7 +181,7 @@ def test_tags_exports_and_branches_are_cleared(arena: Arena) -> None:
     assert document["certificate"]["runs"][0]["exports_to_delete_or_replace"]
 
 
-@pytest.mark.soak
+@SOAK
 def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
     """A request whose clean checkpoint is before the rewind of another one repeats its exclusion."""
     arena.table(appends=(400,))
@@ -219,7 +220,7 @@ def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     assert erasure.certify()
 
 
-@pytest.mark.soak
+@SOAK
 def test_unread_rows_are_only_excluded(arena: Arena) -> None:
     """A run that will read the rows loses no step, and a finished run without them is left alone."""
     arena.table(appends=(400,))
