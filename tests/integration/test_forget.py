@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pytest
+import torch
 
+from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
@@ -24,7 +27,7 @@ from dlac_pipeline.operations.forget import ForgetPlan, execute_forget, plan_for
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
-from tests.conftest import Arena, Steps
+from tests.conftest import Arena, Steps, source_rows
 from tests.integration.conftest import Command
 
 KILLED = """
@@ -217,6 +220,38 @@ def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     assert (run["action"], run["retired"], run["head_step"]) == ("none", 4, 6)
     assert len(run["filters_in_rewinds"]) == 1
     arena.train(spec)
+    assert erasure.certify()
+
+
+@SOAK
+def test_packed_document_is_forgotten(arena: Arena) -> None:
+    """A document of which a step has read the first tokens is affected from then on, and its cost is also stated in tokens."""
+    rows = source_rows(0, 300)
+    tokens = pa.array([[row] * 7 for row in range(300)], pa.list_(pa.int32()))
+    arena.lakehouse.catalog.create_table("src.t", rows.append_column("tokens", tokens).schema)
+    arena.lakehouse.load("src.t").append(rows.append_column("tokens", tokens))
+    spec = small(arena, "r", batch_size=8, columns=["tokens"], steps=20)
+    spec = JobSpec.model_validate({**spec.model_dump(), "sequences": {"length": 5}})
+    path = arena.home / "r.yaml"
+    path.write_text(spec.model_dump_json())
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+
+    def train() -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        with training_run(path) as run:
+            run.restore(TorchState(model=torch.nn.Linear(1, 1)))
+            for batch in run.batches():
+                found[batch.step] = set(batch["tokens"][batch["document"] > 0].tolist())
+                run.step_done(0.0)
+        return found
+
+    steps = train()
+    row = next(row for row in steps[8] & steps[9] if row not in steps[7])
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    run = erasure.run("r")
+    assert (run["first_affected_step"], run["clean_step"], run["tokens_to_replay"]) == (8, 6, 14 * 8 * 5)
+    erasure.execute()
+    assert not any(row in found for found in train().values())
     assert erasure.certify()
 
 
