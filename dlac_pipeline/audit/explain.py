@@ -4,6 +4,8 @@ The script names the data files, or the metadata files, of the tables' current s
 which it was written, while those files are kept.
 """
 
+from collections.abc import Iterable
+
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
 from dlac_pipeline.lakehouse.errors import UnsupportedDeletes
@@ -36,20 +38,28 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *
     last_advance, last_row = sql_script("last_advance"), sql_script("last_row")
     with open_run(lakehouse, run, checkpoint, query=last_advance + last_row) as connection:
         found = [row for advance in rows_of(connection, last_advance) for row in rows_of(connection, last_row, advance)]
-    # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
-    names = ("consumption", "slices", "plans", "work_units", "row_keys")
-    tables = [_table_view(lakehouse, name, iceberg=iceberg) for name in names]
+    # Listed after the example is chosen, so that they contain it.
+    tables, questions = tables_and_views(lakehouse, QUESTIONS, iceberg=iceberg)
     if found:
         [row] = found
         file, checkpoint = sql_literals([row["file_path"]]), sql_literals([row["checkpoint_id"]])
         example = sql_script("explained_row").format(run=run, file=file, row=row["row"], checkpoint=checkpoint)
     else:
         example = _NO_EXAMPLE.format(run=run)
-    # The walk to the ancestors of a checkpoint reads the branches again and again.
-    scripts = (sql_script(name) for name in QUESTIONS)
-    questions = [each.replace("VIEW branch_checkpoints", "TABLE branch_checkpoints") for each in scripts]
     head = _HEAD.format(run=run) + ("INSTALL iceberg; LOAD iceberg;\n" if iceberg else "")
     return "\n".join([head, *tables, _QUESTIONS + "\n".join(questions), example])
+
+
+def tables_and_views(
+    lakehouse: Lakehouse, names: Iterable[str], *, iceberg: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return SQL that defines the tables by their files, and the scripts of these names. Raises `UnsupportedDeletes`."""
+    # The ledger is first, because the rows that it names are older.
+    own = ("consumption", "slices", "plans", "work_units", "row_keys")
+    tables = [_table_view(lakehouse, name, iceberg=iceberg) for name in own]
+    # The walk to the ancestors of a checkpoint reads the branches again and again.
+    scripts = (sql_script(name) for name in names)
+    return tables, [each.replace("VIEW branch_checkpoints", "TABLE branch_checkpoints") for each in scripts]
 
 
 def _table_view(lakehouse: Lakehouse, name: str, *, iceberg: bool) -> str:

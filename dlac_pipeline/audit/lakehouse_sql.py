@@ -31,8 +31,8 @@ QUESTIONS = (
 _AUDIT = (
     *("or_nothing", "finishes", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans"),
     *("complete_sources", "dead_positions", "block_tiles", "intervals", "duplicates", "gaps", "passed_over"),
-    *("rows_at", "rows_seen", "consumed_at", "consumed_rows", "consumed_units", "coverage", "passes"),
-    *("shortfalls", "repeats", "quarantined_units", "sources", "totals"),
+    *("rows_at", "readers", "rows_seen", "affected", "consumed_at", "consumed_rows", "consumed_units", "coverage"),
+    *("passes", "shortfalls", "repeats", "quarantined_units", "sources", "totals"),
     *("cut_problems", "advance_problems", "leg_problems", "lineage_problems", "problems"),
     *("checkpoint_costs", "exports", "verifications", "rewinds", "branches"),
 )
@@ -80,7 +80,7 @@ def open_audit(
     `until_seq`, with a run: its ledger as it was with that `seq`. `query`: only the tables, views and macros that it needs.
     DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
     """
-    needed = None if query is None or _LISTING.search(query.casefold()) else _names_in(query.casefold())
+    needed = None if query is None or _LISTING.search(query.casefold()) else names_in(query.casefold())
     # Closed after an error, too: a process that is forked later would crash when it frees an open connection as garbage.
     with ExitStack() as opened:
         connection = opened.enter_context(duckdb.connect())
@@ -101,14 +101,19 @@ def open_audit(
         large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
         if large:
             connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
-        views = [name for name in _VIEWS if needed is None or needed & _words_and_names(name)[1]]
+        views = _VIEWS if needed is None else scripts_of(needed)
         kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
         _define(connection, views, kept, large=large)
         opened.pop_all()
     return connection
 
 
-def _names_in(query: str) -> set[str]:
+def scripts_of(needed: Collection[str]) -> list[str]:
+    """Return the scripts that define these names, each after those that it uses."""
+    return [name for name in _VIEWS if not _words_and_names(name)[1].isdisjoint(needed)]
+
+
+def names_in(query: str) -> set[str]:
     """Return the names in a query, and those in the scripts that it needs."""
     scripts = [_words_and_names(name) for name in _VIEWS]
     needed = words = set(_WORDS.findall(query))

@@ -144,6 +144,9 @@ def retire(
     checkpoint: Annotated[
         str | None, Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
     ] = None,
+    whole_run: Annotated[
+        bool, Option("--whole-run", help="Also those of the surviving lineage: the run cannot be resumed afterwards.")
+    ] = False,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
 ) -> None:
@@ -159,7 +162,7 @@ def retire(
     ledger = ui.ledger_of(spec, home)
     job = ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse)
     check_ledger(ledger.lakehouse, run)
-    gone = retire_left(ledger, run, checkpoint)
+    gone = retire_left(ledger, run, checkpoint, whole=whole_run)
     Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
     for row in gone:
         ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")

@@ -1,14 +1,14 @@
 """Sources of a new branch: checks of plans, appends and exclusions, and the excluded rows that were trained on before."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 from pyiceberg.table import Table
 
-from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid
@@ -24,6 +24,9 @@ from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 
+NO_PLACES = pa.schema({"plan_id": pa.string(), "file_path": pa.string(), "row": pa.int64()}).empty_table()
+"""No row of a plan."""
+_SEEN = "SELECT $1, file_path, row, checkpoint_id FROM rows_seen('excluded_rows', $2) WHERE run <> $3 OR source = $1"
 _SeenRow = tuple[int, str, int, str]
 """Source, data file, position in the file, and the checkpoint that was trained on the row."""
 
@@ -141,53 +144,29 @@ def _seen_rows(
 ) -> list[_SeenRow]:
     """Return the excluded rows that a checkpoint was trained on, also in the runs that its run was forked from."""
     found: list[_SeenRow] = []
-    for source in sorted({each.source for each in wanted}):
-        table = tables[source]
-        where = [each.where for each in wanted if each.source == source]
-        at: tuple[str, str] | None = (run, target)
-        while at is not None:
-            with open_audit(lakehouse, run=at[0]) as connection:
-                own = source if at[0] == run else None
-                excluded = _excluded_rows(connection, at[1], table, where, own)
-                connection.register("excluded_rows", excluded)
-                seen = rows_of(connection, "FROM rows_seen('excluded_rows', $1)", [at[1]])
-                mine = [each for each in seen if own is None or each["source"] == own]
-                found += [(source, each["file_path"], each["row"], each["checkpoint_id"]) for each in mine]
-                at = _forked_from(connection, at[1])
+    script = sql_script("planned_snapshots")
+    with open_audit(lakehouse, query="rows_seen plans") as connection:
+        for source in sorted({each.source for each in wanted}):
+            where = [each.where for each in wanted if each.source == source]
+            plans = rows_of(connection, script, [str(tables[source].metadata.table_uuid), target])
+            places = [excluded_places(connection, tables[source], where, plan) for plan in plans]
+            connection.register("excluded_rows", pa.concat_tables([NO_PLACES, *places]))
+            found += connection.execute(_SEEN, [source, target, run]).fetchall()
     return found
 
 
-def _excluded_rows(
-    connection: duckdb.DuckDBPyConnection, checkpoint: str, table: Table, where: Sequence[str], source: int | None
+def excluded_places(
+    connection: duckdb.DuckDBPyConnection, table: Table, where: Sequence[str], plans: Mapping[str, Any]
 ) -> pa.Table:
-    """Return the rows (plan_id, file_path, row) that the expressions match, of a table's plans that led to a checkpoint."""
-    plans = rows_of(
-        connection,
-        "SELECT DISTINCT p.plan_id, p.snapshot_id, p.schema_id FROM consumption AS a JOIN plans AS p USING (plan_id) "
-        "WHERE a.kind = 'advance' AND p.table_uuid = $1 AND ($2 IS NULL OR a.source = $2) "
-        "AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors($3))",
-        [str(table.metadata.table_uuid), source, checkpoint],
-    )
-    texts = pa.array([], pa.string())
-    parts = [pa.table({"plan_id": texts, "file_path": texts, "row": np.zeros(0, np.int64)})]
-    for plan in plans:
-        query = "SELECT DISTINCT file_path FROM units WHERE plan_id = $1"
-        paths = {each["file_path"] for each in rows_of(connection, query, [plan["plan_id"]])}
-        schema = table.schemas()[plan["schema_id"]]
-        groups = row_groups_of(table, plan["snapshot_id"], "", schema=schema, only=paths, exclude=where)
-        for group in groups:
-            positions = group.first_row + group.dead
-            plan_ids, files = (pa.repeat(each, len(positions)) for each in (plan["plan_id"], group.file_path))
-            parts.append(pa.table({"plan_id": plan_ids, "file_path": files, "row": positions}))
+    """Return the rows (plan_id, file_path, row) that an expression matches, of `plan_ids` of a `snapshot_id` and `schema_id`.
+
+    Rows that the snapshot has deleted are among them. They are dead in these plans.
+    """
+    query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
+    paths = {path for (path,) in connection.execute(query, [plans["plan_ids"]]).fetchall()}
+    schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]
+    groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, only=paths, exclude=where)
+    for group, plan_id in product(groups, plans["plan_ids"]):
+        names = [pa.repeat(each, len(group.dead)) for each in (plan_id, group.file_path)]
+        parts.append(pa.table([*names, group.first_row + group.dead], schema=NO_PLACES.schema))
     return pa.concat_tables(parts)
-
-
-def _forked_from(connection: duckdb.DuckDBPyConnection, checkpoint: str) -> tuple[str, str] | None:
-    """Return the run and the checkpoint that a checkpoint's run was forked from, or None."""
-    found = rows_of(
-        connection,
-        "SELECT forked_run, forked_from FROM checkpoints WHERE forked_from IS NOT NULL "
-        "AND checkpoint_id IN (SELECT checkpoint_id FROM ancestors($1))",
-        [checkpoint],
-    )
-    return (found[0]["forked_run"], found[0]["forked_from"]) if found else None

@@ -33,16 +33,17 @@ def rewind_run(
     nonce: str,
     step: int | None = None,
     checkpoint_id: str | None = None,
-    exclude: Sequence[str] = (),
+    exclude: Sequence[str | Exclusion] = (),
     source: str | None = None,
     why: str = "",
     spec: JobSpec | None = None,
 ) -> Rewound:
     """Open a new branch of a run from the restorable checkpoint of a step or with an id. Step 0 is the run's beginning.
 
-    `exclude` are filters for rows of `source` (a label, required in a mixture) that the branch leaves out. The report counts
-    how many of them the checkpoint has seen already, and names the newest checkpoint that has seen none. `nonce` is the
-    caller's name for this rewind: a repeated call changes nothing. `spec` is the run's job spec and names the current places.
+    `exclude` are filters for rows that the branch leaves out: of `source` (a label, required in a mixture), or with their own
+    source. The report counts how many of them the checkpoint has seen already, and names the newest checkpoint that has seen
+    none. `nonce` is the caller's name for this rewind: a repeated call changes nothing. `spec` is the run's job spec and names
+    the current places.
 
     Raises:
         NoSuchRun: the run does not exist.
@@ -117,14 +118,15 @@ def _leg_of(run: str, rows: list[LedgerRow], checkpoint_id: str | None) -> Leg:
     return found
 
 
-def _exclusions(leg: Leg, exclude: Sequence[str], source: str | None) -> tuple[Exclusion, ...]:
+def _exclusions(leg: Leg, exclude: Sequence[str | Exclusion], source: str | None) -> tuple[Exclusion, ...]:
     labels = [each.name for each in leg.sources]
-    if not exclude:
-        return ()
+    given, filters = [x for x in exclude if isinstance(x, Exclusion)], [x for x in exclude if isinstance(x, str)]
+    if not filters:
+        return tuple(given)
     if source is None and len(labels) > 1:
         raise SpecInvalid(
             f"expected the source whose rows are to be excluded, found none named: --source one of {labels!r}"
         )
     if source is not None and source not in labels:
         raise SpecInvalid(f"expected one of the sources {labels!r}, found {source!r}")
-    return tuple(Exclusion(source=labels.index(source) if source else 0, where=where) for where in exclude)
+    return tuple(Exclusion(source=labels.index(source) if source else 0, where=where) for where in filters)

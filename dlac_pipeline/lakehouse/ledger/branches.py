@@ -1,6 +1,6 @@
 """Branches of a run: a rewind makes its target the head. Rows of the abandoned branch stay as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,13 @@ def exclusions_in_force(rows: Sequence[LedgerRow]) -> tuple[Exclusion, ...]:
     return _exclusions(_rewinds_by_checkpoint(rows)[1])
 
 
-def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list[CheckpointRow]:
-    """Retire abandoned checkpoints without a name: one, by id or step, or all. Return their rows. Raises `SpecInvalid`."""
+def retire_left(
+    ledger: Ledger, run: str, checkpoint: str | None = None, *, only: Collection[str] | None = None, whole: bool = False
+) -> list[CheckpointRow]:
+    """Retire abandoned checkpoints without a name: one, by id or step, or all, or those of `only`. Return their rows.
+
+    `whole`: also those of the surviving lineage, so that the run cannot be resumed. Raises `SpecInvalid`.
+    """
     gone: list[CheckpointRow] = []
 
     def decide(state: RunState) -> Append | None:
@@ -103,8 +108,8 @@ def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list
         found = run_rows.restorable_rows(rows)
         if gone and not any(row.checkpoint_id in found for row in gone):
             return None  # an earlier try has landed
-        needed = {*run_rows.lineage_of(rows, state.fence.head), *names_of(rows).values()}
-        abandoned = {name: row for name, row in found.items() if name not in needed}
+        needed = {*(() if whole else run_rows.lineage_of(rows, state.fence.head)), *names_of(rows).values()}
+        abandoned = {name: row for name, row in found.items() if name not in needed and (only is None or name in only)}
         if checkpoint is not None:
             try:
                 row = checkpoint_of(run, list(abandoned.values()), checkpoint)

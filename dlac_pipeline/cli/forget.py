@@ -1,0 +1,99 @@
+"""Erasure of rows from models, and its certificate."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from dlac_pipeline.audit.wording import format_count
+from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.spec.job_spec import JobSpec
+
+app = typer.Typer()
+Specs = Annotated[list[Path] | None, Option("--spec", help="Job spec of a run from another node. Can be repeated.")]
+
+
+@ui.command(
+    app,
+    ui.LAKEHOUSE,
+    'dlac forget lake.docs --where "doc_id = 4711"',
+    'dlac forget lake.docs --where "doc_id = 4711" --execute',
+    'dlac forget lake.docs --where "doc_id = 4711" --certify certificate.json key.pem',
+)
+def forget(
+    table: Annotated[str, Argument(help="Table with the rows.")],
+    where: Annotated[list[str], Option(help='Rows to forget, e.g. "doc_id = 4711". The option can be repeated.')],
+    execute: Annotated[bool, Option("--execute", help="Rewind the runs, and retire affected checkpoints.")] = False,
+    certify: Annotated[
+        tuple[Path, Path] | None, Option(metavar="FILE KEY", help="Write a certificate, signed with a private key.")
+    ] = None,
+    spec: Specs = None,
+    home: ui.Home = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Plan the removal of rows from all models: the checkpoints that have seen them, in all runs and forks, and the cost.
+
+    Only --execute changes the lakehouse. Exported files are listed, and not touched.
+    """
+    from dlac_pipeline.operations import certificate
+    from dlac_pipeline.operations.forget import execute_forget, plan_forget
+
+    lakehouse, spec_of = _places(spec, home)
+    done = execute_forget(lakehouse, table, where, spec_of) if execute else []
+    if certify is not None:
+        certificate.certify(lakehouse, table, where, spec_of, file=certify[0], key=certify[1])
+    plan = plan_forget(lakehouse, table, where)
+    if as_json:
+        ui.show_json(plan | {"done": done})
+        return
+    rows, files = (format_count(plan["rows"][name], noun) for name, noun in (("count", "row"), ("files", "data file")))
+    ui.show_text("\n".join([*done, f"request {plan['id']}: {rows} in {files}"]))
+    for run in plan["runs"]:
+        ui.show_facts({name: value for name, value in run.items() if name != "affected"}, as_json=False)
+    ui.show_text("\n".join(plan["problems"] or ["the rows are forgotten"]))
+
+
+@ui.command(app, ui.LAKEHOUSE, "dlac new-key key.pem", name="new-key")
+def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]) -> None:
+    """Make a key that signs certificates, and the public key that checks them, in the same folder."""
+    from dlac_pipeline.operations.certificate import make_key
+
+    ui.show_text(f"certificates that {key} signs are checked with {make_key(key)}")
+
+
+@ui.command(app, ui.LAKEHOUSE, "dlac verify-certificate certificate.json --key key.pub.pem", name="verify-certificate")
+def verify_certificate(
+    file: Annotated[Path, Argument(help="Certificate of `dlac forget`.")],
+    key: Annotated[Path, Option(help="Public key of its signer.")],
+    spec: Specs = None,
+    home: ui.Home = None,
+) -> None:
+    """Check the signature of a certificate, and the lakehouse again. Exit status 0 only if both are as certified."""
+    from dlac_pipeline.operations.certificate import differences, is_signed
+
+    try:
+        document = json.loads(file.read_text())
+    except (OSError, ValueError) as err:
+        raise SpecInvalid(f"expected a certificate of `dlac forget`, found {str(file)!r}: {err}") from err
+    if not is_signed(document, key):
+        ui.show_text("the signature does not match: the certificate was changed, or signed with another key")
+        raise typer.Exit(1)
+    lakehouse, spec_of = _places(spec, home)
+    found = differences(lakehouse, document["certificate"], spec_of)
+    ui.show_text("\n".join(["the signature matches", *(found or ["the lakehouse is as certified"])]))
+    if found:
+        raise typer.Exit(1)
+
+
+def _places(specs: list[Path] | None, home: Path | None) -> "tuple[Lakehouse, Callable[[str], JobSpec | None]]":
+    """Return the lakehouse, and a function from a run to its job spec."""
+    given = {each.run: each for each in (ui.resolved(path, home) for path in specs or ())}
+    lakehouse = ui.lakehouse_of(specs[0] if specs else None, home)
+    return lakehouse, lambda run: given.get(run) or ui.known_spec(lakehouse, run, None, home)

@@ -1,0 +1,106 @@
+"""Forgetting of rows: the checkpoints of all runs that have seen them, the cost of training without them, and the rewinds.
+
+In: a table and filters, of which one is true for each row. Out: the state of the request, as `audit/sql/forget.sql` computes it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+from blake3 import blake3
+
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
+from dlac_pipeline.checkpoint.commit.retention import Retention
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
+from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
+from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
+from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.choose_leg import first_leg_of, leg_of
+
+SpecOf = Callable[[str], JobSpec | None]
+"""Run -> its job spec, or None if it is not on this node."""
+
+ForgetPlan = dict[str, Any]
+"""State of a request: `id`, `table`, `table_uuid`, `filters`, and of `forget.sql` its `rows`, `runs` and `problems`."""
+
+
+def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> ForgetPlan:
+    """Return the state of a request, and change nothing.
+
+    Raises `NoSuchTable`, `NoSuchColumn` or `SpecInvalid` for a request that fits no table, or matches no planned row.
+    """
+    source, filters, script = lakehouse.load(table), sorted(set(filters)), sql_script("forget")
+    for each in filters:
+        parse_exclusion(each, source.schema(), source)
+    uuid, places, problems = str(source.metadata.table_uuid), [NO_PLACES], []
+    with open_audit(lakehouse, query=f"{script} work_units ancestors") as connection:
+        for plans in rows_of(connection, sql_script("planned_snapshots"), [uuid, None]):
+            try:
+                places.append(excluded_places(connection, source, filters, plans))
+            except DlacError as err:  # the snapshot of an old plan may have expired
+                problems.append(f"rows of snapshot {plans['snapshot_id']} are not counted: {type(err).__name__}: {err}")
+        connection.register("matched_rows", pa.concat_tables(places))
+        connection.execute("CREATE TABLE found_rows AS SELECT DISTINCT file_path, row FROM live_places('matched_rows')")
+        connection.execute("CREATE TABLE forget_request AS SELECT $1 AS table_uuid, $2 AS filters", [uuid, filters])
+        connection.execute(script)
+        [rows], runs = rows_of(connection, "FROM forget_summary"), rows_of(connection, "FROM forget_runs")
+        problems += [f"run {run}: {problem}" for run, problem in connection.execute("FROM forget_problems").fetchall()]
+    if not rows["count"] and not problems:
+        raise SpecInvalid(f"expected planned rows of {table!r} that match {filters!r}, found none: check the filters")
+    request = {"id": blake3(json.dumps([uuid, filters]).encode()).hexdigest(length=8), "table": table}
+    return {**request, "table_uuid": uuid, "filters": filters, "rows": rows, "runs": runs, "problems": problems}
+
+
+def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf) -> list[str]:
+    """Rewind each run to its clean checkpoint with the exclusion, then retire all that have seen the rows. Return the steps.
+
+    The ledger decides each step, so a repeated call finishes what a killed one began. Runs that must begin again are left as
+    they are. Raises as `plan_forget` and `rewind_run`.
+    """
+    plan = plan_forget(lakehouse, table, filters)
+    done = [_rewind(lakehouse, plan, run, spec_of) for run in plan["runs"] if run["action"] == "rewind"]
+    for run in plan_forget(lakehouse, table, filters)["runs"]:  # an attempt may have committed before it was fenced off
+        if run["action"] in ("retire", "none") and run["affected"]:
+            done += _retire(lakehouse, run, spec_of(run["run"]))
+    return done
+
+
+def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of: SpecOf) -> str:
+    name, clean, rows = run["run"], run["clean_checkpoint"], Ledger(lakehouse).head_rows(run["run"])
+    leg = first_leg_of(rows) if clean is None else leg_of(rows, clean)
+    mine = [place for place, each in enumerate(leg.sources if leg else ()) if each.table_uuid == plan["table_uuid"]]
+    wanted = [Exclusion(source=place, where=where) for place in mine for where in plan["filters"]]
+    rewind_run(
+        lakehouse,
+        name,
+        nonce=blake3(json.dumps([plan["id"], name, run["head"], clean]).encode()).hexdigest(length=8),
+        step=0 if clean is None else None,
+        checkpoint_id=clean,
+        # a rewind drops exclusions that were made after its target, among them those of earlier requests
+        exclude=list(dict.fromkeys([*exclusions_in_force(rows), *wanted])),
+        why=f"forget: {plan['id']}",
+        spec=spec_of(name),
+    )
+    return f"run {name} is rewound to step {run['clean_step']} without the rows: resume it with `dlac recover {name}`"
+
+
+def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> list[str]:
+    """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files."""
+    ledger, name, tags = Ledger(lakehouse), run["run"], run["tags"] or ()
+    check_ledger(lakehouse, name)
+    done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]
+    gone = retire_left(ledger, name, only=run["affected"])
+    done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
+    if spec is None:
+        return [*done, f"the files of run {name} remain: repeat this with its job spec in --spec"]
+    Retention(spec.checkpoint, tiers_of(spec), 0, ledger.head_rows(name)).sweep()
+    return done
