@@ -1,1 +1,1 @@
-"""Nouns of this project: corpus, tokens, and the assets of a training run."""
+"""Assets of the demo's input: corpus and tokens."""

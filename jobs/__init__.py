@@ -1,1 +1,1 @@
-"""Jobs, sensors and schedules of this project, and its definitions."""
+"""The definitions of this project."""

@@ -24,7 +24,7 @@ _AWAY = (errors.CatalogUnreachable, errors.CommitOutcomeUnknown, errors.StoreUna
 
 @contextmanager
 def as_failure(context: StepContext) -> Iterator[None]:
-    """Turn a `DlacError` into `dagster.Failure`, and tag the run unless the error may pass."""
+    """Turn a `DlacError` into `dagster.Failure`, and tag the run if trying again cannot help."""
     try:
         yield
     except errors.DlacError as err:

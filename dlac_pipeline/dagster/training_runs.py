@@ -20,7 +20,7 @@ TrainingJob = Any
 MONITORED = [dg.define_asset_job(name) for name in (RUNS_JOB, "__ASSET_JOB")]
 """The jobs whose runs may train: that one, and the one that *Materialize* in the UI launches. Dagster uses only their names."""
 NOT_RETRIED = {"dagster/max_retries": "0"}
-"""Recovery has one owner: an instance whose `run_retries` are on starts runs with this tag no second time beside it."""
+"""Keeps Dagster's `run_retries` from restarting a run that the sensors recover."""
 _MODELS, _PLANS = "models", "plans"
 
 

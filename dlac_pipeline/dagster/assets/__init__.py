@@ -1,1 +1,1 @@
-"""Assets of a training run: pinned snapshot, work plan, model checkpoint, and the checks on the model."""
+"""Assets of a training run, `plans/<run>` and `models/<run>`, and the checks of the model."""

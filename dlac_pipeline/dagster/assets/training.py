@@ -183,7 +183,7 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
 class _Shown:
     """Shows the supervisor's events: an observation per committed checkpoint, interval and preemption, else a line of the log.
 
-    What keeps a preemption from being taken for a person's cancel is set first, and again.
+    The tag of a preemption, by which it is not taken for a person's cancel, is set first, and with the next event if that fails.
     """
 
     def __init__(self, context: dg.AssetExecutionContext) -> None:
