@@ -50,8 +50,9 @@ def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coll
     assert lines[-2] == b"ValueError: the end"
     (mark,) = [line for line in lines if line.startswith(b"[...")]
     assert b"launch.log_mb" in mark
-    ends = [int(line.split()[1]) for line in lines[lines.index(mark) + 2 : -2]]
-    assert not (collapses and is_exact(tmp_path)) or ends == list(range(ends[0], 100_000))
+    if collapses and is_exact(tmp_path):
+        ends = [int(line.split()[1]) for line in lines[lines.index(mark) + 2 : -2]]
+        assert ends == list(range(ends[0], 100_000))
 
 
 def test_endless_line_stays_bounded(tmp_path: Path) -> None:
