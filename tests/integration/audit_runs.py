@@ -20,10 +20,10 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, SLICES
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
-from tests.empty_lakehouse import empty_lakehouse
 
 Change = Callable[[list[Columns]], list[Columns]]
 
@@ -37,7 +37,8 @@ class Forgery:
     names: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self.lakehouse = empty_lakehouse(self.home)
+        self.lakehouse = connect(LakehouseConfig().at_home(self.home))
+        self.lakehouse.create_namespace("src")
 
     def row_ids(self, connection: duckdb.DuckDBPyConnection, *tables: str) -> None:
         """Make the table source_rows(file, file_row, row_id) from the data files of these tables."""
