@@ -33,9 +33,9 @@ lint: setup
 	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py tests/unit/test_reference.py
 
 unit: .venv/.rewritten
-	$(BIN)/pytest -m "not soak" -n 5 --dist loadgroup --no-loadscope-reorder --durations 30
+	$(BIN)/pytest -m "not soak" -n 4 --dist loadgroup --no-loadscope-reorder --durations 30
 
-.venv/.rewritten: .venv/.ready  # one process rewrites the assertions of all test modules, else each of the five does
+.venv/.rewritten: .venv/.ready  # one process rewrites the assertions of all test modules, else each of the four does
 	$(BIN)/pytest --collect-only --quiet > $@ 2>&1 || { cat $@; rm $@; exit 1; }
 
 demo-on-seaweedfs demo-on-postgres: setup  ## the demo on real servers: an Iceberg REST catalog, or PostgreSQL, and an S3 store

@@ -89,7 +89,7 @@ def main() -> None:
     rounds, parameters = (3, 8_000_000) if quick else (10, 75_000_000)
     with tempfile.TemporaryDirectory(prefix="dlac-placement-") as folder:
         home = Path(folder)
-        with object_store(home) as server:
+        with object_store() as server:
             forwarder = _Forwarder(server.port)
             spec = _spec(home, server.properties(forwarder.url))
             lakehouse = _prepare(home, spec, parameters)

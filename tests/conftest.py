@@ -292,11 +292,11 @@ def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ObjectStore]:
+def store() -> Iterator[ObjectStore]:
     """A running S3 server with an empty bucket."""
     from tests.object_store import object_store
 
-    with object_store(tmp_path) as running:
+    with object_store() as running:
         yield running
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 
 _CATALOG = "catalog.db"
 _MOVED = {
@@ -19,6 +19,12 @@ _MOVED = {
     "iceberg_namespace_properties": ("property_value",),
 }
 """Columns of the catalog that hold places."""
+
+
+def empty_lakehouse(home: Path) -> Lakehouse:
+    """Make and open an embedded lakehouse with the namespace `src`, in a folder that has none."""
+    make_empty_lakehouse(home)
+    return connect(LakehouseConfig().at_home(home))
 
 
 def make_empty_lakehouse(home: Path) -> None:

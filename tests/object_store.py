@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pyarrow.fs as pafs
+import requests
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from tests.conftest import wait_until
@@ -20,10 +26,11 @@ from tests.ports import own_port
 
 @dataclass
 class ObjectStore:
-    """The server, and a log of its requests."""
+    """The server, and a log of its requests, of which the first bytes are of earlier tests."""
 
     port: int
     log: Path
+    skipped: int = 0
 
     @property
     def url(self) -> str:
@@ -43,7 +50,7 @@ class ObjectStore:
 
     def requests(self, method: str, part: str) -> int:
         """Return the number of requests of a method whose path contains `part`."""
-        lines = self.log.read_text().splitlines()
+        lines = self.log.read_bytes()[self.skipped :].decode().splitlines()
         return sum(f"{method} /" in line and part in line for line in lines)
 
     def properties(self, url: str | None = None) -> dict[str, str]:
@@ -69,20 +76,31 @@ class ObjectStore:
 
 
 @contextmanager
-def object_store(folder: Path) -> Iterator[ObjectStore]:
-    """Yield a running server with an empty bucket."""
-    port = own_port()
-    made = ObjectStore(port, folder / "requests.log")
+def object_store() -> Iterator[ObjectStore]:
+    """Yield the server of this process, with an empty bucket alone. It is in use once at a time."""
+    server = _server()
+    requests.post(f"{server.url}/moto-api/reset", timeout=60).raise_for_status()
+    server.files.create_dir("lake")
+    yield ObjectStore(server.port, server.log, server.log.stat().st_size)
+
+
+@cache
+def _server() -> ObjectStore:
+    """Start a server that ends with this process."""
+    made = ObjectStore(own_port(), Path(tempfile.mkdtemp()) / "requests.log")
     with made.log.open("wb") as log:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(made.port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        wait_until(lambda: f"Running on {made.url}" in made.log.read_text(), what="the S3 server")
-        made.files.create_dir("lake")
-        yield made
-    finally:
+    atexit.register(_stop, server, made.log.parent, os.getpid())
+    wait_until(lambda: f"Running on {made.url}" in made.log.read_text(), what="the S3 server")
+    return made
+
+
+def _stop(server: subprocess.Popen[bytes], folder: Path, starter: int) -> None:
+    if os.getpid() == starter:  # and not a process that it has forked
         server.kill()
         server.wait()
+        shutil.rmtree(folder)
 
 
 class Network:

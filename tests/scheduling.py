@@ -1,6 +1,7 @@
 """The scheduler of `make test`: one process runs the tests of a module, or of all modules that share a trained lakehouse.
 
-Half of the processes run groups whose tests mostly wait for training processes. The other half keep the cores busy.
+Half of the processes run groups whose tests mostly wait. The other half keep the cores busy. A group that waits, run last,
+would leave the cores idle at the end.
 
 pytest-xdist 3.8 groups tests by a suffix of their ids. With pytest 9.2 the suffix has no effect, for an id cannot be set any
 more: each process made each lakehouse. Here a group follows from the path in the id.
@@ -21,6 +22,14 @@ _ARGUMENT = re.compile(rf"\b({'|'.join(SHARED)}): [A-Z]")
 _CAMPAIGN = re.compile(r"\bcampaign: [A-Z]")
 _CAMPAIGNS = 2
 """Processes that make a `campaign`: it has too many modules for one process."""
+_WAITING = (
+    "tests/faults/",
+    "campaign",
+    "tests/unit/test_distributed_verify",
+    "tests/unit/test_membership",
+    "tests/unit/test_store_sockets",
+)
+"""Beginnings of the groups whose tests mostly wait, for training processes or for time limits."""
 _ROOT = Path(__file__).parents[1]
 
 
@@ -59,8 +68,8 @@ def group_of(module: str) -> str:
 
 
 def _waits(group: str) -> bool:
-    """Return whether the tests of the group mostly wait for training processes."""
-    return group.startswith(("tests/faults/", "campaign"))
+    """Return whether the tests of the group mostly wait."""
+    return group.startswith(_WAITING)
 
 
 @cache

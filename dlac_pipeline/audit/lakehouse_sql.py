@@ -137,11 +137,12 @@ def _define(
 ) -> None:
     """Define these views on a connection. Those of `kept` are computed at once, and compressed if they may be `large`."""
     for name in views:
-        connection.execute(sql_script(name))
+        script = sql_script(name)
         if name in kept:
-            connection.execute(f"CREATE TABLE kept AS FROM {name}; DROP VIEW {name}; ALTER TABLE kept RENAME TO {name}")
-            if large:
-                connection.execute("CHECKPOINT lakehouse")  # this compresses the table
+            script = script.replace(f"CREATE OR REPLACE VIEW {name} ", f"CREATE TABLE {name} ")
+        connection.execute(script)
+        if large and name in kept:
+            connection.execute("CHECKPOINT lakehouse")  # this compresses the table
 
 
 def write_database(lakehouse: Lakehouse, path: Path) -> None:

@@ -131,7 +131,7 @@ def _client(api: str) -> Any:
     """Return a client with the settings of the pod in which this process runs, or else of the user's kubeconfig."""
     from kubernetes import client, config
 
-    config.load_config()  # type: ignore[no-untyped-call]  # the client is typed in part only
+    config.load_config()
     return getattr(client, api)()
 
 

@@ -45,7 +45,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if request.param == "seaweedfs":
             yield stack.enter_context(seaweedfs(folder)).lakehouse("dlac")
         elif request.param == "glue":
-            yield stack.enter_context(object_store(folder)).glue()
+            yield stack.enter_context(object_store()).glue()
         else:
             uri = stack.enter_context(postgres()) if request.param == "postgres" else ""
             yield LakehouseConfig(uri=uri).at_home(folder / "home")

@@ -9,22 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import EmptyPlan
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.contract.contract import PER_ROW, Reading
 from tests.contract.readings import LISTS, PACKED, packed_slot, tokens_of, transformed
 from tests.contract.runs import GlobalBatch, Run
 from tests.contract.tables import SourceTable
+from tests.empty_lakehouse import empty_lakehouse
 
 
 @pytest.fixture
 def lakehouse(tmp_path: Path) -> Lakehouse:
     """An empty lakehouse."""
-    made = connect(LakehouseConfig().at_home(tmp_path / "home"))
-    made.create_namespace("src")
-    return made
+    return empty_lakehouse(tmp_path / "home")
 
 
 def spec_of(reading: Reading, order: dict[str, Any], **source: Any) -> JobSpec:

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from tests.contract.contract import Contract, Reading
 from tests.contract.readings import (
     LISTS,
@@ -25,6 +24,7 @@ from tests.contract.readings import (
     transformed,
     transformed_packed,
 )
+from tests.empty_lakehouse import empty_lakehouse
 
 pytestmark = pytest.mark.filterwarnings("ignore:expected what is being read to leave room")
 EXAMPLES, CAMPAIGN = 2, 60
@@ -116,6 +116,4 @@ def _hold(folder: Path, reading: Reading, examples: int) -> None:
 @cache
 def _lakehouse(home: Path) -> Lakehouse:
     """Return a lakehouse for a few examples. With many plans each is found more slowly."""
-    made = connect(LakehouseConfig().at_home(home))
-    made.create_namespace("src")
-    return made
+    return empty_lakehouse(home)

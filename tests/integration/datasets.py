@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from dlac_pipeline.dataset import DlacDataset, open_dataset
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.iceberg.connect import connect
+from tests.empty_lakehouse import empty_lakehouse
 
 Seen = list[dict[str, Any]]
 KINDS = {
@@ -57,8 +56,7 @@ class Datasets:
     opened: dict[str, Seen] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.lakehouse = connect(LakehouseConfig().at_home(self.home))
-        self.lakehouse.create_namespace("src")
+        self.lakehouse = empty_lakehouse(self.home)
         for name in ("src.a", "src.b"):
             self.append(name, rows_of(300))
         (self.home / "doubled.py").write_text(DOUBLED)

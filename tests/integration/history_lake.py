@@ -13,11 +13,10 @@ import pyarrow.parquet as pq
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.history.steps import TableRows
-from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
+from tests.empty_lakehouse import empty_lakehouse
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 
 Keyed = Literal["appends", "identity_columns"]
@@ -32,8 +31,7 @@ class Lake:
     name: str = "src.t"
 
     def __post_init__(self) -> None:
-        self.lakehouse = connect(LakehouseConfig().at_home(self.home))
-        self.lakehouse.create_namespace("src")
+        self.lakehouse = empty_lakehouse(self.home)
 
     def create(self, name: str) -> Lake:
         """Go on with a new table."""

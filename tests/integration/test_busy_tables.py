@@ -15,13 +15,13 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 from pyiceberg.table.update import RemoveSnapshotRefUpdate
 
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CommitConflict, NoSuchSnapshot, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.iceberg.pins import hold, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag
 from dlac_pipeline.lakehouse.retrying import retrying
+from tests.empty_lakehouse import empty_lakehouse
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 LOST = 5
@@ -32,8 +32,7 @@ Commit = Callable[..., CommitTableResponse]
 @pytest.fixture
 def lakehouse(tmp_path: Path) -> Lakehouse:
     """A lakehouse with a source table."""
-    made = connect(LakehouseConfig().at_home(tmp_path / "home"))
-    made.create_namespace("src")
+    made = empty_lakehouse(tmp_path / "home")
     made.catalog.create_table("src.t", ROWS.schema)
     return made
 

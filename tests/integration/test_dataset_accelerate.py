@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from dlac_pipeline.dataset import DlacDataset, open_dataset
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.iceberg.connect import connect
+from tests.empty_lakehouse import empty_lakehouse
 
 accelerate: Any = pytest.importorskip("accelerate")
 
@@ -26,8 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A folder with a lakehouse: 240 rows with documents of 1 to 30 tokens, each document's token is its row."""
-    lakehouse = connect(LakehouseConfig().at_home(tmp_path))
-    lakehouse.create_namespace("src")
+    lakehouse = empty_lakehouse(tmp_path)
     lengths = np.random.default_rng(0).integers(1, 30, 240).tolist()
     documents = pa.array([[row] * length for row, length in enumerate(lengths)], pa.list_(pa.int32()))
     rows = pa.table({"row_id": range(240), "tokens": documents})

@@ -10,11 +10,10 @@ import pyarrow as pa
 import pytest
 from pyiceberg.table import Table
 
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.history.row_matching import Mask, Rows, identity_keys, match
 from dlac_pipeline.lakehouse.history.steps import TableRows
-from dlac_pipeline.lakehouse.iceberg.connect import connect
+from tests.empty_lakehouse import empty_lakehouse
 
 COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
     "whole": (pa.int32(), lambda n: n - 2),
@@ -34,8 +33,7 @@ COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
 @pytest.fixture
 def table(tmp_path: Path) -> Table:
     """Two snapshots with rows 0 to 4 of every type, those of the second in another order; a list besides."""
-    lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))
-    lakehouse.create_namespace("src")
+    lakehouse = empty_lakehouse(tmp_path / "home")
     fields = [(name, kind) for name, (kind, _) in COLUMNS.items()]
     schema = pa.schema([*fields, ("tags", pa.list_(pa.int64()))])
     made = lakehouse.catalog.create_table("src.t", schema)

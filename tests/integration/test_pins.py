@@ -15,12 +15,13 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold, list_pins, pins_table, release_pins, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, PLANS
+from tests.empty_lakehouse import empty_lakehouse
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 
@@ -28,8 +29,7 @@ ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 @pytest.fixture
 def lakehouse(tmp_path: Path) -> Lakehouse:
     """A lakehouse with an empty source table."""
-    made = connect(LakehouseConfig().at_home(tmp_path / "home"))
-    made.create_namespace("src")
+    made = empty_lakehouse(tmp_path / "home")
     made.catalog.create_table("src.t", ROWS.schema)
     return made
 

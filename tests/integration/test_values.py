@@ -28,7 +28,6 @@ from pyiceberg.types import (
 )
 
 from dlac_pipeline.dataset import DlacDataset, open_dataset
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import (
     DataFileUnreadable,
     NoSuchColumn,
@@ -37,21 +36,20 @@ from dlac_pipeline.lakehouse.errors import (
     UnsupportedColumn,
     UnsupportedSnapshot,
 )
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
+from tests.empty_lakehouse import empty_lakehouse
 
 
 @pytest.fixture
 def lakehouse(tmp_path: Path) -> Lakehouse:
     """An empty lakehouse."""
-    found = connect(LakehouseConfig().at_home(tmp_path))
-    found.create_namespace("src")
-    return found
+    return empty_lakehouse(tmp_path)
 
 
 def made(lakehouse: Lakehouse, *files: pa.Table, **properties: str) -> Table:

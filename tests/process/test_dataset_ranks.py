@@ -19,6 +19,7 @@ import torch
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from tests.empty_lakehouse import empty_lakehouse
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +79,7 @@ dist.destroy_process_group()
 @pytest.fixture
 def lakehouse(tmp_path: Path) -> Lakehouse:
     """120 documents of very different length, so that key groups have different numbers of sequences."""
-    found = connect(LakehouseConfig().at_home(tmp_path))
-    found.create_namespace("src")
+    found = empty_lakehouse(tmp_path)
     lengths = np.random.default_rng(1).geometric(0.04, 120).tolist()
     documents = pa.array([[1 + row] * length for row, length in enumerate(lengths)], pa.list_(pa.int32()))
     rows = pa.table({"tokens": documents, "row_id": range(1, 121)})

@@ -230,7 +230,7 @@ def test_wandb_files_have_losses(listened: Listened) -> None:
     losses: dict[int, float] = {}
     summary: dict[str, Any] = {}
     for data in read_wandb_records(path):
-        record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]  # generated without it
+        record = wandb_internal_pb2.Record.FromString(data)
         row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
         if "loss" in row:
             assert row["step"] not in losses

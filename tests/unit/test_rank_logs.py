@@ -34,7 +34,10 @@ def is_exact(folder: Path) -> bool:
 
 @pytest.mark.parametrize("collapses", [True, False])
 def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collapses: bool) -> None:
-    """The first and the last lines stay, on every file system, and a line in between reports how many are missing."""
+    """The first and the very last line stay, on every file system, and a line in between reports how many are missing.
+
+    Where the file is copied, lines that are written between the last look and the cut are lost, too.
+    """
     if not collapses:
         monkeypatch.setattr(rank_logs, "_collapse", lambda *_: False)
     log = tmp_path / "rank-00000.log"
@@ -43,12 +46,13 @@ def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coll
     assert BOUND // 2 <= len(raw) <= BOUND
     lines = raw.split(b"\n")
     assert lines[0].startswith(b"line 000000000 ")
-    assert lines[-3].startswith(b"line 000099999 ")
+    assert not collapses or lines[-3].startswith(b"line 000099999 ")
     assert lines[-2] == b"ValueError: the end"
     (mark,) = [line for line in lines if line.startswith(b"[...")]
     assert b"launch.log_mb" in mark
-    ends = [int(line.split()[1]) for line in lines[lines.index(mark) + 2 : -2]]
-    assert not (collapses and is_exact(tmp_path)) or ends == list(range(ends[0], 100_000))
+    if collapses and is_exact(tmp_path):
+        ends = [int(line.split()[1]) for line in lines[lines.index(mark) + 2 : -2]]
+        assert ends == list(range(ends[0], 100_000))
 
 
 def test_endless_line_stays_bounded(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class WandbListener(Tracker):
             self._run.define_metric("*", step_metric="step")
         tables = {each.name: {"snapshot_id": str(each.snapshot_id), "rows": each.rows} for each in event.tables}
         facts = {name: getattr(event, name) for name in ("ledger", "attempt", "resumed_from", "world_size")}
-        self._run.config.update({"inputs": tables, **facts}, allow_val_change=True)  # type: ignore[no-untyped-call]
+        self._run.config.update({"inputs": tables, **facts}, allow_val_change=True)
 
     def log(self, event: RunEvent, metrics: Metrics) -> None:
         """Add values of metrics."""
