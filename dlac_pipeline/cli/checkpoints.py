@@ -159,7 +159,7 @@ def export(
     If the run's sources have row_keys, a passport is written beside them: it answers whether a document was trained on.
     """
     from dlac_pipeline.checkpoint.restore.export import export_weights
-    from dlac_pipeline.operations.passport import passport_of, write_passport
+    from dlac_pipeline.operations.documents.passport import passport_of, write_passport
 
     lakehouse, tiers = ui.places_of_run(run, spec, home)
     exported = export_weights(lakehouse, tiers, out, step=step, part=part, config=config)
@@ -219,7 +219,7 @@ def identify(
 
 
 def _seen_by_passport(file: Path, document: list[str]) -> dict[str, object]:
-    from dlac_pipeline.operations.passport import OpenPassport
+    from dlac_pipeline.operations.documents.passport import OpenPassport
 
     with closing(OpenPassport(file)) as passport:
         seen, about = passport.has(document), passport.facts

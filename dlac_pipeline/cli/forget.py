@@ -42,8 +42,8 @@ def forget(
 
     Only --execute changes the lakehouse. Exported files are listed, and not touched.
     """
-    from dlac_pipeline.operations import certificate
-    from dlac_pipeline.operations.forget import execute_forget, plan_forget
+    from dlac_pipeline.operations.documents import certificate
+    from dlac_pipeline.operations.documents.forget import execute_forget, plan_forget
 
     lakehouse, spec_of = _places(spec, home)
     done = execute_forget(lakehouse, table, where, spec_of) if execute else []
@@ -63,7 +63,7 @@ def forget(
 @ui.command(app, ui.LAKEHOUSE, "dlac new-key key.pem", name="new-key")
 def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]) -> None:
     """Make a key that signs certificates, and the public key that checks them, in the same folder."""
-    from dlac_pipeline.operations.certificate import make_key
+    from dlac_pipeline.operations.documents.certificate import make_key
 
     ui.show_text(f"certificates that {key} signs are checked with {make_key(key)}")
 
@@ -76,7 +76,7 @@ def verify_certificate(
     home: ui.Home = None,
 ) -> None:
     """Check the signature of a certificate, and the lakehouse again. Exit status 0 only if both are as certified."""
-    from dlac_pipeline.operations.certificate import differences, is_signed
+    from dlac_pipeline.operations.documents.certificate import differences, is_signed
 
     try:
         document = json.loads(file.read_text())

@@ -22,8 +22,8 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
-from dlac_pipeline.operations.certificate import certify, differences, is_signed, make_key
-from dlac_pipeline.operations.forget import ForgetPlan, execute_forget, plan_forget
+from dlac_pipeline.operations.documents.certificate import certify, differences, is_signed, make_key
+from dlac_pipeline.operations.documents.forget import ForgetPlan, execute_forget, plan_forget
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -34,7 +34,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.operations import forget
+from dlac_pipeline.operations.documents import forget
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.operations.fork import fork_run
-from dlac_pipeline.operations.passport import OpenPassport, passport_of
+from dlac_pipeline.operations.documents.passport import OpenPassport, passport_of
 from tests.conftest import Arena, source_rows
 from tests.integration.conftest import Command
 

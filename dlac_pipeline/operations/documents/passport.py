@@ -21,7 +21,7 @@ from dlac_pipeline.checkpoint.restore.export import Exported
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.operations.xor_filter import XorFilter
+from dlac_pipeline.operations.documents.xor_filter import XorFilter
 
 _FORMAT = 1
 _SEEN = "SELECT DISTINCT k.key, f.salt, f.identity FROM keys_seen($1) AS k JOIN keyed_files AS f USING (identity)"

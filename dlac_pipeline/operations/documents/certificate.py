@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.forget import ForgetPlan, SpecOf, plan_forget
+from dlac_pipeline.operations.documents.forget import ForgetPlan, SpecOf, plan_forget
 
 _FORMAT_VERSION = 1
 _HEAD = "-- Request {}: run this in DuckDB without changes. While the rows are forgotten, it returns no row.\n"
