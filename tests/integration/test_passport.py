@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.documents.passport import OpenPassport, passport_of
+from dlac_pipeline.operations.fork import fork_run
 from tests.conftest import Arena, source_rows
 from tests.integration.conftest import Command
 
