@@ -214,7 +214,9 @@ def identify(
         ui.show_facts(_seen_by_passport(file, document), as_json=as_json)
         return
     if file.is_dir():
-        raise typer.BadParameter(f"expected a file of weights, found the folder {str(file)!r}: name one, or give --document")
+        raise typer.BadParameter(
+            f"expected a file of weights, found the folder {str(file)!r}: name one, or give --document"
+        )
     ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
 
 
