@@ -35,9 +35,14 @@ def who_has_seen(
         keys = dict(connection.execute("SELECT key, identity FROM keys_of($1)", [list(values)]).fetchall())
         if not keys:
             known = [each["identity"] for each in rows_of(connection, "SELECT DISTINCT identity FROM keyed_files")]
+            expected = (
+                f"the value of each identity column, as in {' or '.join(known)}"
+                if known
+                else "data files with row keys"
+            )
             raise SpecInvalid(
-                f"expected the value of each identity column, as in {' or '.join(known) or 'no file'}, found {list(values)!r}: "
-                "correct them, or set row_keys = true in [source] and run `dlac plan SPEC`"
+                f"expected {expected}, found {list(values) if known else 'none'}: "
+                "correct the values, or set row_keys = true in [source] and run `dlac plan SPEC`"
             )
         connection.register("keyed", lakehouse.read_own("row_keys", among("key", sorted(keys))))
         connection.execute("INSERT INTO row_keys FROM keyed")

@@ -15,6 +15,7 @@ from pyiceberg.table import StaticTable
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.audit.seen import who_has_seen
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
@@ -165,3 +166,9 @@ def _check_scripts(arena: Arena, found: dict[int, list[dict[str, Any]]]) -> None
                     f"FROM seen_by((SELECT key FROM keys_of(['{row_id}']))) WHERE source_table = 'src.t' ORDER BY ALL"
                 )
                 assert sorted(map(str, rows_of(connection, query))) == sorted(map(str, rows))
+
+
+def test_question_without_keys_is_refused(arena: Arena) -> None:
+    """No data file has keys. The error says how to record them."""
+    with pytest.raises(SpecInvalid, match="expected data files with row keys, found none: "):
+        who_has_seen(arena.lakehouse, ["4711"])
