@@ -34,19 +34,25 @@ def forget(
     certify: Annotated[
         tuple[Path, Path] | None, Option(metavar="FILE KEY", help="Write a certificate, signed with a private key.")
     ] = None,
+    erase: Annotated[
+        bool, Option("--erase-traces", help="Erase keys and losses of forgotten rows in the ledger. Last, not first.")
+    ] = False,
     spec: Specs = None,
     home: ui.Home = None,
     as_json: ui.AsJson = False,
 ) -> None:
     """Plan the removal of rows from all models: the checkpoints that have seen them, in all runs and forks, and the cost.
 
-    Only --execute changes the lakehouse. Exported files are listed, and not touched.
+    Only --execute and --erase-traces change the lakehouse. Exported files are listed, and not touched.
     """
     from dlac_pipeline.operations.documents import certificate
     from dlac_pipeline.operations.documents.forget import execute_forget, plan_forget
+    from dlac_pipeline.operations.documents.traces import erase_traces
 
     lakehouse, spec_of = _places(spec, home)
     done = execute_forget(lakehouse, table, where, spec_of) if execute else []
+    if erase:
+        done += erase_traces(lakehouse, table, where)
     if certify is not None:
         certificate.certify(lakehouse, table, where, spec_of, file=certify[0], key=certify[1])
     plan = plan_forget(lakehouse, table, where)

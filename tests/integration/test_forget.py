@@ -13,17 +13,21 @@ import duckdb
 import pyarrow as pa
 import pytest
 import torch
+from pyiceberg.table import Table
 
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.seen import who_has_seen
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
+from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
 from dlac_pipeline.operations.documents.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.operations.documents.forget import ForgetPlan, execute_forget, plan_forget
+from dlac_pipeline.operations.documents.traces import erase_traces
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -34,12 +38,16 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.operations.documents import forget
+from dlac_pipeline.operations.documents import forget, traces
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))
-setattr(forget, sys.argv[2], lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
-forget.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
+module, function = sys.argv[2].split(".")
+setattr(globals()[module], function, lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
+if module == "forget":
+    forget.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
+else:
+    traces.erase_traces(connect(spec.lakehouse), "src.t", [sys.argv[3]])
 """
 SOAK = pytest.mark.soak
 
@@ -119,6 +127,74 @@ def test_forgotten_row_is_certified(arena: Arena) -> None:
     with duckdb.connect() as plain:
         assert plain.execute(certificate["script"]).fetchall() == []
     assert audit_run(arena.lakehouse, "r").exact
+
+
+def test_traces_are_erased(arena: Arena) -> None:
+    """Keys and losses of the rows are gone from tables, files and journal. Audits and certificates stay."""
+    arena.table(appends=(200, 200))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    steps = arena.train(spec)
+    row = steps[7][3]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    with pytest.raises(SpecInvalid, match="expected that the rows are forgotten, found otherwise: use --execute first"):
+        erase_traces(arena.lakehouse, "src.t", erasure.filters)
+    erasure.execute()
+    again = arena.train(spec)
+    document, _ = erasure.certify()
+    assert who_has_seen(arena.lakehouse, [str(row)])["seen_by"]
+    [traced] = erasure.run("r")["losses_of_checkpoints"]
+    before = {each.checkpoint_id: each.losses for each in arena.rows("r", CheckpointRow)}
+    old = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
+    assert len(erase_traces(arena.lakehouse, "src.t", erasure.filters)) == 2
+    assert erase_traces(arena.lakehouse, "src.t", erasure.filters) == []
+    assert erasure.run("r")["losses_of_checkpoints"] is None
+    after = {each.checkpoint_id: each.losses for each in arena.rows("r", CheckpointRow)}
+    assert (after.pop(traced), len(before.pop(traced))) == ((), 2)
+    assert after == before
+    assert who_has_seen(arena.lakehouse, [str(row)])["notes"] == [
+        "no checkpoint has seen it: the key is in no keyed data file"
+    ]
+    assert who_has_seen(arena.lakehouse, [str(again[9][0])])["seen_by"]
+    table = arena.lakehouse.own("consumption")
+    gone = set(old) - {file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))}
+    assert gone
+    assert not any(Path(file.removeprefix("file://")).exists() for file in gone)
+    journal = Journal.of(table)
+    entries = journal.read(journal.entries("r")["r"].values())
+    expected = arena.lakehouse.read_own("consumption")
+    assert (
+        entries.sort_by([("seq", "ascending")])["losses"].to_pylist() == expected.sort_by("seq")["losses"].to_pylist()
+    )
+    assert erasure.differences(document) == []
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+@SOAK
+@pytest.mark.parametrize("place", ["_rewrite", "_erase_losses", "expire", "remove_orphans"])
+def test_killed_erasure_is_finished(arena: Arena, place: str) -> None:
+    """SIGKILL before keys, losses, snapshots or files are erased: the next call erases the rest."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    row = arena.train(spec)[7][3]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    erasure.execute()
+    arena.train(spec)
+    old = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
+    path = arena.home / "job.yaml"
+    path.write_text(spec.model_dump_json())
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, f"traces.{place}", *erasure.filters], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    erase_traces(arena.lakehouse, "src.t", erasure.filters)
+    assert erase_traces(arena.lakehouse, "src.t", erasure.filters) == []
+    kept = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
+    assert not any(Path(file.removeprefix("file://")).exists() for file in set(old) - set(kept))
+    assert not who_has_seen(arena.lakehouse, [str(row)])["seen_by"]
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+def files_of(table: Table) -> list[str]:
+    """Return the data files of a table."""
+    return [str(path) for path in table.inspect.files()["file_path"].to_pylist()]
 
 
 def test_fork_after_rows_begins_again(arena: Arena) -> None:
@@ -213,7 +289,7 @@ def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     erasure = Erasure(arena, [f"row_id = {steps[7][0]}"], spec)
     path = arena.home / "job.yaml"
     path.write_text(spec.model_dump_json())
-    killed = subprocess.run([sys.executable, "-c", KILLED, path, step, *erasure.filters], check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, f"forget.{step}", *erasure.filters], check=False)
     assert killed.returncode == -signal.SIGKILL
     erasure.execute()
     run = erasure.run("r")

@@ -26,16 +26,15 @@ def test_page_forgets_word_for_word(arena: Arena, tmp_path: Path) -> None:
     environment = {**os.environ, "DLAC_HOME": str(arena.home)}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     commands = re.findall(r"^    ((?:dlac|python) .*)$", _PAGE.read_text(), re.MULTILINE)
-    assert len(commands) == 7
-    said = ""
+    assert len(commands) == 8
     for command in ("dlac train job.yaml", *commands):
         line = command.replace("doc_id", "row_id")
         done = subprocess.run(
             line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
-        said = done.stdout
-    assert said == "[]\n"
+        if command.startswith("python"):
+            assert done.stdout == "[]\n"
     plan = plan_forget(arena.lakehouse, "lake.docs", ["row_id = 71"])
     assert plan["problems"] == []
     assert "the rows are forgotten" in subprocess.run(

@@ -13,6 +13,7 @@ WHERE p.table_uuid = (SELECT table_uuid FROM forget_request);
 CREATE OR REPLACE TABLE forget_checkpoints AS
 SELECT
     c.run, c.seq, c.checkpoint_id, c.step, c.committed_at, c.forked_run, c.forked_from, c.forked_step, c.model_digest, m.manifest_digest, a.checkpoint_id IS NOT NULL AS affected, coalesce(a.reads, false) AS reads,
+    coalesce(len(c.losses), 0) > 0 AS has_losses,
     NOT EXISTS (FROM consumption AS o WHERE o.kind IN ('retire', 'quarantine') AND o.run = c.run
         AND o.checkpoint_id = c.checkpoint_id) AS restorable,
     l.checkpoint_id IS NOT NULL AS survives, coalesce(l.is_head, false) AS is_head,
@@ -186,7 +187,7 @@ SELECT
     (
         SELECT list(f.checkpoint_id ORDER BY f.seq)
         FROM forget_checkpoints AS f
-        WHERE f.run = c.run AND f.reads
+        WHERE f.run = c.run AND f.reads AND f.has_losses
     ) AS losses_of_checkpoints,
     (
         SELECT list({'seq': r.seq, 'checkpoint_id': r.checkpoint_id, 'nonce': r.nonce} ORDER BY r.seq)
@@ -247,6 +248,7 @@ SELECT
         'Exports, and copies of checkpoints outside of the stores of the runs, are not covered. Each run lists the exports that '
         || 'DLAC made.',
         'The rows in the source table are not deleted, nor are its older snapshots.',
-        'The ledger keeps traces: the losses of the steps with the rows, and the filters in rewinds, plans and legs.'
+        'The ledger keeps traces: the filters in rewinds, plans and legs, and until dlac forget --erase-traces, digests of keys of the '
+        || 'rows and the losses of the steps with them.'
     ] AS limits
 FROM found_rows;
