@@ -52,6 +52,6 @@ def who_has_seen(
     notes = [each["note"] for each in limits]
     if not found:
         rows = ", ".join(f"row {each['row']} of {each['file_path']}" for each in places)
-        why = f"it is {rows}, which was not consumed" if places else "the key is in no keyed data file"
+        why = f"it is {rows}, which was not consumed" if places else "the key is in no keyed data file, or was erased"
         notes.insert(0, f"no checkpoint {f'of run {run} ' if run else ''}has seen it: {why}")
     return {"seen_by": found, "places": places, "notes": notes}

@@ -35,7 +35,8 @@ def forget(
         tuple[Path, Path] | None, Option(metavar="FILE KEY", help="Write a certificate, signed with a private key.")
     ] = None,
     erase: Annotated[
-        bool, Option("--erase-traces", help="Erase keys and losses of forgotten rows in the ledger. Last, not first.")
+        bool,
+        Option("--erase-traces", help="Erase keys and losses of forgotten rows in the ledger, after the certificate."),
     ] = False,
     spec: Specs = None,
     home: ui.Home = None,
@@ -51,10 +52,10 @@ def forget(
 
     lakehouse, spec_of = _places(spec, home)
     done = execute_forget(lakehouse, table, where, spec_of) if execute else []
-    if erase:
-        done += erase_traces(lakehouse, table, where)
     if certify is not None:
         certificate.certify(lakehouse, table, where, spec_of, file=certify[0], key=certify[1])
+    if erase:
+        done += erase_traces(lakehouse, table, where, spec_of)
     plan = plan_forget(lakehouse, table, where)
     if as_json:
         ui.show_json(plan | {"done": done})

@@ -47,7 +47,7 @@ setattr(globals()[module], function, lambda *args, **rest: os.kill(os.getpid(), 
 if module == "forget":
     forget.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
 else:
-    traces.erase_traces(connect(spec.lakehouse), "src.t", [sys.argv[3]])
+    traces.erase_traces(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
 """
 SOAK = pytest.mark.soak
 
@@ -136,8 +136,8 @@ def test_traces_are_erased(arena: Arena) -> None:
     steps = arena.train(spec)
     row = steps[7][3]
     erasure = Erasure(arena, [f"row_id = {row}"], spec)
-    with pytest.raises(SpecInvalid, match="expected that the rows are forgotten, found otherwise: use --execute first"):
-        erase_traces(arena.lakehouse, "src.t", erasure.filters)
+    with pytest.raises(SpecInvalid, match="expected that the rows are forgotten, found otherwise:\nrun r"):
+        erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get)
     erasure.execute()
     again = arena.train(spec)
     document, _ = erasure.certify()
@@ -145,14 +145,14 @@ def test_traces_are_erased(arena: Arena) -> None:
     [traced] = erasure.run("r")["losses_of_checkpoints"]
     before = {each.checkpoint_id: each.losses for each in arena.rows("r", CheckpointRow)}
     old = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
-    assert len(erase_traces(arena.lakehouse, "src.t", erasure.filters)) == 2
-    assert erase_traces(arena.lakehouse, "src.t", erasure.filters) == []
+    assert len(erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get)) == 2
+    assert erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get) == []
     assert erasure.run("r")["losses_of_checkpoints"] is None
     after = {each.checkpoint_id: each.losses for each in arena.rows("r", CheckpointRow)}
     assert (after.pop(traced), len(before.pop(traced))) == ((), 2)
     assert after == before
     assert who_has_seen(arena.lakehouse, [str(row)])["notes"] == [
-        "no checkpoint has seen it: the key is in no keyed data file"
+        "no checkpoint has seen it: the key is in no keyed data file, or was erased"
     ]
     assert who_has_seen(arena.lakehouse, [str(again[9][0])])["seen_by"]
     table = arena.lakehouse.own("consumption")
@@ -184,8 +184,8 @@ def test_killed_erasure_is_finished(arena: Arena, place: str) -> None:
     path.write_text(spec.model_dump_json())
     killed = subprocess.run([sys.executable, "-c", KILLED, path, f"traces.{place}", *erasure.filters], check=False)
     assert killed.returncode == -signal.SIGKILL
-    erase_traces(arena.lakehouse, "src.t", erasure.filters)
-    assert erase_traces(arena.lakehouse, "src.t", erasure.filters) == []
+    erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get)
+    assert erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get) == []
     kept = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
     assert not any(Path(file.removeprefix("file://")).exists() for file in set(old) - set(kept))
     assert not who_has_seen(arena.lakehouse, [str(row)])["seen_by"]

@@ -182,7 +182,7 @@ def test_older_plans_are_keyed_later(arena: Arena) -> None:
     rows = stored(arena.lakehouse)
     assert len(rows) == 90 + 60
     notes = who_has_seen(arena.lakehouse, ["1000"])["notes"]
-    assert notes[0] == "no checkpoint has seen it: the key is in no keyed data file"
+    assert notes[0] == "no checkpoint has seen it: the key is in no keyed data file, or was erased"
     assert notes[1].startswith("unknown for 1 data file of src.t without keys")
     current = next(task.file.file_path for task in arena.lakehouse.load("src.t").scan().plan_files())
     Path(current.removeprefix("file://")).write_bytes(b"PAR1")
@@ -197,7 +197,9 @@ def test_bad_input_is_refused(arena: Arena, here: Command) -> None:
         make_plan(arena.lakehouse, keyed())
     assert arena.lakehouse.read_own("plans").num_rows == 0
     make_plan(arena.lakehouse, keyed(row_keys=False))
-    with pytest.raises(SpecInvalid, match=r"as in no file, found \['7'\]: .*row_keys = true in \[source\]"):
+    with pytest.raises(
+        SpecInvalid, match=r"expected data files with row keys, found none: .*row_keys = true in \[source\]"
+    ):
         who_has_seen(arena.lakehouse, ["7"])
     make_plan(arena.lakehouse, keyed("row_id"))
     for values in (["seven"], ["7.5"], ["7", "8"], [""]):

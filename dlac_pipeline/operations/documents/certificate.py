@@ -46,7 +46,7 @@ def certify(
     Raises `SpecInvalid`, which names each contradiction, if the request is not met.
     """
     private, plan = _key_in(key, Ed25519PrivateKey), plan_forget(lakehouse, table, filters)
-    if problems := _contradictions(lakehouse, plan, spec_of):
+    if problems := contradictions(lakehouse, plan, spec_of):
         raise SpecInvalid("\n".join([f"expected that request {plan['id']} is met, found otherwise:", *problems]))
     rows, script = plan.pop("rows"), sql_script("forget")
     statement, (tables, views) = rows.pop("statement"), tables_and_views(lakehouse, scripts_of(names_in(script)))
@@ -76,7 +76,7 @@ def differences(lakehouse: Lakehouse, certificate: Mapping[str, Any], spec_of: S
     if (found := certificate["format_version"]) > _FORMAT_VERSION:
         raise FormatTooNew(f"expected format_version {_FORMAT_VERSION} of a certificate, found {found}: upgrade DLAC")
     plan, rows = plan_forget(lakehouse, certificate["table"], certificate["filters"]), certificate["rows"]
-    found = _contradictions(lakehouse, plan, spec_of)
+    found = contradictions(lakehouse, plan, spec_of)
     if (plan["id"], plan["rows"]["sha256"]) != (certificate["id"], rows["sha256"]):
         now = f"{plan['rows']['count']} of table {plan['table_uuid']}"
         found.append(f"expected the {rows['count']} certified rows of table {certificate['table_uuid']}, found {now}")
@@ -87,7 +87,7 @@ def differences(lakehouse: Lakehouse, certificate: Mapping[str, Any], spec_of: S
     return found
 
 
-def _contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> list[str]:
+def contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> list[str]:
     """Return the contradictions to a request that is met: in the ledger, in the audits, and in the stores."""
     found = list(plan["problems"])
     for run in plan["runs"]:
