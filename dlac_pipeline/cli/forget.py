@@ -34,28 +34,21 @@ def forget(
     certify: Annotated[
         tuple[Path, Path] | None, Option(metavar="FILE KEY", help="Write a certificate, signed with a private key.")
     ] = None,
-    erase: Annotated[
-        bool,
-        Option("--erase-traces", help="Erase keys and losses of forgotten rows in the ledger, after the certificate."),
-    ] = False,
     spec: Specs = None,
     home: ui.Home = None,
     as_json: ui.AsJson = False,
 ) -> None:
     """Plan the removal of rows from all models: the checkpoints that have seen them, in all runs and forks, and the cost.
 
-    Only --execute and --erase-traces change the lakehouse. Exported files are listed, and not touched.
+    Only --execute changes the lakehouse. Exported files are listed, and not touched.
     """
     from dlac_pipeline.operations.documents import certificate
     from dlac_pipeline.operations.documents.forget import execute_forget, plan_forget
-    from dlac_pipeline.operations.documents.traces import erase_traces
 
     lakehouse, spec_of = _places(spec, home)
     done = execute_forget(lakehouse, table, where, spec_of) if execute else []
     if certify is not None:
         certificate.certify(lakehouse, table, where, spec_of, file=certify[0], key=certify[1])
-    if erase:
-        done += erase_traces(lakehouse, table, where, spec_of)
     plan = plan_forget(lakehouse, table, where)
     if as_json:
         ui.show_json(plan | {"done": done})
@@ -65,6 +58,21 @@ def forget(
     for run in plan["runs"]:
         ui.show_facts({name: value for name, value in run.items() if name != "affected"}, as_json=False)
     ui.show_text("\n".join(plan["problems"] or ["the rows are forgotten"]))
+
+
+@ui.command(app, ui.LAKEHOUSE, 'dlac erase-traces lake.docs --where "doc_id = 4711"', name="erase-traces")
+def erase(
+    table: Annotated[str, Argument(help="Table with the rows.")],
+    where: Annotated[list[str], Option(help="Filters of a request to `dlac forget` that is met.")],
+    spec: Specs = None,
+    home: ui.Home = None,
+) -> None:
+    """Erase the keys of forgotten rows, and the losses of their steps, in DLAC's tables. Certify before this."""
+    from dlac_pipeline.operations.documents.traces import erase_traces
+
+    lakehouse, spec_of = _places(spec, home)
+    done = erase_traces(lakehouse, table, where, spec_of)
+    ui.show_text("\n".join(done or ["no traces are left"]))
 
 
 @ui.command(app, ui.LAKEHOUSE, "dlac new-key key.pem", name="new-key")

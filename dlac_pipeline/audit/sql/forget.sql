@@ -248,7 +248,7 @@ SELECT
         'Exports, and copies of checkpoints outside of the stores of the runs, are not covered. Each run lists the exports that '
         || 'DLAC made.',
         'The rows in the source table are not deleted, nor are its older snapshots.',
-        'The ledger keeps traces: the filters in rewinds, plans and legs, and until dlac forget --erase-traces, digests of keys of the '
+        'The ledger keeps traces: the filters in rewinds, plans and legs, and until dlac erase-traces, digests of keys of the '
         || 'rows and the losses of the steps with them.'
     ] AS limits
 FROM found_rows;
