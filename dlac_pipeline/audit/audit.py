@@ -4,11 +4,14 @@ It uses no code that computed the order. The slices in the lakehouse define what
 was. It also checks that the data files exist and are the planned ones: their footers against the work units.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -18,6 +21,7 @@ from pyiceberg.io import FileIO
 from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.audit.record import is_continued, read_merged, read_record, write_record
 from dlac_pipeline.lakehouse.errors import NoSuchTable
 from dlac_pipeline.lakehouse.external.mirror import retained_snapshots
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -29,6 +33,8 @@ from dlac_pipeline.lakehouse.ledger.run_rows import no_such_run
 _THREADS = 8
 _NAMED = 10
 """Data files that are named one by one. Further ones are counted."""
+_AUDITED = "totals problems advances slices units"
+"""Tables and views that an audit asks."""
 _NO_VALUE = "expected a value in every column of the ledger that the audit reads, found a row without one"
 """Message for a sentence that would have to name a NULL."""
 
@@ -74,6 +80,8 @@ class AuditReport:
     """Id of the checkpoint of another run that the first one is a copy of: what that has seen, this run has seen."""
     problems: tuple[str, ...]
     """Other contradictions: what was expected, and what was found."""
+    recorded_checkpoint: str | None = None
+    """Head of the earlier audit, by whose record the advances and data files up to there were not audited again."""
 
     @property
     def exact(self) -> bool:
@@ -85,10 +93,27 @@ class AuditReport:
         return {**asdict(self), "problems": list(self.problems), "exact": self.exact}
 
 
-def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> AuditReport:
-    """Audit a run, or its state when a checkpoint (id or step) was last the head. Raises as `open_run`."""
-    with open_run(lakehouse, run, checkpoint, query="totals problems advances slices units") as connection:
-        return audit_open_run(lakehouse, connection, run)
+def audit_run(
+    lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *, record: Path | None = None
+) -> AuditReport:
+    """Audit a run, or its state when a checkpoint (id or step) was last the head. Raises as `open_run`.
+
+    `record`: a file of the auditor. If it records an earlier audit, only what came since is audited. Everything is if
+    that is not exact, or the ledger has other rows or another lineage than then. An exact audit is recorded.
+    Raises `SpecInvalid` for a file that is no record of the run, or cannot be written.
+    """
+    earlier = None if record is None else read_record(record, run)
+    if record is not None and earlier is not None:
+        merge = partial(read_merged, path=record, record=earlier)
+        with open_run(lakehouse, run, checkpoint, query=_AUDITED, merge=merge) as connection:
+            if is_continued(connection, earlier) and (report := audit_open_run(lakehouse, connection, run)).exact:
+                write_record(connection, record, run, earlier)
+                return replace(report, recorded_checkpoint=earlier.checkpoint_id)
+    with open_run(lakehouse, run, checkpoint, query=_AUDITED) as connection:
+        report = audit_open_run(lakehouse, connection, run)
+        if record is not None and report.exact:
+            write_record(connection, record, run)
+        return report
 
 
 def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, run: str) -> AuditReport:
@@ -99,11 +124,16 @@ def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, 
 
 
 def open_run(
-    lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *, query: str | None = None
+    lakehouse: Lakehouse,
+    run: str,
+    checkpoint: str | None = None,
+    *,
+    query: str | None = None,
+    merge: Callable[[duckdb.DuckDBPyConnection], bool] = lambda _: False,
 ) -> duckdb.DuckDBPyConnection:
     """Open an audit connection for one run, for many questions. An id or a step selects an earlier state, as in `audit_run`.
 
-    `query`: only what it needs is defined.
+    `query`: only what it needs is defined. `merge`: as in `open_audit`.
 
     Raises:
         NoSuchRun: the ledger has no row of it.
@@ -117,7 +147,7 @@ def open_run(
     if checkpoint is not None:
         rows = Ledger(lakehouse).head_rows(run)
         until_seq = last_seq_as_head(rows, checkpoint_of(run, rows, checkpoint).checkpoint_id)
-    connection = open_audit(lakehouse, run=run, until_seq=until_seq, query=query)
+    connection = open_audit(lakehouse, run=run, until_seq=until_seq, query=query, merge=merge)
     if not connection.execute("SELECT count(*) FROM consumption").fetchall()[0][0]:
         connection.close()
         raise no_such_run(run, Ledger(lakehouse).runs())
@@ -134,7 +164,7 @@ def _file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, 
     units = rows_of(
         connection,
         "SELECT DISTINCT u.file_path, u.row_group, u.first_row, u.rows, u.plan_id "
-        "FROM advances AS a JOIN slices AS s USING (cut_id, key_group, block) "
+        "FROM advances AS a ANTI JOIN audited USING (checkpoint_id) JOIN slices AS s USING (cut_id, key_group, block) "
         "JOIN units AS u ON u.plan_id = s.plan_id AND u.unit = s.unit "
         "WHERE a.run = ? ORDER BY u.file_path, u.row_group",
         [run],

@@ -1,7 +1,7 @@
 """DuckDB over a lakehouse: DLAC's six tables as they were when it was opened, and over them alone the views of `sql/`."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import cache
 from importlib.resources import files
@@ -29,10 +29,10 @@ QUESTIONS = (
 """Scripts that find the checkpoints that have seen a row. Each uses only those before it."""
 
 _AUDIT = (
-    *("or_nothing", "finishes", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans"),
+    *("or_nothing", "audited", "finishes", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans"),
     *("complete_sources", "dead_positions", "block_tiles", "intervals", "duplicates", "gaps", "passed_over"),
     *("rows_at", "readers", "rows_seen", "affected", "consumed_at", "consumed_rows", "consumed_units", "coverage"),
-    *("passes", "shortfalls", "repeats", "quarantined_units", "sources", "totals"),
+    *("passes", "uneven_shares", "shortfalls", "repeats", "quarantined_units", "sources", "totals"),
     *("cut_problems", "advance_problems", "leg_problems", "lineage_problems", "problems"),
     *("checkpoint_costs", "exports", "verifications", "rewinds", "branches"),
 )
@@ -49,7 +49,7 @@ _NAMED_BY = {"slices": "cut_id", "plans": "plan_id", "work_units": "write_id"}
 """The column that names the rows of other tables that the ledger of a run needs: by the values of `named_*.sql`."""
 _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
-_KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "shortfalls", "repeats")
+_KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "uneven_shares", "repeats")
 """Further such views. They are too expensive without a run."""
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
 """Statements that leave files alone. Tables that they make or change are in memory."""
@@ -73,12 +73,18 @@ def sql_script(name: str) -> str:
 
 
 def open_audit(
-    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None, query: str | None = None
+    lakehouse: Lakehouse,
+    *,
+    run: str | None = None,
+    until_seq: int | None = None,
+    query: str | None = None,
+    merge: Callable[[duckdb.DuckDBPyConnection], bool] = lambda _: False,
 ) -> duckdb.DuckDBPyConnection:
     """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are in them.
 
     `until_seq`, with a run: its ledger as it was with that `seq`. `query`: only the tables, views and macros that it needs.
-    DuckDB binds the whole tree below a view when it is defined. Raises `CatalogUnreachable` if the catalog does not answer.
+    DuckDB binds the whole tree below a view when it is defined. `merge` may replace rows of the tables before that. If so, it
+    makes `audited` and returns True. Raises `CatalogUnreachable` if the catalog does not answer.
     """
     needed = None if query is None or _LISTING.search(query.casefold()) else names_in(query.casefold())
     # Closed after an error, too: a process that is forked later would crash when it frees an open connection as garbage.
@@ -98,12 +104,13 @@ def open_audit(
                 connection.execute(f"CREATE TABLE {name} AS {own_rows.no_rows(name)}")
             elif needed is None or name in needed or run is not None:
                 _add_table(connection, lakehouse, name, wanted)
+        merged = merge(connection)
         large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
         if large:
             connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
         views = _VIEWS if needed is None else scripts_of(needed)
         kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
-        _define(connection, views, kept, large=large)
+        _define(connection, [view for view in views if not (merged and view == "audited")], kept, large=large)
         opened.pop_all()
     return connection
 

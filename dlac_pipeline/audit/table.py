@@ -31,6 +31,7 @@ def _lines(report: AuditReport) -> list[tuple[str, str]]:
         before = [("seen before", f"what its parent {report.forked_from} has seen")]
     return [
         ("head checkpoint", report.head_checkpoint or "none"),
+        *([] if report.recorded_checkpoint is None else [("audited before, up to", report.recorded_checkpoint)]),
         *before,
         ("step", f"{report.step:,} ({state})"),
         ("attempts", f"{report.attempts:,}"),

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,7 @@ app.add_typer(ledger, name="ledger", help="Rebuild the ledger after a loss.", ri
     ui.LAKEHOUSE,
     "dlac audit my-run",
     "dlac audit my-run --checkpoint 400",
+    "dlac audit my-run --record my-run.audit",
     "dlac audit my-run --explain > audit.sql",
     "dlac audit my-run --explain --iceberg > audit.sql",
 )
@@ -35,6 +37,12 @@ def audit(
         str | None,
         Option(help="Id or step of a checkpoint. Audit the run as it was with that head. Unset: the present head."),
     ] = None,
+    record: Annotated[
+        Path | None,
+        Option(
+            help="Your file. Audit only what came since the exact audit that it records, and record this one in it."
+        ),
+    ] = None,
 ) -> None:
     """Prove from the tables what the run has consumed. Exit status 0 only if it is exact.
 
@@ -48,7 +56,7 @@ def audit(
     if explain or iceberg:
         sys.stdout.write(explain_sql(lakehouse, run, checkpoint, iceberg=iceberg))
         return
-    report = audit_run(lakehouse, run, checkpoint)
+    report = audit_run(lakehouse, run, checkpoint, record=record)
     if as_json:
         ui.show_json(report.to_json())
     else:

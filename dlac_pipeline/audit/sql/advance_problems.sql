@@ -45,7 +45,7 @@ in_steps AS (
 -- The advances with a problem, and some without. A sound run has few, and its advances are read once.
 suspects AS MATERIALIZED (
     SELECT *, format('cut {}, key group {}, block {}, checkpoint {}: ', cut_id, key_group, block, checkpoint_id) AS place
-    FROM in_steps
+    FROM in_steps ANTI JOIN audited USING (checkpoint_id)
     WHERE block_rows IS NULL
         OR block_pass <> pass OR leg IS DISTINCT FROM checkpoint_leg
         OR position_start < 0 OR position_start >= position_end OR position_end > block_rows
@@ -78,7 +78,9 @@ dead_rejected AS (
 ),
 -- An advance that was not applied has rows of skipped steps only. Its first and last steps were skipped, others between may be.
 skipped_at_least AS (
-    SELECT run, checkpoint_id, unnest([first_step, last_step]) AS step FROM advances WHERE NOT applied
+    SELECT run, checkpoint_id, unnest([first_step, last_step]) AS step
+    FROM advances ANTI JOIN audited USING (checkpoint_id)
+    WHERE NOT applied
 ),
 skipped_at_most AS (
     SELECT DISTINCT run, checkpoint_id, unnest(range(first_step, least(last_step, checkpoint_step) + 1)) AS step
@@ -92,7 +94,7 @@ skipped AS (
             WHERE u.run = c.run AND u.checkpoint_id = c.checkpoint_id), 0) AS at_most,
         coalesce((SELECT sum(m.rows_consumed) FROM advances AS m
             WHERE m.run = c.run AND m.checkpoint_id = c.checkpoint_id AND NOT m.applied), 0)::BIGINT AS rows
-    FROM lineage AS c
+    FROM lineage AS c ANTI JOIN audited USING (checkpoint_id)
 ),
 found AS (
     SELECT run, 'block' AS kind, place || 'expected the block in the table slices, found none' AS problem

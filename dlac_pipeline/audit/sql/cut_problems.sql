@@ -36,11 +36,10 @@ laid_out AS (
     FROM slices AS s LEFT JOIN dead_of_slices AS d USING (cut_id, key_group, block, slice)
 ),
 cut_units AS (
-    SELECT c.cut_id, u.unit, u.file_path, u.row_group, u.live_rows, coalesce(sum(s.live_rows), 0) AS in_slices
+    SELECT c.cut_id, u.unit, u.file_path, u.row_group, u.live_rows, coalesce(s.live_rows, 0) AS in_slices
     FROM cut AS c
     JOIN units AS u USING (plan_id)
-    LEFT JOIN slices AS s ON s.cut_id = c.cut_id AND s.unit = u.unit
-    GROUP BY ALL
+    LEFT JOIN (SELECT cut_id, unit, sum(live_rows) AS live_rows FROM slices GROUP BY ALL) AS s USING (cut_id, unit)
 ),
 block_sums AS (
     SELECT cut_id, key_group, block, sum(rows) AS rows, sum(live_rows) AS live_rows,
