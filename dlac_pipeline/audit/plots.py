@@ -122,7 +122,7 @@ def draw_goodput(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     ratio = None if goodput is None else goodput["ettr"]
     axes.set_title("" if ratio is None else f"effective training time {ratio:.1%}", loc="left", fontsize=8)
-    if attempts:
+    if floor.any():
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _png(figure)
 

@@ -17,7 +17,7 @@ from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import _KEPT, _KEPT_OF_ONE_RUN, _OWN, lock_to_lakehouse, open_audit, rows_of
 from dlac_pipeline.audit.losses import read_losses
-from dlac_pipeline.audit.plots import draw_coverage, draw_losses
+from dlac_pipeline.audit.plots import draw_coverage, draw_goodput, draw_losses
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import NoSuchRun
 from dlac_pipeline.lakehouse.iceberg import own_rows
@@ -210,7 +210,7 @@ def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
     assert [recovery["resumed_step"] for recovery in content["recoveries"]] == [24]
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == content
     page = (tmp_path / "report" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 3
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", page)  # which may spell anything
 
 
@@ -234,6 +234,7 @@ def test_pictures_are_png_files(lake: Lake) -> None:
         with open_run(lake.lakehouse, run) as connection:
             assert draw_losses([read_losses(connection, run)]).startswith(b"\x89PNG")
             assert draw_coverage(connection, run).startswith(b"\x89PNG")
+            assert draw_goodput(connection, run).startswith(b"\x89PNG")
 
 
 def test_the_table_shows_verdict_and_problems(lake: Lake) -> None:

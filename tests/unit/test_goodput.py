@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.audit.goodput import goodput_of_rows, open_rows
@@ -180,6 +180,7 @@ def test_fenced_attempt_counts_until_next_claim() -> None:
     assert spent((claim(0, 1), claim(1, 2))) == {"unknown": 1}
 
 
+@settings(max_examples=30)  # each opens a database
 @given(data=st.data())
 def test_parts_always_sum_to_wall(data: st.DataObject) -> None:
     """Also with clocks that disagree, and recoveries that contradict the ledger."""
