@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from dlac_pipeline.audit.goodput import read_goodput
-from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
-
-PARTS = ("trained", "checkpointing", "startup", "down", "replayed", "abandoned", "idle", "unknown")
-
-
-def check_goodput(arena: Arena, recovery: dict[str, Any]) -> None:
-    """Check that a run with one recovery was down for its time, and lost its work. Status and view agree."""
-    found = json.loads(dlac("status", "r", "--json", home=arena.home).stdout)["goodput"]
-    assert found["down_s"] == pytest.approx(recovery["total_s"], abs=1e-3)
-    assert found["replayed_s"] == pytest.approx(recovery["work_lost_s"], abs=1e-3)
-    assert found["abandoned_s"] == found["idle_s"] == found["unknown_s"] == 0
-    assert min(found[f"{part}_s"] for part in ("trained", "startup", "checkpointing")) > 0
-    assert 0 < found["ettr"] == found["ettr_at_most"] < 1
-    claimed, *_, ended = arena.rows("r")
-    with open_audit(arena.lakehouse) as connection:
-        assert read_goodput(connection, "r") == found
-        parts = " + ".join(f"{part}_s" for part in PARTS)
-        ((adds_up, wall_s),) = connection.execute(f"SELECT wall_s = {parts}, wall_s FROM goodput").fetchall()
-    assert adds_up
-    assert float(wall_s) == (ended.committed_at - claimed.committed_at).total_seconds()
 
 
 @pytest.mark.soak
@@ -57,7 +36,9 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     assert dlac("incidents", "nobody", home=arena.home).returncode == 64
     assert launch.of("failure")[0]["phase"] == "checkpoint"
     assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]
-    check_goodput(arena, found)
+    goodput = json.loads(dlac("status", "r", "--json", home=arena.home).stdout)["goodput"]
+    assert goodput["down_s"] == pytest.approx(found["total_s"], abs=1e-3)
+    assert goodput["replayed_s"] == pytest.approx(found["work_lost_s"], abs=1e-3)
 
 
 @pytest.mark.soak

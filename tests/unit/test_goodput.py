@@ -43,7 +43,7 @@ def checkpoint(at_s: float, step: int, attempt: int = 1, parent: str | None = No
     """Return a checkpoint, named by its step and attempt."""
     name = f"{step}.{attempt}"
     row = CheckpointRow(committed_at=moment(at_s), attempt=attempt, step=step, parent=parent, checkpoint_id=name)
-    return replace(row, head_after=name, **{"reason": "steps", **facts})
+    return replace(row, **{"reason": "steps", "head_after": name, **facts})
 
 
 def recovery(failed_s: float, attempt: int, total_s: float = 0.0, outcome: str = "resumed", **facts: Any) -> Recovery:
@@ -128,7 +128,7 @@ def test_killed_attempt_loses_uncommitted_work() -> None:
 def test_lost_work_measures_start() -> None:
     """The training time that a failure lost shows when an attempt without a kept checkpoint began to train."""
     rows = (claim(0, 1), claim(22, 2), checkpoint(45, 10, 2), checkpoint(55, 20, 2, "10.2"))
-    nothing = {"resumed_from": None, "resumed_step": 0}
+    nothing: dict[str, Any] = {"resumed_from": None, "resumed_step": 0}
     found = spent(rows, [recovery(20, 2, 15, work_lost_s=12.0, **nothing)])
     assert found == {"startup": 8, "replayed": 12, "down": 15, "trained": 20}
     found = spent(rows, [recovery(20, 2, 15, **nothing)])
@@ -188,16 +188,16 @@ def test_parts_always_sum_to_wall(data: st.DataObject) -> None:
     times = st.floats(-5, 100)
     rows: list[LedgerRow] = []
     recoveries = []
-    head, steps, attempt = None, 0, 0
+    head: str | None = None
+    steps = attempt = 0
     for at_s in draw(st.lists(times, min_size=1, max_size=12)):
         kind = draw(st.sampled_from(["claim", "checkpoint", "rewind"])) if rows else "claim"
         if kind == "checkpoint":
             steps += draw(st.integers(0, 5))
             stall = draw(st.sampled_from([{}, {"stall": 1.0}]))
             facts = {"phases": {"write": draw(times), **stall}, "reason": draw(st.sampled_from(["steps", "end"]))}
-            row = checkpoint(at_s, steps, attempt, head, **facts)
-            rows.append(replace(row, checkpoint_id=f"c{len(rows)}", head_after=f"c{len(rows)}"))
-            head = f"c{len(rows) - 1}"
+            parent, head = head, f"c{len(rows)}"
+            rows.append(checkpoint(at_s, steps, attempt, parent, checkpoint_id=head, head_after=head, **facts))
         else:
             attempt += 1
             rows.append(claim(at_s, attempt, "rewinds" if kind == "rewind" else None, head))
