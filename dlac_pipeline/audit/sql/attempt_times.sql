@@ -1,17 +1,16 @@
--- One row per attempt: its time from its claim to the next one, or to the last sign of life of the run, by cause in seconds.
--- The parts of an attempt add up to the time from from_at to to_at, and those of a run to its time. attempt_times uses the
--- tables only. The last sign of life is a claim, checkpoint or finish, a failure, or the first step after a recovery.
+-- One row per attempt: its time from its claim (from_at) to the next one, or to the last sign of life of the run (to_at), by
+-- cause in seconds. The causes of an attempt add up to its time. Signs of life are claims, checkpoints, finishes, recorded
+-- failures, and first steps after recoveries.
 --   trained_s        steps of checkpoints on the surviving lineage
---   abandoned_s      steps of other checkpoints: a rewind or a quarantine abandoned them
---   replayed_s       from the last checkpoint of a failed attempt to its failure
+--   abandoned_s      steps of other checkpoints, which a rewind or a quarantine abandoned
+--   replayed_s       from the last checkpoint of an attempt to its failure
 --   checkpointing_s  training waited for a checkpoint, or for the end of the run
---   down_s           from a failure to the next claim, and from the claim to the first step of the attempt that recovers
---   startup_s        from the claim to the first step of any other attempt. Only the training time that a failure lost is
---                    recorded: without it, the steps of the first checkpoint count as long as later steps of the attempt take,
---                    or of the run
---   idle_s           after an attempt that ended on request, or that trained nothing (rewinds, forks, adopts)
---   unknown_s        what the tables cannot say: an attempt has ended without a recorded failure or has not yet committed its
---                    work, or no later steps show how long those of its first checkpoint took
+--   down_s           from a failure to the first step of the attempt that recovers
+--   startup_s        from the claim of any other attempt to its first step. It is measured if the attempt failed before a
+--                    checkpoint that is kept. Otherwise the steps of its first checkpoint count as long as its later steps
+--                    take, or else those of the run
+--   idle_s           after an attempt that ended on request, or that trains nothing (it rewinds, forks or adopts)
+--   unknown_s        the rest: an attempt has no recorded end, or no later step shows how long its first steps took
 CREATE OR REPLACE VIEW attempt_times AS
 WITH
 -- Rows of one run come from several nodes: seq orders them, and a clock that is behind does not turn time back.
