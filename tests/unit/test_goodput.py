@@ -113,14 +113,18 @@ def test_checkpoint_stall_is_no_training() -> None:
 
 
 def test_killed_attempt_loses_uncommitted_work() -> None:
-    """Down from the failure to the first step of the next attempt, in one try, in two, or until it is given up."""
+    """Down from the failure to the first step of the next attempt, in one try or in two, or until it is given up."""
     killed = (*TRAINED, claim(34, 2), checkpoint(50, 30, 2, "20.1"))
     lost = {"startup": 5, "trained": 30, "replayed": 7, "down": 8}
-    assert spent(killed, [recovery(32, 2, 8)]) == lost
+    assert spent(killed, [recovery(32, 2, 8, work_lost_s=7.0)]) == lost
     twice = (*TRAINED, claim(34, 2), claim(40, 3), checkpoint(55, 30, 3, "20.1"))
-    assert spent(twice, [recovery(32, 2, 6, "failed again"), recovery(38, 3, 7)]) == lost | {"down": 13}
+    again, resumed = recovery(32, 2, 6, "failed again"), recovery(38, 3, 7, work_lost_s=1.0)
+    assert spent(twice, [again, resumed]) == lost | {"down": 13}
+    assert spent(twice, [again]) == lost | {"down": 8, "startup": 5 + 5}
     given_up = recovery(32, 1, 1, "gave up", replaced_attempt=1)
     assert spent(TRAINED, [given_up]) == {"startup": 5, "trained": 20, "replayed": 7}
+    assert spent(TRAINED[:1], [given_up]) == {"unknown": 32}
+    assert spent(killed, [given_up, recovery(31, 2, 9)]) == lost | {"replayed": 6, "down": 9}
     unrecorded = (*TRAINED, claim(34, 2))
     assert spent(unrecorded) == {"startup": 5, "trained": 20, "unknown": 9}
 
@@ -143,6 +147,8 @@ def test_requested_stop_is_idle(reason: str) -> None:
     stopped = (*TRAINED[:2], checkpoint(25, 20, parent="10.1", reason=reason))
     rows = (*stopped, claim(100, 2), checkpoint(120, 30, 2, "20.1"))
     assert spent(rows) == {"startup": 5 + 10, "trained": 30, "idle": 75}
+    slower = (*rows, checkpoint(160, 40, 2, "30.2"))
+    assert spent(slower) == {"startup": 5, "trained": 20 + 20 + 40, "idle": 75}
     found = goodput_of_rows(committed(rows), [])
     assert found is not None
     assert (found["ettr"], found["ettr_at_most"]) == (30 / 45, 30 / 45)
@@ -168,7 +174,12 @@ def test_rewound_and_damaged_work_is_abandoned() -> None:
 @pytest.mark.parametrize("purpose", ["forks", "adopts"])
 def test_first_checkpoint_of_others_is_idle(purpose: Purpose) -> None:
     """The steps of the other run do not count, and nothing trains until the first launch."""
-    rows = (claim(0, 1, purpose), checkpoint(0, 100), claim(10, 2), checkpoint(25, 110, 2, "100.1"))
+    rows = (
+        claim(0, 1, purpose),
+        checkpoint(4, 100, phases={"write": 1.0}),
+        claim(10, 2),
+        checkpoint(25, 110, 2, "100.1"),
+    )
     assert spent((*rows, checkpoint(35, 120, 2, "110.2"))) == {"idle": 10, "startup": 5, "trained": 20}
 
 
@@ -178,6 +189,8 @@ def test_fenced_attempt_counts_until_next_claim() -> None:
     found = spent(racing, [recovery(35, 2, 10)])
     assert found == {"startup": 5, "trained": 30, "replayed": 5, "down": 15}
     assert spent((claim(0, 1), claim(1, 2))) == {"unknown": 1}
+    late_clock = (*TRAINED, claim(20, 2), checkpoint(45, 30, 2, "20.1"))
+    assert spent(late_clock) == {"startup": 5 + 10, "trained": 30}
 
 
 @settings(max_examples=30)  # each opens a database

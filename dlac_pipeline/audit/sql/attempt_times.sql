@@ -27,7 +27,7 @@ taken AS (
         -- In synchronous mode training waits from the beginning to the commit, else until the state is copied.
         c.at_us - (1e6 * (coalesce(k.write_s, 0) + coalesce(k.seal_s, 0) + coalesce(k.vote_s, 0)))::BIGINT AS copied_us,
         copied_us - (1e6 * coalesce(k.stall_s, 0))::BIGINT AS begun_us,
-        CASE WHEN exits OR k.stall_s IS NULL THEN c.at_us ELSE copied_us END AS done_us
+        if(k.stall_s IS NULL, c.at_us, copied_us) AS done_us
     FROM signs AS c
     LEFT JOIN signs AS p ON p.run = c.run AND p.kind = 'checkpoint' AND p.checkpoint_id = c.parent
     LEFT JOIN checkpoint_costs AS k ON k.run = c.run AND k.seq = c.seq
@@ -50,16 +50,12 @@ committed AS (
     GROUP BY run, attempt
 ),
 failures AS (
-    SELECT f.run, f.attempt, min(epoch_us(f.failed_at)) AS failed_us,
-        max((1e6 * f.work_lost_s)::BIGINT) AS lost_us,
-        bool_or(t.attempt IS NOT DISTINCT FROM f.attempt) AS kept
-    FROM (
-        SELECT run, replaced_attempt AS attempt, failed_at, work_lost_s, resumed_from FROM recoveries WHERE outcome <> 'gave up'
-        UNION ALL
-        SELECT run, attempt, failed_at, NULL, NULL FROM recoveries WHERE outcome = 'gave up'
-    ) AS f
-    LEFT JOIN signs AS t ON t.run = f.run AND t.kind = 'checkpoint' AND t.checkpoint_id = f.resumed_from
-    GROUP BY f.run, f.attempt
+    SELECT r.run, r.replaced_attempt AS attempt, min(epoch_us(r.failed_at)) AS failed_us,
+        max((1e6 * r.work_lost_s)::BIGINT) FILTER (r.outcome <> 'gave up') AS lost_us,
+        bool_or(t.attempt IS NOT DISTINCT FROM r.replaced_attempt) AS kept
+    FROM recoveries AS r
+    LEFT JOIN signs AS t ON t.run = r.run AND t.kind = 'checkpoint' AND t.checkpoint_id = r.resumed_from
+    GROUP BY r.run, r.replaced_attempt
 ),
 recovering AS (
     SELECT run, attempt, bool_or(outcome = 'failed again') AS in_vain,
@@ -108,12 +104,9 @@ marks AS (
     FROM attempts
     WHERE trains
     UNION ALL
-    SELECT run, a.seq, 2, 2 * t.seq, t.begun_us, if(t.survives, 'trained', 'abandoned')
-    FROM taken AS t JOIN attempts AS a USING (run, attempt)
-    WHERE trains
-    UNION ALL
-    SELECT run, a.seq, 2, 2 * t.seq + 1, t.done_us, 'checkpointing'
-    FROM taken AS t JOIN attempts AS a USING (run, attempt)
+    SELECT run, a.seq, 2, 2 * t.seq + waited, if(waited = 1, t.done_us, t.begun_us),
+        CASE WHEN waited = 1 THEN 'checkpointing' WHEN t.survives THEN 'trained' ELSE 'abandoned' END
+    FROM taken AS t JOIN attempts AS a USING (run, attempt) CROSS JOIN (VALUES (0), (1)) AS halves (waited)
     WHERE trains
     UNION ALL
     SELECT run, seq, 3, 0, coalesce(failed_us, last_us),
@@ -127,7 +120,7 @@ marks AS (
     SELECT run, seq, 4, 0, next_us,
         CASE
             WHEN NOT trains THEN 'idle'
-            WHEN failed_us IS NOT NULL OR in_vain THEN 'down'
+            WHEN failed_us IS NOT NULL THEN 'down'
             ELSE if(finished OR (exits AND NOT rescales), 'idle', 'unknown')
         END
     FROM attempts
