@@ -34,7 +34,7 @@ _AUDIT = (
     *("rows_at", "readers", "rows_seen", "affected", "consumed_at", "consumed_rows", "consumed_units", "coverage"),
     *("passes", "uneven_shares", "shortfalls", "repeats", "quarantined_units", "sources", "totals"),
     *("cut_problems", "advance_problems", "leg_problems", "lineage_problems", "problems"),
-    *("checkpoint_costs", "exports", "verifications", "rewinds", "branches"),
+    *("checkpoint_costs", "exports", "verifications", "rewinds", "branches", "attempt_times", "goodput"),
 )
 _VIEWS = (*QUESTIONS, *_AUDIT)
 _OWN = ("consumption", "slices", "plans", "work_units", "recoveries", "row_keys")

@@ -1,4 +1,4 @@
-"""Pictures of a run, as PNG files in memory: its losses, which row groups it has consumed, what its checkpoints cost."""
+"""Pictures of a run, as PNG files in memory: its losses, consumed row groups, cost of checkpoints, and time by cause."""
 
 import io
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import numpy as np
 
+from dlac_pipeline.audit.goodput import read_attempt_times, read_goodput
 from dlac_pipeline.audit.lakehouse_sql import rows_of, sql_script
 from dlac_pipeline.audit.losses import LossCurve
 from dlac_pipeline.audit.wording import format_bytes, format_duration
@@ -19,9 +20,20 @@ if TYPE_CHECKING:
 
 _LINES = (("#9db8d9", 5.0), ("#16335b", 1.2))
 """Color and width of each curve: a wide one below, so that a narrow one on it shows where they agree."""
+_TIMES = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 _MARK, _AGAIN, _NOTHING = "#c8553d", "#c8553d", "#e4e4e4"
 _NAMED_FILES = 24
 _PHASES = {"copy": "#9db8d9", "write": "#3f6fae", "seal": "#16335b", "vote": "#d9a441"}
+_CAUSES = {
+    "trained": "#16335b",
+    "checkpointing": "#3f6fae",
+    "startup": "#9db8d9",
+    "down": "#c8553d",
+    "replayed": "#d9a441",
+    "abandoned": "#efd9a7",
+    "unknown": "#bdbdbd",
+}
+"""Cause of the time of an attempt -> its color. Idle time is left out."""
 
 
 def draw_losses(curves: Sequence[LossCurve]) -> bytes:
@@ -87,6 +99,31 @@ def draw_costs(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     size = format_bytes(int(np.mean([row["bytes"] or 0 for row in rows]))) if rows else "0 bytes"
     axes.set_title(f"{len(rows)} checkpoints of {size} on average", loc="left", fontsize=8)
     axes.legend(frameon=False, fontsize=8)
+    return _png(figure)
+
+
+def draw_goodput(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
+    """Draw the time of each attempt of a run by cause, from an audit connection."""
+    attempts, goodput = read_attempt_times(connection, run), read_goodput(connection, run)
+    longest_s = max((sum(row[f"{cause}_s"] for cause in _CAUSES) for row in attempts), default=0.0)
+    unit, unit_s = next(each for each in _TIMES if longest_s >= each[1] or each[1] == 1)
+    figure = _figure(9.0, 3.2)
+    axes = figure.add_subplot()
+    places, floor = np.arange(len(attempts)), np.zeros(len(attempts))
+    for cause, color in _CAUSES.items():
+        spent = np.array([row[f"{cause}_s"] for row in attempts]) / unit_s
+        if spent.any():
+            axes.bar(places, spent, bottom=floor, color=color, label=cause)
+            floor = floor + spent
+    shown = places[:: max(1, len(attempts) // 12)]
+    axes.set_xticks(shown, [str(attempts[place]["attempt"]) for place in shown])
+    axes.set_xlabel("attempt")
+    axes.set_ylabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    ratio = None if goodput is None else goodput["ettr"]
+    axes.set_title("" if ratio is None else f"effective training time {ratio:.1%}", loc="left", fontsize=8)
+    if floor.any():
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _png(figure)
 
 

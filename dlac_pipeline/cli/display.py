@@ -37,6 +37,9 @@ _FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{
 _FAILURE_LINES = 12
 """Last lines of a traceback, or of the log of a rank that recorded none."""
 _RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} replayed"
+_LOSSES = ("checkpointing", "startup", "down", "replayed", "abandoned", "unknown")
+"""Causes of lost time: fields of the goodput without their `_s`."""
+_LOSSES_SHOWN = 3
 _ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
 
 
@@ -99,10 +102,22 @@ def describe_status(facts: Mapping[str, Any], options: Sequence[str] = ()) -> di
         "attempt": f"{facts['attempt']:,}",
         "no progress": f"{format_count(fruitless, 'attempt')} since the last checkpoint" if fruitless > 1 else None,
         "recoveries": f"{facts['recoveries']:,}" if facts["recoveries"] else None,
+        "goodput": describe_goodput(facts["goodput"]),
         "excluded": "\n".join(facts["excluded_by_rewinds"]),
         "last failure": facts.get("last_failure"),
         "next": command_with(facts["next_command"], options),
     }
+
+
+def describe_goodput(goodput: Mapping[str, Any] | None) -> str | None:
+    """Return the effective training time ratio with the largest causes of lost time, or None for a run without training time."""
+    if goodput is None or goodput["ettr"] is None:
+        return None
+    low, high = (f"{goodput[name]:.1%}" for name in ("ettr", "ettr_at_most"))
+    ratio = low if low == high else f"{low} to {high}"
+    lost = sorted(((goodput[f"{cause}_s"], cause) for cause in _LOSSES), reverse=True)[:_LOSSES_SHOWN]
+    causes = ", ".join(f"{cause} {format_duration(seconds)}" for seconds, cause in lost if seconds > 0)
+    return f"{ratio} of {format_duration(goodput['wall_s'] - goodput['idle_s'])}" + (f"; {causes}" if causes else "")
 
 
 def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict[str, str | None]:

@@ -38,7 +38,7 @@ def status(
         Option(help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=ui.check_number),
     ] = 1.0,
 ) -> None:
-    """Show the state of a run: step, loss, last checkpoint, attempt, exclusions of rewinds.
+    """Show the state of a run: step, loss, last checkpoint, attempt, goodput, exclusions of rewinds.
 
     With --watch also its present work.
     """

@@ -47,6 +47,8 @@ class Standing:
 
 def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     """Return the facts about a run by name. Raise `NoSuchRun`, or `LedgerOlderThanStore` after an old backup was restored."""
+    from dlac_pipeline.audit.goodput import goodput_of_rows  # it imports DuckDB, which other looks at a run do not need
+
     check_ledger(lakehouse, run)
     rows = Ledger(lakehouse).head_rows(run)
     recoveries = recoveries_of(lakehouse, run)
@@ -70,6 +72,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "attempts_without_progress": 0 if finished else claims.attempts_without_progress(rows),
         "excluded_by_rewinds": [each.where for each in exclusions_in_force(rows)],
         "recoveries": sum(each.outcome == "resumed" for each in recoveries),
+        "goodput": goodput_of_rows(rows, recoveries),
         "gave_up": given_up[-1] if given_up and not finished else None,
         "last_failure": current_failure(rows, recoveries),
         "total_steps": _total_steps(rows),

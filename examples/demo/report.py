@@ -16,7 +16,7 @@ from typing import Any
 from dlac_pipeline.audit.audit import AuditReport, audit_open_run, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
-from dlac_pipeline.audit.plots import draw_coverage, draw_losses
+from dlac_pipeline.audit.plots import draw_coverage, draw_goodput, draw_losses
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES, Recovery
 from dlac_pipeline.lakehouse.plain_json import strict_json
@@ -40,15 +40,16 @@ def write_report(
         NoSuchRun: the ledger has no row of one of them.
         BadInput: matplotlib is not installed.
     """
-    curves, audits, uncovered, coverage = {}, {}, {}, b""
+    curves, audits, uncovered, coverage, goodput = {}, {}, {}, b"", b""
     for role in ("reference", "faulty"):
         with open_run(lakehouse, runs[role]) as connection:
             curves[role] = read_losses(connection, runs[role])
             audits[role] = audit_open_run(lakehouse, connection, runs[role])
             uncovered[role] = rows_of(connection, _UNCOVERED, [runs[role]])[0]["row_groups"]
             coverage = draw_coverage(connection, runs[role])  # the last is that of the faulty run
+            goodput = draw_goodput(connection, runs[role])
     content = _content(curves, audits, uncovered, timings)
-    page = _page(content, losses=draw_losses(list(curves.values())), coverage=coverage)
+    page = _page(content, losses=draw_losses(list(curves.values())), coverage=coverage, goodput=goodput)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.html").write_text(page)
     (folder / "report.json").write_text(strict_json(content, indent=2) + "\n")
@@ -103,7 +104,7 @@ def _plain(recovery: Mapping[str, Any]) -> dict[str, Any]:
     return {**recovery, "failed_at": recovery["failed_at"].isoformat()}
 
 
-def _page(content: Mapping[str, Any], *, losses: bytes, coverage: bytes) -> str:
+def _page(content: Mapping[str, Any], *, losses: bytes, coverage: bytes, goodput: bytes) -> str:
     reference, faulty = (html.escape(content["runs"][role]) for role in ("reference", "faulty"))
     template = Template((files(__package__) / "report.html").read_text())
     return template.substitute(
@@ -118,6 +119,7 @@ def _page(content: Mapping[str, Any], *, losses: bytes, coverage: bytes) -> str:
         faulty=faulty,
         losses=base64.b64encode(losses).decode(),
         coverage=base64.b64encode(coverage).decode(),
+        goodput=base64.b64encode(goodput).decode(),
         recoveries=_recoveries_table(content["recoveries"]),
         audits=_audits_table(content["audits"]),
         timings=_html_table(

@@ -106,8 +106,8 @@ def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: Lo
     assert [entry["loss"].value for entry in shown] == [row.losses[-1] for row in lineage]
     made = events_of(dagster, ended.run_id, dg.DagsterEventType.ASSET_MATERIALIZATION)
     metadata = made[-1].event_specific_data.materialization.metadata
-    for picture in ("loss_curve", "coverage", "checkpoint_cost"):
-        assert metadata[picture].value.startswith(("![Loss", "![Coverage", "![Cost"))
+    for picture in ("loss_curve", "coverage", "checkpoint_cost", "time"):
+        assert metadata[picture].value.startswith(("![Loss", "![Coverage", "![Cost", "![Time"))
     shown_last = metadata["last_checkpoints"].value.records[0].data
     assert (shown_last["checkpoint_id"], shown_last["state"]) == (lineage[-1].checkpoint_id, "head")
 

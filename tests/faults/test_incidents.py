@@ -32,10 +32,13 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     assert sum(found[f"{phase}_s"] for phase in phases) == pytest.approx(found["total_s"], abs=1.0)
     shown = dlac("incidents", home=arena.home)
     assert shown.returncode == 0, shown.stderr
-    assert all(text in shown.stdout for text in ("SIGKILL", "first step", "44", "resumed"))
+    assert all(text in shown.stdout for text in ("SIGKILL", "load", "44", "resumed"))
     assert dlac("incidents", "nobody", home=arena.home).returncode == 64
     assert launch.of("failure")[0]["phase"] == "checkpoint"
     assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]
+    goodput = json.loads(dlac("status", "r", "--json", home=arena.home).stdout)["goodput"]
+    assert goodput["down_s"] == pytest.approx(found["total_s"], abs=1e-3)
+    assert goodput["replayed_s"] == pytest.approx(found["work_lost_s"], abs=1e-3)
 
 
 @pytest.mark.soak

@@ -15,15 +15,18 @@ from rich.console import Console
 
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
+from dlac_pipeline.audit.goodput import read_attempt_times, read_goodput
 from dlac_pipeline.audit.lakehouse_sql import _KEPT, _KEPT_OF_ONE_RUN, _OWN, lock_to_lakehouse, open_audit, rows_of
 from dlac_pipeline.audit.losses import read_losses
-from dlac_pipeline.audit.plots import draw_coverage, draw_losses
+from dlac_pipeline.audit.plots import draw_coverage, draw_goodput, draw_losses
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import NoSuchRun
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
+from dlac_pipeline.operations.status import run_status
 from examples.demo.report import write_report
 from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
 from tests.integration.conftest import ROWS, Lake
@@ -199,6 +202,25 @@ def test_the_explanation_of_a_run_without_checkpoints_runs(lake: Lake) -> None:
         assert connection.execute("SELECT consumed('f', 0, 'c')").fetchall() == [(False,)]
 
 
+@pytest.mark.parametrize("run", ["reference", "faulty"])
+def test_goodput_counts_real_kill(lake: Lake, run: str) -> None:
+    """Parts add up to the time between the first and the last row. The recovery was down, and lost its work."""
+    found = run_status(lake.lakehouse, run)["goodput"]
+    recoveries = recoveries_of(lake.lakehouse, run)
+    claimed, *_, ended = Ledger(lake.lakehouse).head_rows(run)
+    with open_run(lake.lakehouse, run) as connection:
+        assert read_goodput(connection, run) == found
+        attempts = read_attempt_times(connection, run)
+        parts = " + ".join(name for name in attempts[0] if name.endswith("_s"))
+        assert connection.execute(f"SELECT wall_s = {parts} FROM goodput").fetchall() == [(True,)]
+    assert found["wall_s"] == (ended.committed_at - claimed.committed_at).total_seconds()
+    assert found["down_s"] == pytest.approx(sum(each.total_s for each in recoveries), abs=1e-3)
+    assert found["replayed_s"] == pytest.approx(sum(each.work_lost_s or 0.0 for each in recoveries), abs=1e-3)
+    assert found["idle_s"] == found["unknown_s"] == found["abandoned_s"] == 0
+    assert min(found["trained_s"], found["startup_s"], found["checkpointing_s"]) > 0
+    assert [each["attempt"] for each in attempts] == [1, 2][: 1 + len(recoveries)]
+
+
 def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
     """report.json says that the disturbed run is the undisturbed one, and report.html shows it by itself."""
     content = write_report(
@@ -210,7 +232,7 @@ def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
     assert [recovery["resumed_step"] for recovery in content["recoveries"]] == [24]
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == content
     page = (tmp_path / "report" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 3
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", page)  # which may spell anything
 
 
@@ -234,6 +256,7 @@ def test_pictures_are_png_files(lake: Lake) -> None:
         with open_run(lake.lakehouse, run) as connection:
             assert draw_losses([read_losses(connection, run)]).startswith(b"\x89PNG")
             assert draw_coverage(connection, run).startswith(b"\x89PNG")
+            assert draw_goodput(connection, run).startswith(b"\x89PNG")
 
 
 def test_the_table_shows_verdict_and_problems(lake: Lake) -> None:

@@ -12,7 +12,10 @@ import pytest
 
 from dlac_pipeline.audit.audit import AuditReport, audit_open_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
+from dlac_pipeline.audit.goodput import goodput_of_rows, read_goodput
 from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.integration.audit_runs import KINDS, TABLES, Workshop, tokens_of, trained
 
 Opened = Callable[[str], duckdb.DuckDBPyConnection]
@@ -166,3 +169,12 @@ def test_rows_excluded_unread_are_not_live(workshop: Workshop, opened: Opened) -
     assert passes[2]["rows_live"] == passes[2]["rows_consumed"] == len(kept)
     assert len(kept) < passes[0]["rows_live"] == passes[0]["rows_consumed"] < 600
     assert all(seen[row_id] == 3 for row_id in kept)
+
+
+def test_goodput_needs_head_rows_only(workshop: Workshop, opened: Opened, run: str) -> None:
+    """The status asks it without advances, and gets the same."""
+    rows = Ledger(workshop.lakehouse).head_rows(run)
+    found = goodput_of_rows(rows, recoveries_of(workshop.lakehouse, run))
+    assert found is not None
+    assert found["trained_s"]
+    assert found == read_goodput(opened(run), run)

@@ -76,7 +76,9 @@ def test_phases_are_recorded_in_order(arena: Arena) -> None:
     phases = happen[:-1]  # the total is printed ahead of them
     assert [phase for _, phase in sorted((printed.index(f"{phase} 0.5 s"), phase) for phase in phases)] == phases
     (told,) = json.loads(dlac("incidents", "r", "--json", home=arena.home).stdout)
-    (record,) = model_page(arena.lakehouse, "r")["incidents"].value.records
+    page = model_page(arena.lakehouse, "r")
+    (record,) = page["incidents"].value.records
+    assert [each.data["attempt"] for each in page["last_attempts"].value.records] == [1]
     for columns in (told, record.data):
         assert [name for name in columns if name.removesuffix("_s") in PHASES] == [
             f"{phase.replace(' ', '_')}_s" for phase in happen

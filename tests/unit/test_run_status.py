@@ -200,6 +200,18 @@ STATUS: dict[str, Any] = {
     "attempts_without_progress": 2,
     "excluded_by_rewinds": ["doc_id < 900", "lang = 'xx'"],
     "recoveries": 2,
+    "goodput": {
+        "ettr": 0.9,
+        "ettr_at_most": 0.925,
+        "wall_s": 4600.0,
+        "idle_s": 1000.0,
+        "startup_s": 0.0,
+        "down_s": 200.0,
+        "replayed_s": 50.0,
+        "checkpointing_s": 10.0,
+        "abandoned_s": 10.0,
+        "unknown_s": 90.0,
+    },
     "total_steps": 20_000,
     "launch": "dead",
     "launch_note": "attempt 3 has no process on this node any more, last heartbeat 10 min ago",
@@ -270,6 +282,7 @@ def test_status_has_main_facts() -> None:
     assert shown["step"] == "1,234 of 20,000 (6%)"
     assert shown["checkpoint"] == f"{LONG}-000001234-a2809855, 10 min ago (auto)"
     assert (shown["kept"], shown["no progress"]) == ("1 checkpoint", "2 attempts since the last checkpoint")
+    assert shown["goodput"] == "90.0% to 92.5% of 1 h; down 3 min 20 s, unknown 1 min 30 s, replayed 50 s"
     assert shown["next"] == "dlac recover r --home /lake"
     live = describe_live(LIVE)
     assert (live["speed"], live["checkpoint"]) == ("0.42 steps/s, 13 samples/s", "2 h 5 min ago")

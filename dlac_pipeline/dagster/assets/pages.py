@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, fields
 from typing import Any
 
-from dlac_pipeline.audit import audit, lakehouse_sql, losses, plots
+from dlac_pipeline.audit import audit, goodput, lakehouse_sql, losses, plots
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.metadata import picture, sql_metadata, table
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -33,7 +33,10 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
             "loss_curve": picture("Loss on the surviving lineage; recoveries are marked", plots.draw_losses(curves)),
             "coverage": picture("Coverage of files and row groups", plots.draw_coverage(connection, run)),
             "checkpoint_cost": picture("Cost of each checkpoint", plots.draw_costs(connection, run)),
+            "time": picture("Time of each attempt by cause", plots.draw_goodput(connection, run)),
         }
+        times = goodput.read_attempt_times(connection, run)[-_SHOWN:]
+    ettr = (status["goodput"] or {}).get("ettr")
     incidents = [Recovery(**row) for row in found]
     checkpoints = [asdict(each) for each in reversed(list_checkpoints(lakehouse, run)[-_SHOWN:])]
     return {
@@ -44,8 +47,10 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "attempts": status["attempt"],
         "head_checkpoint": status["head_checkpoint"] or "(none)",
         "recoveries": status["recoveries"],
+        **({} if ettr is None else {"effective_training_time_ratio": ettr}),
         **pictures,
         **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
+        **table("last_attempts", times[::-1]),
         **table("incidents", [{name: getattr(each, name) for name in _INCIDENT} for each in incidents]),
         "sql": sql_metadata(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
     }

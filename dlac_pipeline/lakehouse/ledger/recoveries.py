@@ -1,5 +1,6 @@
 """The `recoveries` table: one row per recovery, with its phases, and one where a run was given up."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
@@ -73,7 +74,12 @@ def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
         known = recoveries_of(lakehouse, recovery.run)
         return any((found.attempt, found.outcome) == (recovery.attempt, recovery.outcome) for found in known)
 
-    append_own(lakehouse, "recoveries", pa.Table.from_pylist([asdict(recovery)], schema=_ARROW), unless=is_written)
+    append_own(lakehouse, "recoveries", recoveries_to_arrow([recovery]), unless=is_written)
+
+
+def recoveries_to_arrow(recoveries: Iterable[Recovery]) -> pa.Table:
+    """Return recoveries as the table has them."""
+    return pa.Table.from_pylist([asdict(each) for each in recoveries], schema=_ARROW)
 
 
 def recoveries_of(lakehouse: Lakehouse, run: str | None = None) -> list[Recovery]:
