@@ -110,6 +110,7 @@ class CheckpointManager:
         self._copies = LocalCopies(self._tiers, keep=keep, evicts=evicts, resumed_from=trained.parent_folder)
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
+        self._pending_record: ReaderStateTracker | None = None
         self._failure: Exception | None = None
         self.own_s = 0.0
         """Seconds that this rank's part of all checkpoints took, votes and commits left out."""
@@ -119,6 +120,10 @@ class CheckpointManager:
     def under_way(self) -> bool:
         """True if a checkpoint is being committed in the background."""
         return self._pending is not None and not self._pending.done()
+
+    def in_progress(self) -> list[ReaderStateTracker]:
+        """Return the record of the checkpoint that is being committed, if one is."""
+        return [] if self._pending is None or self._pending_record is None else [self._pending_record]
 
     def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
@@ -143,7 +148,7 @@ class CheckpointManager:
         before = self.settle()
         staged = self._stage(engine, tracker, note, started, in_background=True)
         staged.phases["stall"] = time.monotonic() - started
-        self._pending = pending = Future[Committed]()
+        self._pending, self._pending_record = (pending := Future[Committed]()), staged.prepared.taken
 
         def complete() -> None:
             try:

@@ -129,7 +129,12 @@ class Incident:
 def rows_replayed(
     ledger: Ledger, rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure, *, before_seq: int
 ) -> int:
-    """Count the rows that are read again: those that the failed attempt did not commit, and committed ones that are abandoned."""
+    """Count the rows that are read again: those that the failed attempt did not commit, and committed ones that are abandoned.
+
+    From a memory state of the failed attempt, those that it worked on afterwards.
+    """
+    if point.memory_of and point.memory_of == point.replaces:
+        return max(0, failure.rows - point.memory_rows)
     checkpoints = checkpoint_rows(list(rows))
     heads = [row for row in rows if row.seq < before_seq]
     lineage = lineage_of(rows, heads[-1].head_after if heads else None)
@@ -142,12 +147,14 @@ def rows_replayed(
 
 
 def _work_lost_s(rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure) -> float:
-    """Return the seconds of lost training: since the failed attempt's last kept checkpoint, or since the attempt began."""
+    """Return the seconds of lost training: since the state that is kept of the failed attempt, or since it began."""
     if not failure.began:
         return 0.0
     row = checkpoint_rows(list(rows)).get(point.checkpoint_id or "")
     since = failure.began
-    if row is not None and row.attempt == point.replaces:
+    if point.memory_of and point.memory_of == point.replaces:
+        since = max(since, point.memory_at)
+    elif row is not None and row.attempt == point.replaces:
         since = max(since, row.committed_at.timestamp())
     return max(0.0, failure.failed_at - since)
 

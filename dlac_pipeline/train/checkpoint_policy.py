@@ -51,7 +51,7 @@ class CheckpointPolicy:
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
         """Note that training resumes here. Rank 0 looks up the cost of past checkpoints and the number of failures."""
-        self._step = self._head_step = point.step
+        self._step, self._head_step = point.step, point.head_step
         self._head = point.checkpoint_id
         if self._rank == 0:
             settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()

@@ -1,6 +1,8 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.communicator import Communicator
+from dlac_pipeline.train.memory_saves import MemorySaves
 from dlac_pipeline.train.open_attempt import OpenAttempt
 from dlac_pipeline.train.spike_check import SpikeCheck
 
@@ -54,6 +57,7 @@ class Checkpointing:
         self._policy = policy
         self._heartbeat = heartbeat
         self._events = events
+        self._memory = MemorySaves(spec, attempt, communicator, self._warn)
         self.spikes = SpikeCheck(spec, attempt, communicator.tree, self._warn)
         on_nonfinite = "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss
         self._finiteness = FinitenessCheck(spec.run, on_nonfinite, warn=self._warn)
@@ -65,8 +69,12 @@ class Checkpointing:
         if isinstance(self.engine, TrainerFiles):
             self.engine.join(tree, lists=restores)
         convert_s, load_s = load_checkpoint(self.engine, self._attempt.point, self._spec, tree, restores=restores)
+        if self._attempt.point.memory_of:
+            with failing_together(tree, doing="checking the state from memory"):
+                self._attempt.check_memory(partial(self._finiteness.check_weights, self.engine, self._attempt.step))
         self._generators = rng_state()
         self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
+        self._memory.begin(self.engine)
 
     def reset_generators(self) -> None:
         """Set the random generators to their state after `restore`, once."""
@@ -79,7 +87,9 @@ class Checkpointing:
         if applied is None:
             applied = self._restored_engine().step_applied()
         self._tracker.step_done(batch, applied=applied)
+        self._memory.step_done()
         report = self._policy.step_done(batch.step, in_background=self._manager.under_way)
+        report = replace(report, memory_steps=self._memory.wanted_steps() if self._communicator.rank == 0 else 0)
         sync = self._step_syncs.step_done(batch.step, loss=loss, report=report)
         if sync is not None:
             self._on_sync(sync)
@@ -112,6 +122,16 @@ class Checkpointing:
         self._step_syncs.waits_for_losses = False
         self._heartbeat.doing(Phase.TRAINING, step)
 
+    def keep_in_memory(self) -> None:
+        """Save a memory state after the last finished step, if one is due."""
+        if self._memory.is_due(self._attempt.step):
+            self.receive_all()
+            self._memory.save(self._restored_engine(), rows=self._heartbeat.rows)
+
+    def forget_memory(self) -> None:
+        """Remove the memory states of the run, which has ended."""
+        self._memory.end()
+
     def receive_all(self) -> None:
         """Wait for the messages about every finished step."""
         for sync in self._step_syncs.flush():
@@ -129,6 +149,7 @@ class Checkpointing:
         self._tracker.losses += sync.losses
         self._heartbeat.record_loss(sync.step, sync.losses[-1])
         self._policy.on_sync(sync)
+        self._memory.agreed(sync.memory_steps)
         self.spikes.check(sync, skipped=self._tracker.skipped)
         self._finiteness.check_losses(sync, skipped=self._tracker.skipped)
 

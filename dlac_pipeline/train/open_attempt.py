@@ -1,20 +1,26 @@
 """An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, agreed_reader_state
 from dlac_pipeline.checkpoint.manager import CheckpointManager
+from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, forget_states, read_state
 from dlac_pipeline.checkpoint.store import folder_name_of
-from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError
+from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError, LossNotFinite, MemoryStateLost
 from dlac_pipeline.lakehouse.iceberg.pins import release_pins
+from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -37,6 +43,8 @@ class OpenAttempt:
     tracker: ReaderStateTracker
     manager: CheckpointManager
     plans: Plans
+    memory: MemoryState | None = None
+    """The state that the attempt resumes from, if it is in memory."""
 
     @property
     def step(self) -> int:
@@ -60,6 +68,22 @@ class OpenAttempt:
         unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
+    def check_memory(self, check_weights: Callable[[], None]) -> None:
+        """Check a state that was loaded from memory. Raise `MemoryStateLost` if it changed meanwhile.
+
+        `check_weights` may raise `LossNotFinite`. Then the state is removed and `MemoryStateLost` is raised.
+        """
+        assert self.memory is not None, "the resume point names a memory state"
+        if not check_unchanged(self.memory):
+            raise MemoryStateLost(
+                f"expected the memory state in {str(self.memory.folder)!r} to stay, found it written again"
+            )
+        try:
+            check_weights()
+        except LossNotFinite as err:
+            forget_states(self.memory.folder.parent)
+            raise MemoryStateLost(f"expected finite weights in the memory state, found others: {err}") from err
+
     def end_run(self, communicator: Communicator, *, stopped: bool) -> str:
         """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
         finished, is_first = not stopped and self.ends_run, communicator.rank == 0
@@ -73,7 +97,11 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`."""
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
-    state = opened.start_state() if point.leg_is_new else point.cursors
+    memory = _memory_of(point, opened.order)
+    if memory is None:
+        state = opened.start_state() if point.leg_is_new else point.cursors
+    else:
+        state = [[Cursor(*cursor) for cursor in cursors] for cursors in memory.cursors]
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
     exchange = communicator.exchange(counted=opened.order.counted)
@@ -81,7 +109,10 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         rank=communicator.rank, world_size=communicator.world_size, step=point.step, state=state, exchange=exchange
     )
     cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
-    tracker = ReaderStateTracker(committed_step=point.step, groups=reader.groups, cursors=cursors)
+    tracker = ReaderStateTracker(committed_step=point.head_step, step=point.step, groups=reader.groups, cursors=cursors)
+    if memory is not None:
+        tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
+        tracker.earlier = memory.advances if communicator.rank == 0 else []
     trained = AttemptLeg(
         attempt=attempt,
         leg=opened.leg,
@@ -107,7 +138,34 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         tracker=tracker,
         manager=manager,
         plans=plans,
+        memory=None if memory is None else memory.state,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Memory:
+    """What an attempt takes from a memory state, beside the files."""
+
+    state: MemoryState
+    cursors: list[list[list[int]]]
+    trained: Trained
+    """The steps since the head."""
+    advances: list[AdvanceRow]
+
+
+def _memory_of(point: ResumePoint, order: LegOrder) -> _Memory | None:
+    """Return what a resume point in memory has, or None. Raise `MemoryStateLost` if it is gone by now."""
+    if not point.memory_of:
+        return None
+    state = read_state(Path(str(point.folder)))
+    trained = None if state is None or state.first.step != point.step else state.trained_since(point.head_step)
+    if state is None or trained is None:
+        raise MemoryStateLost(
+            f"expected the memory state of step {point.step} in {point.folder!r}, found another one or none"
+        )
+    advances = [row for row in parse_columns(trained.advances) if isinstance(row, AdvanceRow)]
+    cursors = agreed_reader_state(order, state.votes(), point.step)
+    return _Memory(state=state, cursors=cursors, trained=trained, advances=advances)
 
 
 def release_old_pins(plans: Plans, spec: JobSpec) -> None:

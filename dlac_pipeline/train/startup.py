@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
+from dlac_pipeline.checkpoint.memory.states import memory_folder
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -77,7 +78,9 @@ def claim_run(
             held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
             nonce = new_nonce()
             folder = str(own_folder(spec, nonce) or "")
-            request = ClaimRequest(nonce=nonce, options=ResumeOptions(repin=True), launch_folder=folder)
+            request = ClaimRequest(
+                nonce=nonce, options=ResumeOptions(repin=True), launch_folder=folder, memory=memory_folder(spec)
+            )
             answer = claim_and_verify(plans, spec, request).to_json()
         except DlacError as err:
             tree.broadcast(json.dumps({"error": str(err)}).encode())

@@ -197,6 +197,8 @@ class TrainingRun:
         """
         if self.record_step(loss, applied=applied):
             self.checkpoint()
+        else:
+            self._checkpointing.keep_in_memory()
 
     def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
         """Do the first part of `step_done`. Return True if a checkpoint is due, which `checkpoint` then takes.
@@ -280,6 +282,8 @@ class TrainingRun:
         if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
             self._checkpointing.take("end", wait=True)
         ending = attempt.end_run(self._communicator, stopped=self.stopped)
+        if self.rank == 0:
+            self._checkpointing.forget_memory()
         if self.stopped:
             self._policy.left()
         self._events.write({"event": ending, "step": attempt.step})

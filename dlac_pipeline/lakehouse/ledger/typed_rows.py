@@ -224,6 +224,14 @@ class ClaimRow(LedgerRow, kind="claim"):
     rendezvous: str = ""
     launched_by: str = ""
     """Run of the orchestrator that launched the attempt."""
+    memory_of: int = 0
+    """The attempt whose memory state this one resumes from, or 0. The state continues the head."""
+    memory_step: int = 0
+    """Step of that state."""
+    memory_ranks: int = 0
+    """Ranks that trained up to it."""
+    memory_at: float = 0.0
+    """Time at which they kept it, in seconds since the epoch."""
     plan_ids: Sequence[str] = ()
     """The newest plan of each source."""
     leg_plan_ids: Sequence[str] = ()
