@@ -98,23 +98,23 @@ class ResumePoint:
             reader_state=manifest.reader_state,
         )
 
-    def in_memory(self, found: MemoryHead) -> "ResumePoint":
-        """Return this point, placed after a memory state of this node."""
-        first, head = found.state.first, found.head
+    def in_memory(self, chosen: MemoryHead) -> "ResumePoint":
+        """Return this point, placed after the memory state that a claim names. Ranks fail if it is lost by now."""
+        claim, state, head = chosen.claim, chosen.state, chosen.head
         return replace(
             self,
-            step=first.step,
+            step=claim.memory_step,
             head_step=head.step,
             checkpoint_id=head.checkpoint_id or None,
-            memory_of=first.attempt,
-            memory_rows=sum(each.rows for each in found.state.ranks),
-            memory_at=first.saved_at,
-            folder=str(found.state.folder),
+            memory_of=claim.memory_of,
+            memory_rows=0 if state is None else sum(each.rows for each in state.ranks),
+            memory_at=claim.memory_at,
+            folder="" if state is None else str(state.folder),
             host=socket.gethostname(),
             manifest_uri=head.manifest_uri,
             manifest_digest=head.manifest_digest,
-            world_size=first.world_size,
-            engine=first.engine,
+            world_size=claim.memory_ranks,
+            engine="" if state is None else state.first.engine,
         )
 
     @classmethod
@@ -186,19 +186,20 @@ def claim_and_verify(
         current = before.fence.attempt - (before.fence.nonce == request.nonce)
     replaced = current if request.replaces is None else request.replaces
     memory = MemoryChoice(folder=request.memory, ledger=ledger, run=spec.run, replaced=replaced)
-    detail = {**_detail_of(spec, request, tiers), **planned(leg), **memory.detail(before.fence, leg.to_json())}
-    claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail)
+    detail = {**_detail_of(spec, request, tiers), **planned(leg)}
+    choose = partial(memory.choose, leg=leg.to_json())
+    claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose)
     claimed_at = time.monotonic()
     on_claim()
 
     def restore_row(row: CheckpointRow) -> Restored:
         return restore(row, tiers, partial(verifying, row.step), verify=verify)
 
-    in_memory = memory.find(claimed.fence, leg.to_json())  # again: the replaced attempt may have committed meanwhile
-    if in_memory is None:
+    chosen = memory.chosen_by(claimed.fence)
+    if chosen is None:
         point = _resume(chooser, leg, before, claimed, tiers, restore_row)
     else:
-        point = _begin(leg, claimed.fence, in_memory.rows, in_memory.head.checkpoint_id).in_memory(in_memory)
+        point = _begin(leg, claimed.fence, chosen.rows, chosen.head.checkpoint_id).in_memory(chosen)
     verify_s = time.monotonic() - claimed_at
     point = replace(point, replaces=replaced, spike_step=request.options.spike_step)
     return replace(point, claim_s=claimed_at - started, verify_s=verify_s)

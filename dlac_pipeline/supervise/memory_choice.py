@@ -8,17 +8,19 @@ from typing import Any
 from dlac_pipeline.checkpoint.memory.states import MemoryState, read_states
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, LedgerRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryHead:
-    """A memory state, and the head that it continues. At the beginning of a run the row of the head is empty."""
+    """A memory state that a claim names, and the head that it continues: an empty row at the beginning of a run."""
 
-    state: MemoryState
+    claim: ClaimRow
+    state: MemoryState | None
+    """None: it is lost by now."""
     head: CheckpointRow
     rows: list[LedgerRow]
-    """The rows of the run that it was chosen from."""
+    """The rows of the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,37 +32,55 @@ class MemoryChoice:
     run: str
     replaced: int
 
-    def detail(self, fence: Fence, leg: str) -> dict[str, Any]:
-        """Return the fields of a `ClaimRow` for the state that would be taken with this fence."""
-        found = self.find(fence, leg)
-        if found is None:
+    def choose(self, fence: Fence, *, leg: str) -> dict[str, Any]:
+        """Return the fields of a `ClaimRow` for the newest state that may be taken with this fence and leg (as JSON), if any."""
+        states = [] if self.folder is None else [each for each in read_states(self.folder) if each.first.leg == leg]
+        if not states:
             return {}
-        first = found.state.first
-        return {
-            "memory_of": first.attempt,
-            "memory_step": first.step,
-            "memory_ranks": first.world_size,
-            "memory_at": first.saved_at,
-        }
+        rows = self._rows()
+        head = _head_of(fence, rows)
+        for state in states:
+            if head is not None and may_resume(state, rows, head, replaced=self.replaced):
+                first = state.first
+                named = {"memory_of": first.attempt, "memory_step": first.step}
+                return {**named, "memory_ranks": first.world_size, "memory_at": first.saved_at}
+        return {}
 
-    def find(self, fence: Fence, leg: str) -> MemoryHead | None:
-        """Return the newest state that may be taken with this fence and leg (as JSON), or None."""
-        found = [] if self.folder is None else read_states(self.folder)
-        if not found:
+    def chosen_by(self, fence: Fence) -> MemoryHead | None:
+        """Return the state that the claim of the present attempt names, or None if it names none.
+
+        The store is never read under a claim that names memory: a later attempt would take its steps for those of the state.
+        """
+        if self.folder is None:
             return None
-        rows = self.ledger.rows(self.run, kinds=HEAD_KINDS)
-        head = CheckpointRow() if fence.head is None else checkpoint_rows(rows).get(fence.head)
-        if head is None:
+        rows = self._rows()
+        claim, head = claim_of(rows, fence.attempt), _head_of(fence, rows)
+        if not claim.memory_of or head is None:
             return None
-        may = (each for each in found if each.first.leg == leg and may_resume(each, rows, head, replaced=self.replaced))
-        return next((MemoryHead(each, head, rows) for each in may), None)
+        named = (claim.memory_of, claim.memory_step, claim.memory_at)
+        found = (each for each in read_states(self.folder) if _name_of(each) == named)
+        return MemoryHead(claim=claim, state=next(found, None), head=head, rows=rows)
+
+    def _rows(self) -> list[LedgerRow]:
+        return self.ledger.rows(self.run, kinds=HEAD_KINDS)
+
+
+def _name_of(state: MemoryState) -> tuple[int, int, float]:
+    return state.first.attempt, state.first.step, state.first.saved_at
+
+
+def _head_of(fence: Fence, rows: list[LedgerRow]) -> CheckpointRow | None:
+    """Return the row of the head, an empty one before the first checkpoint, or None if the rows lack it."""
+    return CheckpointRow() if fence.head is None else checkpoint_rows(rows).get(fence.head)
 
 
 def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRow, *, replaced: int) -> bool:
     """Return whether an attempt may resume from a whole state of a run with these rows, instead of the attempt `replaced`."""
     first, before = state.first, claim_of(rows, replaced)
     owner = claim_of(rows, first.attempt)
-    is_of_replaced = first.attempt in (before.attempt, before.memory_of) and before.trains
+    # An attempt that was replaced may still run, and write other states: only the one that was taken then counts.
+    is_taken_again = _name_of(state) == (before.memory_of, before.memory_step, before.memory_at)
+    is_of_replaced = before.trains and (first.attempt == before.attempt or is_taken_again)
     is_of_its_launch = first.attempt > 0 and first.nonce == owner.nonce
     is_named = (head.checkpoint_id or None) == first.head
     is_committed_since = (head.attempt, head.nonce) == (first.attempt, first.nonce)

@@ -94,6 +94,8 @@ class Checkpointing:
         if sync is not None:
             self._on_sync(sync)
         self._heartbeat.step_done(batch.step)
+        if self._memory.is_due(batch.step):
+            self.receive_all()  # now, because a message may ask for a checkpoint
 
     def due_reason(self) -> str | None:
         """Return the policy's reason for a checkpoint after the last finished step, or None. A rehearsal takes none."""
@@ -125,7 +127,6 @@ class Checkpointing:
     def keep_in_memory(self) -> None:
         """Save a memory state after the last finished step, if one is due."""
         if self._memory.is_due(self._attempt.step):
-            self.receive_all()
             self._memory.save(self._restored_engine(), rows=self._heartbeat.rows)
 
     def forget_memory(self) -> None:

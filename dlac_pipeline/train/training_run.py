@@ -197,8 +197,6 @@ class TrainingRun:
         """
         if self.record_step(loss, applied=applied):
             self.checkpoint()
-        else:
-            self._checkpointing.keep_in_memory()
 
     def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
         """Do the first part of `step_done`. Return True if a checkpoint is due, which `checkpoint` then takes.
@@ -213,6 +211,8 @@ class TrainingRun:
         self._checkpointing.record_step(batch, loss, applied=applied)
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
         self._due_reason = self._checkpointing.due_reason()
+        if self._due_reason is None:
+            self._checkpointing.keep_in_memory()
         return self._due_reason is not None
 
     def checkpoint(self) -> None:

@@ -89,6 +89,22 @@ def test_state_outlives_its_supervisor(campaign: Arena) -> None:
     assert audit_run(campaign.lakehouse, run).exact
 
 
+def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
+    """The message that asks to stop may arrive while a state is kept: the run stops after a checkpoint of that step."""
+    run = "memory-stopped"
+    spec = spec_of(campaign, run)
+    launch = campaign.launch(spec)
+    launch.wait_for("step")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "stopped"
+    (checkpoint,) = campaign.rows(run, CheckpointRow)
+    assert checkpoint.step == launch.of("stopped")[0]["step"] == launch.of("ended")[0]["step"]
+    folder = memory_folder(spec)
+    assert folder is not None
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("damage", ["seal", "file", "writable"])
 def test_damaged_state_is_not_used(campaign: Arena, damage: str) -> None:
     """Without a seal, with a shorter file, or in a folder that others may write, the checkpoint is read."""

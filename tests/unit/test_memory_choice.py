@@ -36,6 +36,7 @@ STATE = RankState(
     cursors=[],
     trained=[trained(10)],
     rows=96,
+    saved_at=5.0,
     files=[("a.pt", 3)],
 )
 
@@ -68,8 +69,9 @@ def test_checkpoint_committed_meanwhile_is_continued() -> None:
 
 def test_state_is_taken_twice() -> None:
     """An attempt that resumed from memory died before it kept a state of its own."""
-    claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13)
+    claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
     assert taken(STATE, [*_ROWS, claim], _HEAD, replaced=3)
+    assert not taken(replace(STATE, step=14, saved_at=6.0), [*_ROWS, claim], _HEAD, replaced=3)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_state_is_taken_twice() -> None:
         pytest.param(
             STATE, [*_ROWS, ClaimRow(seq=4, attempt=3, nonce="c", purpose="rewinds", memory_of=2)], _HEAD, 3, id="before a rewind"
         ),
-        pytest.param(STATE, [*_ROWS, ClaimRow(seq=4, attempt=3, nonce="c")], _HEAD, 3, id="before an attempt that read the store"),
+        pytest.param(STATE, [*_ROWS, ClaimRow(seq=4, attempt=3, nonce="c")], _HEAD, 3, id="before one that read the store"),
     ],
 )  # fmt: skip
 def test_other_states_are_left(state: RankState, rows: list[LedgerRow], head: CheckpointRow, replaced: int) -> None:
