@@ -123,7 +123,8 @@ class Incident:
         write_recovery(lakehouse, recovery)
         event = "recovered" if outcome == "resumed" else "recovery_failed"
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
-        return {"event": event, **asdict(recovery), "failed_at": recovery.failed_at.isoformat(), **times}
+        facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat(), "from_memory": point.memory_of > 0}
+        return {"event": event, **facts, **times}
 
 
 def rows_replayed(
