@@ -254,6 +254,13 @@ class CheckpointSpec(spec_problems.Section):
     keep_steps: list[Annotated[int, Field(ge=0, le=spec_problems.MOST_STEPS)]] = Field(default_factory=list)
     """Steps whose checkpoints are also kept."""
 
+    @field_validator("memory")
+    @classmethod
+    def _is_absolute(cls, memory: str) -> str:
+        if memory and not memory.startswith("/"):
+            raise ValueError(f'expected the absolute path of a folder of shared memory, or "", found {memory!r}')
+        return memory
+
     @field_validator("store", "local")
     @classmethod
     def _is_a_place(cls, place: str, info: ValidationInfo) -> str:

@@ -26,7 +26,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
-from dlac_pipeline.supervise.memory_choice import MemoryChoice, MemoryHead
+from dlac_pipeline.supervise.memory_choice import ClaimedState, MemoryChoice
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
@@ -55,6 +55,8 @@ class ResumePoint:
     """Rows that all ranks of that attempt had worked on."""
     memory_at: float = 0.0
     """Time of that state in seconds since the epoch."""
+    head_at: float = 0.0
+    """With a memory state: time of the checkpoint, or of the run's beginning."""
     folder: str | None = None
     """Folder of the checkpoint's verified files on `host`."""
     host: str = ""
@@ -98,7 +100,7 @@ class ResumePoint:
             reader_state=manifest.reader_state,
         )
 
-    def in_memory(self, chosen: MemoryHead) -> "ResumePoint":
+    def in_memory(self, chosen: ClaimedState) -> "ResumePoint":
         """Return this point, placed after the memory state that a claim names. Ranks fail if it is lost by now."""
         claim, state, head = chosen.claim, chosen.state, chosen.head
         return replace(
@@ -109,6 +111,7 @@ class ResumePoint:
             memory_of=claim.memory_of,
             memory_rows=0 if state is None else sum(each.rows for each in state.ranks),
             memory_at=claim.memory_at,
+            head_at=(head if head.checkpoint_id else chosen.rows[0]).committed_at.timestamp(),
             folder="" if state is None else str(state.folder),
             host=socket.gethostname(),
             manifest_uri=head.manifest_uri,
@@ -185,7 +188,8 @@ def claim_and_verify(
     if current is None:  # an earlier try of this claim may be committed
         current = before.fence.attempt - (before.fence.nonce == request.nonce)
     replaced = current if request.replaces is None else request.replaces
-    memory = MemoryChoice(folder=request.memory, ledger=ledger, run=spec.run, replaced=replaced)
+    folder = None if chooser.unsure else request.memory
+    memory = MemoryChoice(folder=folder, ledger=ledger, run=spec.run, replaced=replaced)
     detail = {**_detail_of(spec, request, tiers), **planned(leg)}
     choose = partial(memory.choose, leg=leg.to_json())
     claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose)
@@ -195,7 +199,7 @@ def claim_and_verify(
     def restore_row(row: CheckpointRow) -> Restored:
         return restore(row, tiers, partial(verifying, row.step), verify=verify)
 
-    chosen = memory.chosen_by(claimed.fence)
+    chosen = memory.find_claimed(claimed.fence, leg=leg.to_json())
     if chosen is None:
         point = _resume(chooser, leg, before, claimed, tiers, restore_row)
     else:
@@ -228,7 +232,7 @@ def _resume(
 
 
 def _begin(leg: Leg, fence: Fence, rows: list[LedgerRow], head: str) -> ResumePoint:
-    """Return the resume point of an attempt at the beginning of the run. `head`: a checkpoint that it continues, or empty."""
+    """Return a resume point without a place. `head` is the checkpoint that it continues, or empty."""
     committed = leg_of(rows, head) if head else None
     return ResumePoint(
         attempt=fence.attempt,

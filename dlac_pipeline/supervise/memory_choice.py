@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow,
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryHead:
+class ClaimedState:
     """A memory state that a claim names, and the head that it continues: an empty row at the beginning of a run."""
 
     claim: ClaimRow
@@ -46,8 +46,8 @@ class MemoryChoice:
                 return {**named, "memory_ranks": first.world_size, "memory_at": first.saved_at}
         return {}
 
-    def chosen_by(self, fence: Fence) -> MemoryHead | None:
-        """Return the state that the claim of the present attempt names, or None if it names none.
+    def find_claimed(self, fence: Fence, *, leg: str) -> ClaimedState | None:
+        """Return the state that the claim of the present attempt names, if it has the leg, or None if the claim names none.
 
         The store is never read under a claim that names memory: a later attempt would take its steps for those of the state.
         """
@@ -58,8 +58,8 @@ class MemoryChoice:
         if not claim.memory_of or head is None:
             return None
         named = (claim.memory_of, claim.memory_step, claim.memory_at)
-        found = (each for each in read_states(self.folder) if _name_of(each) == named)
-        return MemoryHead(claim=claim, state=next(found, None), head=head, rows=rows)
+        found = (each for each in read_states(self.folder) if _name_of(each) == named and each.first.leg == leg)
+        return ClaimedState(claim=claim, state=next(found, None), head=head, rows=rows)
 
     def _rows(self) -> list[LedgerRow]:
         return self.ledger.rows(self.run, kinds=HEAD_KINDS)

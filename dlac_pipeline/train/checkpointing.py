@@ -1,8 +1,6 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,10 +66,11 @@ class Checkpointing:
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
         if isinstance(self.engine, TrainerFiles):
             self.engine.join(tree, lists=restores)
-        convert_s, load_s = load_checkpoint(self.engine, self._attempt.point, self._spec, tree, restores=restores)
-        if self._attempt.point.memory_of:
-            with failing_together(tree, doing="checking the state from memory"):
-                self._attempt.check_memory(partial(self._finiteness.check_weights, self.engine, self._attempt.step))
+        with self._attempt.loading_memory():
+            convert_s, load_s = load_checkpoint(self.engine, self._attempt.point, self._spec, tree, restores=restores)
+            if self._attempt.memory is not None:
+                with failing_together(tree, doing="checking the state from memory"):
+                    self._finiteness.check_weights(self.engine, self._attempt.step)
         self._generators = rng_state()
         self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
         self._memory.begin(self.engine)
@@ -89,8 +88,7 @@ class Checkpointing:
         self._tracker.step_done(batch, applied=applied)
         self._memory.step_done()
         report = self._policy.step_done(batch.step, in_background=self._manager.under_way)
-        report = replace(report, memory_steps=self._memory.wanted_steps() if self._communicator.rank == 0 else 0)
-        sync = self._step_syncs.step_done(batch.step, loss=loss, report=report)
+        sync = self._step_syncs.step_done(batch.step, loss=loss, report=self._memory.report(report))
         if sync is not None:
             self._on_sync(sync)
         self._heartbeat.step_done(batch.step)
@@ -120,6 +118,7 @@ class Checkpointing:
             self.settle()
         save = self._manager.save if wait else self._manager.begin
         self._report(save(engine, self._tracker, note))
+        self._memory.pause()
         self._policy.taken()
         self._step_syncs.waits_for_losses = False
         self._heartbeat.doing(Phase.TRAINING, step)
@@ -130,8 +129,12 @@ class Checkpointing:
             self._memory.save(self._restored_engine(), rows=self._heartbeat.rows)
 
     def forget_memory(self) -> None:
-        """Remove the memory states of the run, which has ended."""
-        self._memory.end()
+        """Remove the memory states of the run at its end, if a checkpoint has the last step. Called on one rank."""
+        self._memory.end(committed=self._attempt.step == self._tracker.committed_step)
+
+    def discard_memory(self) -> None:
+        """Remove the memory states of the run, because training is not to continue from them."""
+        self._memory.end(committed=True)
 
     def receive_all(self) -> None:
         """Wait for the messages about every finished step."""
@@ -150,7 +153,7 @@ class Checkpointing:
         self._tracker.losses += sync.losses
         self._heartbeat.record_loss(sync.step, sync.losses[-1])
         self._policy.on_sync(sync)
-        self._memory.agreed(sync.memory_steps)
+        self._memory.on_sync(sync)
         self.spikes.check(sync, skipped=self._tracker.skipped)
         self._finiteness.check_losses(sync, skipped=self._tracker.skipped)
 

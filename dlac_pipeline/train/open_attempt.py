@@ -1,7 +1,9 @@
 """An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +11,9 @@ import numpy as np
 
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, agreed_reader_state
 from dlac_pipeline.checkpoint.manager import CheckpointManager
-from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, forget_states, read_state
+from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, read_state
 from dlac_pipeline.checkpoint.store import folder_name_of
-from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError, LossNotFinite, MemoryStateLost
+from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError, MemoryStateLost
 from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
@@ -68,21 +70,25 @@ class OpenAttempt:
         unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
-    def check_memory(self, check_weights: Callable[[], None]) -> None:
-        """Check a state that was loaded from memory. Raise `MemoryStateLost` if it changed meanwhile.
+    @contextmanager
+    def loading_memory(self) -> Iterator[None]:
+        """While inside, load and check the state from memory, if the attempt resumes from one.
 
-        `check_weights` may raise `LossNotFinite`. Then the state is removed and `MemoryStateLost` is raised.
+        Raise `MemoryStateLost` if that failed, or if the state changed meanwhile. It is removed, so that the next attempt reads
+        a checkpoint.
         """
-        assert self.memory is not None, "the resume point names a memory state"
-        if not check_unchanged(self.memory):
-            raise MemoryStateLost(
-                f"expected the memory state in {str(self.memory.folder)!r} to stay, found it written again"
-            )
+        if self.memory is None:
+            yield
+            return
         try:
-            check_weights()
-        except LossNotFinite as err:
-            forget_states(self.memory.folder.parent)
-            raise MemoryStateLost(f"expected finite weights in the memory state, found others: {err}") from err
+            yield
+            if not check_unchanged(self.memory):
+                raise MemoryStateLost("it was written again")
+        except Exception as err:
+            shutil.rmtree(self.memory.folder.parent, ignore_errors=True)
+            raise MemoryStateLost(
+                f"expected to resume from the memory state in {str(self.memory.folder)!r}, found {type(err).__name__}: {err}"
+            ) from err
 
     def end_run(self, communicator: Communicator, *, stopped: bool) -> str:
         """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
@@ -164,7 +170,13 @@ def _memory_of(point: ResumePoint, order: LegOrder) -> _Memory | None:
             f"expected the memory state of step {point.step} in {point.folder!r}, found another one or none"
         )
     advances = [row for row in parse_columns(trained.advances) if isinstance(row, AdvanceRow)]
-    cursors = agreed_reader_state(order, state.votes(), point.step)
+    try:
+        cursors = agreed_reader_state(order, state.votes(), point.step)
+    except CursorMismatch as err:
+        shutil.rmtree(state.folder.parent, ignore_errors=True)
+        raise MemoryStateLost(
+            f"expected the cursors of the memory state to be those of the order, found {err}"
+        ) from err
     return _Memory(state=state, cursors=cursors, trained=trained, advances=advances)
 
 

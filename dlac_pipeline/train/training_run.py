@@ -53,6 +53,8 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
             run.leave()
         except BaseException as err:
             # Before the connections close: then other ranks fail at once, and are not the cause.
+            if isinstance(err, LossNotFinite | LossSpiked):
+                run.discard_memory()
             if folder is not None:
                 leave_reason(err)
             else:
@@ -261,7 +263,13 @@ class TrainingRun:
             self._end()
             return
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
+        if self.rank == 0:
+            self._checkpointing.forget_memory()
         self._heartbeat.doing(Phase.DONE, self.step)
+
+    def discard_memory(self) -> None:
+        """Remove the memory states of the run: a loss that ends it came of them."""
+        self._checkpointing.discard_memory()
 
     def record_failure(self, err: BaseException) -> None:
         """Record without a supervisor that the run is given up, or that the recovery before the first step failed."""

@@ -131,7 +131,7 @@ def test_killed_attempt_loses_uncommitted_work() -> None:
 
 def test_work_in_memory_is_not_lost() -> None:
     """Steps up to a state in memory are trained. Those of an attempt without a checkpoint begin where its pace says."""
-    state = {"memory_of": 1, "memory_step": 26, "memory_at": moment(31).timestamp()}
+    state: dict[str, Any] = {"memory_of": 1, "memory_step": 26, "memory_at": moment(31).timestamp()}
     resumed = replace(claim(34, 2), **state)
     found = spent((*TRAINED, resumed, checkpoint(50, 30, 2, "20.1")), [recovery(32, 2, 8, work_lost_s=1.0)])
     assert found == {"startup": 5, "trained": 20 + 6 + 10, "replayed": 1, "down": 8}

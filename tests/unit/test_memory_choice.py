@@ -96,7 +96,9 @@ def test_other_states_are_left(state: RankState, rows: list[LedgerRow], head: Ch
 def test_state_is_whole_or_none(tmp_path: Path) -> None:
     """All ranks must have sealed the same step, and their files must have their size."""
     folder = tmp_path / "dlac" / "run"
-    slot = states.slot_of(states.make_attempt_folder(*_made(folder)), 0)
+    attempt = states.attempt_folder(folder, 2, "b")
+    states.make_folder(attempt)
+    slot = states.slot_of(attempt, 0)
     slot.mkdir()
     (slot / "a.pt").write_bytes(b"abc")
     first, second = (replace(STATE, world_size=2, rank=rank) for rank in range(2))
@@ -113,11 +115,6 @@ def test_state_is_whole_or_none(tmp_path: Path) -> None:
     assert not states.check_unchanged(state)
     states.seal_file(slot, 0).write_bytes(b"\xc1")
     assert states.read_states(folder) == []
-
-
-def _made(folder: Path) -> tuple[Path, str]:
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
-    return folder, "b"
 
 
 def test_state_in_memory_is_progress() -> None:

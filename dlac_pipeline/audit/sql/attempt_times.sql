@@ -24,7 +24,12 @@ signs AS (
 remembered AS (
     SELECT c.run, (c.detail ->> '$.memory_of')::INTEGER AS attempt, c.seq,
         (c.detail ->> '$.memory_step')::BIGINT - coalesce(h.step, 0) AS steps,
-        count(l.checkpoint_id) > 0 OR count(n.seq) = 0 AS survives, false AS exits, false AS rescales,
+        (count(l.checkpoint_id) > 0 OR count(n.seq) = 0) AND NOT EXISTS (
+            -- an attempt that read the store after all
+            FROM signs AS m
+            WHERE m.run = c.run AND m.kind = 'claim' AND m.seq > c.seq AND NOT json_exists(m.detail, '$.memory_of')
+                AND m.seq < (SELECT min(seq) FROM signs AS k WHERE k.run = c.run AND k.kind = 'checkpoint' AND k.seq > c.seq)
+        ) AS survives, false AS exits, false AS rescales,
         (1e6 * (c.detail ->> '$.memory_at')::DOUBLE)::BIGINT AS copied_us, copied_us AS begun_us, copied_us AS done_us
     FROM signs AS c
     LEFT JOIN signs AS h ON h.run = c.run AND h.kind = 'checkpoint' AND h.checkpoint_id = c.head_after

@@ -1,6 +1,6 @@
 """Memory states of a run on this node: the states of all ranks after one step, as files in a folder of shared memory.
 
-    <memory>/dlac-<user>/<run>-<digest of its local folder>/<nonce of the attempt>/<slot>-<nonce>/
+    <memory>/dlac-<user>/<run>-<digest of its local folder>/<attempt>-<nonce>/<slot>-<nonce>/
         <the files of the engine and of the random generators, as in a checkpoint>
         rank-<rank>.sealed
 
@@ -23,6 +23,7 @@ from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from dlac_pipeline.spec.job_spec import JobSpec
 
+SLOTS = 2
 _FORMAT_VERSION = 1
 _FORGET_S = 86_400.0
 """Seconds after which the memory states of another run, which writes none any more, are removed."""
@@ -98,20 +99,25 @@ class MemoryState:
 
 
 def memory_folder(spec: JobSpec) -> Path | None:
-    """Return the folder of a run's memory states on this node, or None where there are none."""
-    memory = Path(spec.checkpoint.memory)
-    if not spec.checkpoint.memory or spec.launch.max_nodes > 1 or not memory.is_dir():
+    """Return the folder of a run's memory states on this node, or None where there are none: with ranks on other nodes."""
+    memory, ranks = Path(spec.checkpoint.memory), os.environ.get("WORLD_SIZE", "1")
+    is_alone = spec.launch.max_nodes == 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") == ranks
+    if not spec.checkpoint.memory or not is_alone or not memory.is_dir():
         return None
     place = sha256(f"{Path(spec.checkpoint.local).resolve()}/{spec.run}".encode()).hexdigest()[:12]
     return memory / f"dlac-{os.getuid()}" / f"{spec.run}-{place}"
 
 
-def make_attempt_folder(folder: Path, nonce: str) -> Path:
-    """Return the folder of an attempt's memory states in that of its run. Raise `OSError` if others may write it."""
-    for each in (folder.parent, folder, folder / nonce):
+def attempt_folder(folder: Path, attempt: int, nonce: str) -> Path:
+    """Return the folder of an attempt's memory states in that of its run."""
+    return folder / f"{attempt:06d}-{nonce}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of an attempt's memory states. Raise `OSError` if others may write it."""
+    for each in (folder.parent.parent, folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
-    _check_own(folder.parent)
-    return folder / nonce
+    _check_own(folder.parent.parent)
 
 
 def _check_own(folder: Path) -> None:
@@ -123,7 +129,7 @@ def _check_own(folder: Path) -> None:
 
 def slot_of(folder: Path, number: int) -> Path:
     """Return the folder of the `number`-th memory state of an attempt, in that of the attempt."""
-    return folder / f"{number % 2}-{folder.name}"
+    return folder / f"{number % SLOTS}-{folder.name}"
 
 
 def seal_file(slot: Path, rank: int) -> Path:
@@ -170,22 +176,23 @@ def _read_seal(slot: Path, rank: int) -> RankState:
     return RankState(**{**found, "trained": trained, "files": [(name, size) for name, size in found["files"]]})
 
 
-def forget_states(folder: Path, *, but: str = "") -> None:
-    """Remove the memory states of a run on this node, but those of one attempt. Without `but`, their folder too."""
-    if not but:
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    for each in folder.iterdir():
-        if each.name != but:
-            shutil.rmtree(each, ignore_errors=True)
+def forget_states(folder: Path, *, before: int) -> None:
+    """Remove the memory states of a run's attempts before the attempt `before`, with what was converted of them."""
+    with suppress(OSError):  # it is gone, or being removed
+        for each in folder.iterdir():
+            number = each.name.partition("-")[0]
+            if not number.isdigit() or int(number) < before:
+                shutil.rmtree(each, ignore_errors=True)
+        folder.rmdir()
 
 
 def forget_old_states(folder: Path) -> None:
     """Remove the memory states of other runs of this user that have written none for a day."""
     for run in folder.parent.iterdir():
-        newest = max((each.stat().st_mtime for each in [run, *run.glob("*/*-*")]), default=0.0)
-        if run != folder and newest < time.time() - _FORGET_S:
-            shutil.rmtree(run, ignore_errors=True)
+        with suppress(OSError):  # the run ends just now
+            newest = max(each.stat().st_mtime for each in [run, *run.glob("*/*-*")])
+            if run != folder and newest < time.time() - _FORGET_S:
+                shutil.rmtree(run, ignore_errors=True)
 
 
 def room_for_states(memory: Path) -> int:
@@ -202,4 +209,9 @@ def room_for_states(memory: Path) -> int:
 def check_unchanged(state: MemoryState) -> bool:
     """Return whether a state is still what it was, after it was loaded: an attempt that is fenced off may still write."""
     now = read_state(state.folder)
-    return now is not None and now.ranks == state.ranks
+    return now is not None and [_stamp_of(each) for each in now.ranks] == [_stamp_of(each) for each in state.ranks]
+
+
+def _stamp_of(rank: RankState) -> tuple[str, int, float]:
+    """What tells a rank's state from every other one. Losses do not: NaN differs from itself."""
+    return rank.nonce, rank.step, rank.saved_at

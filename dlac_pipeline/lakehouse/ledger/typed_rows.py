@@ -246,6 +246,8 @@ class ClaimRow(LedgerRow, kind="claim"):
     def _to_detail(self) -> dict[str, Any]:
         found = LedgerRow._to_detail(self)
         purpose, origin = found.pop("purpose", None), found.pop("origin", None)
+        if not self.memory_of:
+            found = {key: value for key, value in found.items() if not key.startswith("memory_")}
         return found if purpose is None else {purpose: origin, **found}
 
     @classmethod

@@ -60,7 +60,13 @@ class CommittedSteps:
         parent = self._checkpoints.get(checkpoint.parent or "")
         if parent is None:
             self._check_trained(checkpoint, step)
-        leg, nodes = leg_of(self.rows, checkpoint.checkpoint_id), self._nodes_of(checkpoint.attempt)
+        return self._as_trained(step, leg_of(self.rows, checkpoint.checkpoint_id), checkpoint, parent)
+
+    def _as_trained(
+        self, step: int, leg: Leg, checkpoint: CheckpointRow, parent: CheckpointRow | None
+    ) -> CommittedStep:
+        """Return a step with the ranks and nodes of the attempt that trained it."""
+        nodes = self._nodes_of(checkpoint.attempt)
         trained = trained_by(self.rows, checkpoint.attempt, step)
         if trained != checkpoint.attempt:  # on one node, and a later attempt resumed from its memory
             before = next(row for row in self.rows if isinstance(row, ClaimRow) and row.memory_of == trained)
@@ -90,8 +96,7 @@ class CommittedSteps:
                 continue
             ranks = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt).launch.world_size
             checkpoint = CheckpointRow(attempt=attempt, step=step, world_size=ranks, parent=head_id)
-            leg, nodes = Leg.from_json(point.leg), self._nodes_of(attempt)
-            return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=head, nodes=nodes)
+            return self._as_trained(step, Leg.from_json(point.leg), checkpoint, head)
         return self.find(step)
 
     @property
