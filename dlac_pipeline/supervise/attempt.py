@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.memory.states import memory_folder
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -120,7 +119,7 @@ class SupervisedAttempt:
             options=self._options,
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
-            memory=None if self.others else memory_folder(self._spec),
+            from_memory=not self.others,
         )
         point: ResumePoint = self._retry(
             claim_and_verify,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
@@ -147,8 +146,8 @@ class ClaimRequest:
     """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
     purpose: Mapping[str, Any] = field(default_factory=dict)
     """Purpose of an attempt that does not train."""
-    memory: Path | None = None
-    """Folder of the run's memory states on this node, from which the attempt may resume."""
+    from_memory: bool = False
+    """True if the attempt may resume from a memory state of this node, on which all its ranks are."""
 
 
 def claim_and_verify(
@@ -188,8 +187,8 @@ def claim_and_verify(
     if current is None:  # an earlier try of this claim may be committed
         current = before.fence.attempt - (before.fence.nonce == request.nonce)
     replaced = current if request.replaces is None else request.replaces
-    folder = None if chooser.unsure else request.memory
-    memory = MemoryChoice(folder=folder, ledger=ledger, run=spec.run, replaced=replaced)
+    may_use = request.from_memory and not chooser.unsure
+    memory = MemoryChoice(spec=spec, ledger=ledger, replaced=replaced, may_use=may_use)
     detail = {**_detail_of(spec, request, tiers), **planned(leg)}
     choose = partial(memory.choose, leg=leg.to_json())
     claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose)

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.memory.states import MemoryState, read_states
+from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, read_states
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +27,15 @@ class ClaimedState:
 class MemoryChoice:
     """Choice among the memory states of a run on this node, for the attempt that replaces the attempt `replaced`."""
 
-    folder: Path | None
+    spec: JobSpec
     ledger: Ledger
-    run: str
     replaced: int
+    may_use: bool
+    """False: no state is taken."""
 
     def choose(self, fence: Fence, *, leg: str) -> dict[str, Any]:
         """Return the fields of a `ClaimRow` for the newest state that may be taken with this fence and leg (as JSON), if any."""
-        states = [] if self.folder is None else [each for each in read_states(self.folder) if each.first.leg == leg]
+        states = [each for each in self._states() if each.first.leg == leg]
         if not states:
             return {}
         rows = self._rows()
@@ -51,18 +52,22 @@ class MemoryChoice:
 
         The store is never read under a claim that names memory: a later attempt would take its steps for those of the state.
         """
-        if self.folder is None:
+        if not self.may_use:
             return None
         rows = self._rows()
         claim, head = claim_of(rows, fence.attempt), _head_of(fence, rows)
         if not claim.memory_of or head is None:
             return None
         named = (claim.memory_of, claim.memory_step, claim.memory_at)
-        found = (each for each in read_states(self.folder) if _name_of(each) == named and each.first.leg == leg)
+        found = (each for each in self._states() if _name_of(each) == named and each.first.leg == leg)
         return ClaimedState(claim=claim, state=next(found, None), head=head, rows=rows)
 
     def _rows(self) -> list[LedgerRow]:
-        return self.ledger.rows(self.run, kinds=HEAD_KINDS)
+        return self.ledger.rows(self.spec.run, kinds=HEAD_KINDS)
+
+    def _states(self) -> list[MemoryState]:
+        folder = memory_folder(self.spec) if self.may_use else None
+        return [] if folder is None else read_states(folder)
 
 
 def _name_of(state: MemoryState) -> tuple[int, int, float]:

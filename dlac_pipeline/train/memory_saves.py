@@ -109,7 +109,7 @@ class MemorySaves:
             files.append((str(path.relative_to(slot)), overwrite_state(state, path)))
 
         try:
-            if self._number and rank == 0 and states.read_state(states.slot_of(self._folder, self._number - 1)):
+            if self._number and rank == 0 and states.read_slot(states.slot_of(self._folder, self._number - 1)):
                 states.forget_states(self._folder.parent, before=self._attempt.point.attempt)
             slot.mkdir(mode=0o700, exist_ok=True)
             states.seal_file(slot, rank).unlink(missing_ok=True)

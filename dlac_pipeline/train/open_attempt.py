@@ -1,36 +1,25 @@
 """An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
-import logging
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, agreed_reader_state
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.manager import CheckpointManager
-from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, read_state
 from dlac_pipeline.checkpoint.store import folder_name_of
-from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError, MemoryStateLost
-from dlac_pipeline.lakehouse.iceberg.pins import release_pins
-from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
-
-_log = logging.getLogger(__name__)
+from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +34,7 @@ class OpenAttempt:
     tracker: ReaderStateTracker
     manager: CheckpointManager
     plans: Plans
-    memory: MemoryState | None = None
+    memory: RestoredMemory | None = None
     """The state that the attempt resumes from, if it is in memory."""
 
     @property
@@ -70,26 +59,6 @@ class OpenAttempt:
         unrecorded = point.leg_is_new and self.manager.head == point.checkpoint_id
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
-    @contextmanager
-    def loading_memory(self) -> Iterator[None]:
-        """While inside, load and check the state from memory, if the attempt resumes from one.
-
-        Raise `MemoryStateLost` if that failed, or if the state changed meanwhile. It is removed, so that the next attempt reads
-        a checkpoint.
-        """
-        if self.memory is None:
-            yield
-            return
-        try:
-            yield
-            if not check_unchanged(self.memory):
-                raise MemoryStateLost("it was written again")
-        except Exception as err:
-            shutil.rmtree(self.memory.folder.parent, ignore_errors=True)
-            raise MemoryStateLost(
-                f"expected to resume from the memory state in {str(self.memory.folder)!r}, found {type(err).__name__}: {err}"
-            ) from err
-
     def end_run(self, communicator: Communicator, *, stopped: bool) -> str:
         """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
         finished, is_first = not stopped and self.ends_run, communicator.rank == 0
@@ -103,11 +72,9 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`."""
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
-    memory = _memory_of(point, opened.order)
-    if memory is None:
-        state = opened.start_state() if point.leg_is_new else point.cursors
-    else:
-        state = [[Cursor(*cursor) for cursor in cursors] for cursors in memory.cursors]
+    memory = read_memory(point, opened.order)
+    begun = opened.start_state() if point.leg_is_new else point.cursors
+    state = begun if memory is None else memory.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
     exchange = communicator.exchange(counted=opened.order.counted)
@@ -144,49 +111,8 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         tracker=tracker,
         manager=manager,
         plans=plans,
-        memory=None if memory is None else memory.state,
+        memory=memory,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Memory:
-    """What an attempt takes from a memory state, beside the files."""
-
-    state: MemoryState
-    cursors: list[list[list[int]]]
-    trained: Trained
-    """The steps since the head."""
-    advances: list[AdvanceRow]
-
-
-def _memory_of(point: ResumePoint, order: LegOrder) -> _Memory | None:
-    """Return what a resume point in memory has, or None. Raise `MemoryStateLost` if it is gone by now."""
-    if not point.memory_of:
-        return None
-    state = read_state(Path(str(point.folder)))
-    trained = None if state is None or state.first.step != point.step else state.trained_since(point.head_step)
-    if state is None or trained is None:
-        raise MemoryStateLost(
-            f"expected the memory state of step {point.step} in {point.folder!r}, found another one or none"
-        )
-    advances = [row for row in parse_columns(trained.advances) if isinstance(row, AdvanceRow)]
-    try:
-        cursors = agreed_reader_state(order, state.votes(), point.step)
-    except CursorMismatch as err:
-        shutil.rmtree(state.folder.parent, ignore_errors=True)
-        raise MemoryStateLost(
-            f"expected the cursors of the memory state to be those of the order, found {err}"
-        ) from err
-    return _Memory(state=state, cursors=cursors, trained=trained, advances=advances)
-
-
-def release_old_pins(plans: Plans, spec: JobSpec) -> None:
-    """Release the pins of earlier legs. A failure is left to the next launch, because all rows were committed."""
-    for source in spec.sources:
-        try:
-            release_pins(plans.lakehouse, spec.run, source.table)
-        except (DlacError, OSError) as err:
-            _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:

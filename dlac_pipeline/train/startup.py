@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.checkpoint.memory.states import memory_folder
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -79,7 +78,7 @@ def claim_run(
             nonce = new_nonce()
             folder = str(own_folder(spec, nonce) or "")
             request = ClaimRequest(
-                nonce=nonce, options=ResumeOptions(repin=True), launch_folder=folder, memory=memory_folder(spec)
+                nonce=nonce, options=ResumeOptions(repin=True), launch_folder=folder, from_memory=True
             )
             answer = claim_and_verify(plans, spec, request).to_json()
         except DlacError as err:

@@ -26,7 +26,7 @@ from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.open_attempt import open_attempt, release_old_pins
+from dlac_pipeline.train.open_attempt import open_attempt
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader
 
@@ -89,7 +89,7 @@ class TrainingRun:
         self._attempt = open_attempt(spec, self._plans, self.resume_point, self._communicator)
         self._policy.resumed(self.resume_point, self._lakehouse)
         self._checkpointing = Checkpointing(
-            spec, self._attempt, self._communicator, self._policy, self._heartbeat, self._events
+            spec, self._attempt, self._communicator, self._policy, self._heartbeat, self._events.write
         )
         self._batch: Batch | None = None
         self._due_reason: str | None = None
@@ -298,7 +298,7 @@ class TrainingRun:
         self._heartbeat.doing(Phase.DONE, attempt.step)
         self._recoveries.observe(self._heartbeat, Phase.DONE)
         if ending == "caught_up" and self.rank == 0:
-            release_old_pins(self._plans, self.spec)
+            self._plans.release_old_pins(self.spec.run, [source.table for source in self.spec.sources])
 
     def _end_rehearsal(self) -> None:
         """Report the losses of a rehearsal. Nothing is committed."""

@@ -103,11 +103,11 @@ def test_state_is_whole_or_none(tmp_path: Path) -> None:
     (slot / "a.pt").write_bytes(b"abc")
     first, second = (replace(STATE, world_size=2, rank=rank) for rank in range(2))
     states.write_seal(slot, first)
-    assert states.read_state(slot) is None
+    assert states.read_slot(slot) is None
     states.write_seal(slot, replace(second, step=12))
-    assert states.read_state(slot) is None
+    assert states.read_slot(slot) is None
     states.write_seal(slot, second)
-    state = states.read_state(slot)
+    state = states.read_slot(slot)
     assert state == MemoryState(slot, (first, second))
     assert states.read_states(folder) == [state]
     assert states.check_unchanged(state)

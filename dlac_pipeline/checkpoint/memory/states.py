@@ -149,13 +149,13 @@ def read_states(folder: Path) -> list[MemoryState]:
     """Return the whole memory states of a run on this node, the newest first. None if others may have written them."""
     try:
         _check_own(folder.parent)
-        found = [read_state(slot) for slot in folder.glob("*/*-*")]
+        found = [read_slot(slot) for slot in folder.glob("*/*-*")]
     except OSError:  # there are none, or they are being removed
         return []
     return sorted((each for each in found if each is not None), key=lambda each: each.first.saved_at, reverse=True)
 
 
-def read_state(slot: Path) -> MemoryState | None:
+def read_slot(slot: Path) -> MemoryState | None:
     """Return the memory state in a slot, or None if a rank has not sealed it, or a file is missing."""
     try:
         first = _read_seal(slot, 0)
@@ -208,7 +208,7 @@ def room_for_states(memory: Path) -> int:
 
 def check_unchanged(state: MemoryState) -> bool:
     """Return whether a state is still what it was, after it was loaded: an attempt that is fenced off may still write."""
-    now = read_state(state.folder)
+    now = read_slot(state.folder)
     return now is not None and [_stamp_of(each) for each in now.ranks] == [_stamp_of(each) for each in state.ranks]
 
 
