@@ -1,0 +1,156 @@
+"""The faults of one schedule, and their end: nodes come back, cuts heal, and the run must finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.simulation.coordinator import Start, launch, rewind, watch
+from tests.simulation.scheduler import Life, Process
+from tests.simulation.values import LAST_STEP, Part, Stamp, State
+from tests.simulation.world import Node, World
+
+FAULTS_END = 45.0
+"""Time from which no faults occur."""
+
+
+class Faults:
+    """Faults that strike a world at random times."""
+
+    def __init__(self, world: World, start: Start) -> None:
+        self._world = world
+        self._start = start
+
+    def schedule(self) -> None:
+        """Choose the faults of this schedule."""
+        rng = self._world.rng
+        kinds: list[tuple[Callable[[], None], int]] = [
+            (self._kill_ranks, 4),
+            (self._kill_node, 4),
+            (self._kill_buddies, 2),
+            (self._kill_all_ranks, 2),
+            (self._cut_network, 5),
+            (self._suspend_ledger, 1),
+            (self._suspend_store, 2),
+            (self._suspend_lighthouse, 1),
+            (self._damage_head, 2),
+            (self._rewind, 3),
+            (self._launch_again, 2),
+            (self._rehearse, 2),
+        ]
+        actions, weights = zip(*kinds, strict=True)
+        at = rng.uniform(2.0, 12.0)
+        for action in rng.choices(actions, weights, k=rng.choice((0, 1, 1, 2, 3, 4, 6))):
+            self._world.scheduler.call(at, action)
+            at = min(at + rng.choice((rng.uniform(0.0, 3.0), rng.uniform(3.0, 15.0))), FAULTS_END)
+        self._world.scheduler.call(FAULTS_END + 1, self._heal)
+
+    def _strike(self, kind: str, *nodes: Node) -> None:
+        self._world.faults.append(kind)
+        self._world.note("fault: {} {}", kind, [node.number for node in nodes])
+
+    def _any_node(self) -> Node:
+        return self._world.rng.choice(self._world.nodes)
+
+    def _kill_ranks(self) -> None:
+        node = self._any_node()
+        self._strike("kill ranks", node)
+        node.ranks.ended = True
+
+    def _kill_all_ranks(self) -> None:
+        """End the ranks of all nodes, as a defect of the training script does."""
+        self._strike("kill ranks of all nodes", *self._world.nodes)
+        for node in self._world.nodes:
+            node.ranks.ended = True
+
+    def _kill_node(self) -> None:
+        node = self._any_node()
+        self._strike("kill node", node)
+        self._stop(node)
+
+    def _kill_buddies(self) -> None:
+        node = self._any_node()
+        buddy = self._world.nodes[(node.number + 1) % len(self._world.nodes)]
+        self._strike("two nodes at once", node, buddy)
+        self._stop(node)
+        self._stop(buddy)
+
+    def _stop(self, node: Node) -> None:
+        node.stop()
+        self._world.scheduler.call(self._world.between(2.0, 15.0), lambda: self._restart(node))
+
+    def _restart(self, node: Node) -> None:
+        if node.life.ended:
+            node.life, node.ranks = Life(), Life()
+            self._world.scheduler.spawn(watch(self._world, node, self._start), node.life)
+
+    def _cut_network(self) -> None:
+        world = self._world
+        world.side = [world.rng.choice((0, 0, 1)) for _ in world.nodes]
+        world.cut_off = {side for side in (0, 1) if world.rng.random() < 0.3}
+        self._strike("cut", *(node for node in world.nodes if world.side[node.number]))
+        world.scheduler.call(world.between(1.0, 20.0), self._join_network)
+
+    def _join_network(self) -> None:
+        self._world.side, self._world.cut_off = [0] * len(self._world.nodes), set()
+
+    def _suspend_ledger(self) -> None:
+        self._strike("the ledger is unavailable")
+        self._world.ledger_away = True
+        self._world.scheduler.call(self._world.between(1.0, 10.0), self._resume_services)
+
+    def _suspend_store(self) -> None:
+        self._strike("the store is unavailable")
+        self._world.store_away = True
+        self._world.scheduler.call(self._world.between(3.0, 15.0), self._resume_services)
+
+    def _suspend_lighthouse(self) -> None:
+        self._strike("the lighthouse is lost")
+        self._world.lighthouse_down = True
+        self._world.scheduler.call(self._world.between(1.0, 8.0), self._resume_services)
+
+    def _resume_services(self) -> None:
+        self._world.ledger_away = self._world.store_away = self._world.lighthouse_down = False
+
+    def _damage_head(self) -> None:
+        head = self._world.ledger.read().fence.head
+        if head:
+            self._strike(f"checkpoint {head} is damaged")
+            self._world.files[head].damaged = True
+
+    def _rewind(self) -> None:
+        node = self._any_node()
+        self._strike("rewind", node)
+        self._world.scheduler.spawn(rewind(self._world, node), node.life)
+
+    def _launch_again(self) -> None:
+        """Launch the run although it may train, as a second `train` or a supervisor that was suspended does."""
+        node = self._any_node()
+        self._strike("second launch", node)
+        team = self._world.reached_from(node)
+        self._world.scheduler.spawn(launch(self._world, node, team, self._start), node.life)
+
+    def _rehearse(self) -> None:
+        """Leave the copy of a rehearsal in memory, which trains in a sandbox and has no claim."""
+        node, world = self._any_node(), self._world
+        self._strike("rehearsal", node)
+        reading = world.ledger.read()
+        stamp = Stamp(LAST_STEP - 1, reading.fence.attempt, 0, world.number(), reading.leg, 1)
+        world.hold(node, Part(stamp, 0, State(stamp.step, -world.number(), -world.number())), 0)
+
+    def _heal(self) -> None:
+        self._world.over = True
+        self._join_network()
+        self._resume_services()
+        for node in self._world.nodes:
+            self._restart(node)
+
+
+def start_watching(world: World, start: Start) -> None:
+    """Start the agents of all nodes."""
+    for node in world.nodes:
+        world.scheduler.spawn(watch(world, node, start), node.life, delay=world.between(0.0, 1.0))
+
+
+def groups_process(process: Process[None], world: World) -> None:
+    """Start the lighthouse."""
+    world.scheduler.spawn(process, Life())

@@ -1,0 +1,171 @@
+"""What must hold in every schedule. The truth is recorded beside the protocol, which never reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tests.simulation.ledger import Reading, Refused
+from tests.simulation.values import (
+    LAST_STEP,
+    CheckpointRow,
+    ClaimRow,
+    FinishRow,
+    QuarantineRow,
+    QuorumRow,
+    RewindRow,
+    Row,
+    State,
+    Stamp,
+    digest_rows,
+    rows_of,
+)
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def check(holds: bool, text: str, *facts: object) -> None:
+    """Raise `Violation` unless the invariant holds."""
+    if not holds:
+        raise Violation(text.format(*facts))
+
+
+class Truth:
+    """All states that training made, what was whole in memory, and the checks against them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made: dict[int, tuple[int, int]] = {}
+        """Bits of a state -> the bits that it was made from, and the nonce of the attempt that made it."""
+        self._replicas: dict[Stamp, set[int]] = {}
+        """Copy -> its parts that arrived at their buddies."""
+        self.whole: dict[int, int] = {}
+        """Nonce of an attempt -> its newest step that was whole at all ranks and buddies."""
+        self._faults_before: dict[int, int] = {}
+        """Nonce of an attempt -> faults before it started."""
+        self._last_step: dict[int, int] = {}
+        """Nonce of an attempt -> the last step that it executed."""
+        self.replayed: Counter[int] = Counter()
+        """Steps executed again after single faults whose memory was whole."""
+
+    # Reports of the engines
+
+    def make(self, before: State, rows: int, nonce: int) -> State:
+        """Execute a step: return a state that no other execution makes."""
+        state = State(before.step + 1, rows, self._world.number())
+        self._made[state.bits] = (before.bits, nonce)
+        self._last_step[nonce] = state.step
+        return state
+
+    def replicate(self, stamp: Stamp, index: int) -> None:
+        """Record that a part of a copy is whole at its rank and its buddy."""
+        arrived = self._replicas.setdefault(stamp, set())
+        arrived.add(index)
+        if len(arrived) == stamp.parts:
+            self.whole[stamp.nonce] = max(stamp.step, self.whole.get(stamp.nonce, 0))
+
+    def start(self, reading: Reading, claim: ClaimRow, state: State) -> None:
+        """Check the state that an attempt starts from. `reading` is of the time of its claim, or of its quarantine."""
+        nonce = claim.fence.nonce
+        self._check_descent(reading, state, reading.head, f"attempt {claim.fence.attempt}", claim.leg)
+        if claim.memory is None:
+            check(state == reading.head.state, "attempt {} starts from the head, not from {}", claim.fence.attempt, state)
+        else:
+            check(state.step == claim.memory.step, "attempt {} starts as its claim records", claim.fence.attempt)
+        self._faults_before[nonce] = len(self._world.faults)
+        self._check_memory_kept(reading, claim, state)
+
+    def _check_memory_kept(self, reading: Reading, claim: ClaimRow, state: State) -> None:
+        """Check that one fault does not lose a copy that was whole at all ranks and buddies."""
+        claims = [row for row in reading.rows if isinstance(row, ClaimRow) and row.fence.attempt == claim.replaces]
+        if not claims or isinstance(claims[0], RewindRow) or claims[0].leg != claim.leg:
+            return
+        nonce = claims[0].fence.nonce
+        faults, whole = self._world.faults[self._faults_before.get(nonce, 0) :], self.whole.get(nonce, 0)
+        if len(faults) != 1 or not faults[0].startswith("kill") or not whole:
+            return
+        check(state.step >= whole, "one fault ({}) loses step {}, which was whole in memory", faults[0], whole)
+        self.replayed[self._last_step[nonce] - state.step] += 1
+
+    # The ledger
+
+    def check_refusal(self, append_id: int, refused: Refused) -> None:
+        """Check that an append is not refused because it has landed."""
+        check(append_id not in refused.reading.appends, "append {} is refused after it landed: {}", append_id, refused)
+
+    def check_append(self, row: Row, before: Reading) -> None:
+        """Check a row that landed. `before` is the ledger without it."""
+        fence, after = before.fence, row.fence
+        check(after.seq == fence.seq + 1, "seq {} follows seq {}", after.seq, fence.seq)
+        check(row.append_id not in before.appends, "append {} landed twice", row.append_id)
+        if isinstance(row, ClaimRow):
+            check(not before.finished, "attempt {} claims a finished run", after.attempt)
+            check(row.replaces == fence.attempt, "attempt {} replaces {}, not the current one", after.attempt, row.replaces)
+            check(after.attempt == fence.attempt + 1, "attempt {} follows {}", after.attempt, fence.attempt)
+        else:
+            check((after.attempt, after.nonce) == (fence.attempt, fence.nonce), "{} keeps the owner", row)
+        if isinstance(row, RewindRow):
+            check(after.head not in before.quarantined, "a rewind makes damaged checkpoint {} the head", after.head)
+        if isinstance(row, QuarantineRow):
+            for each in row.damaged:
+                check(self._world.files[each].damaged, "checkpoint {} is quarantined, and is not damaged", each)
+        if isinstance(row, CheckpointRow):
+            self._check_checkpoint(row, before)
+        if isinstance(row, QuorumRow):
+            last = before.quorums(after.nonce)[-1][0]
+            check(row.number == last + 1, "quorum {} follows {}", row.number, last)
+        if isinstance(row, FinishRow):
+            self._check_finish(before)
+
+    def _check_checkpoint(self, row: CheckpointRow, before: Reading) -> None:
+        files, name = self._world.files[row.checkpoint], f"checkpoint {row.checkpoint}"
+        check(len(files.whole) == files.ranks, "{} is committed with the files of {}", name, files.whole)
+        check(row.nonce == before.fence.nonce, "{} is of an attempt that does not own the run", name)
+        check(row.parent == before.fence.head, "{} extends {}, which is not the head", name, row.parent)
+        parent = before.checkpoint(row.parent)
+        expected = [(step, rows_of(before.leg, step)) for step in range(parent.state.step + 1, row.state.step + 1)]
+        check(list(row.named) == expected, "{} names the rows of steps {}", name, [step for step, _ in row.named])
+        self._check_descent(before, row.state, parent, name, before.leg)
+
+    def _check_descent(self, reading: Reading, state: State, parent: CheckpointRow, name: str, leg: int) -> None:
+        """Check that a state is made from a checkpoint, by attempts after the last rewind, with each row once."""
+        rows = parent.state.rows
+        for step in range(parent.state.step + 1, state.step + 1):
+            rows = digest_rows(rows, rows_of(leg, step))
+        check(state.rows == rows, "{} has the rows of leg {} after checkpoint {}", name, leg, parent.checkpoint)
+        bits = state.bits
+        for step in range(state.step, parent.state.step, -1):
+            check(bits in self._made, "{} has a state of step {} that training made", name, step)
+            bits, nonce = self._made[bits]
+            claim = reading.claim(nonce)
+            check(claim is not None, "{} has a state of step {} that an attempt of the run made", name, step)
+            assert claim is not None
+            check(claim.fence.seq > reading.rewind_seq, "{} has step {} of an abandoned lineage", name, step)
+        check(bits == parent.state.bits, "{} descends from checkpoint {}", name, parent.checkpoint)
+
+    def _check_finish(self, reading: Reading) -> None:
+        """Check that the surviving lineage has every row once, in order."""
+        lineage = reading.lineage(reading.fence.head)[::-1]
+        steps = [step for row in lineage for step, _ in row.named]
+        check(steps == list(range(1, LAST_STEP + 1)), "the finished run has the steps {}", steps)
+        consumed = [each for row in lineage for _, rows in row.named for each in rows]
+        check(len(consumed) == len(set(consumed)), "a row is consumed twice")
+
+    # Steps of groups
+
+    def check_step(self, nonce: int, quorum: int, members: tuple[int, ...]) -> None:
+        """Check that a step is executed by the last recorded quorum of its attempt."""
+        recorded = self._world.ledger.read().quorums(nonce)
+        check(bool(recorded), "a group trains in an attempt that is claimed")
+        number, _, nodes = recorded[-1]
+        check((number, nodes) == (quorum, members), "quorum {} of {} trains, not {} of {}", number, nodes, quorum, members)
+
+    def check_same(self, states: set[State]) -> None:
+        """Check that all groups have one state after a step."""
+        check(len(states) == 1, "groups of one quorum have {}", states)
+        check(states.pop().bits in self._made, "a group has a part of a refused step")
