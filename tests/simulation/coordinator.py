@@ -67,6 +67,7 @@ def launch(world: World, leader: Node, team: list[Node], start: Start) -> Proces
 def _claim(world: World, leader: Node, team: list[Node], replaced: int, leg: int) -> Process[tuple[ClaimRow, Reading]]:
     nonce = world.number()
     parts = world.parts_reached(leader)
+    world.truth.look(nonce)
 
     def decide(reading: Reading) -> ClaimRow:
         if not world.rules.is_unfinished(reading.finished):

@@ -31,7 +31,7 @@ class Faults:
             (self._cut_network, 5),
             (self._suspend_ledger, 1),
             (self._suspend_store, 2),
-            (self._suspend_lighthouse, 1),
+            (self._suspend_lighthouse, 2 * self._world.conditions.per_step),
             (self._damage_head, 2),
             (self._rewind, 3),
             (self._launch_again, 2),

@@ -46,6 +46,8 @@ class Truth:
         """Copy -> its parts that arrived at their buddies."""
         self.whole: dict[int, int] = {}
         """Nonce of an attempt -> its newest step that was whole at all ranks and buddies."""
+        self._seen: dict[int, tuple[int, dict[int, int]]] = {}
+        """Nonce of a claim -> faults, and `whole`, when its coordinator looked for copies."""
         self._faults_before: dict[int, int] = {}
         """Nonce of an attempt -> faults before it started."""
         self._last_step: dict[int, int] = {}
@@ -69,6 +71,10 @@ class Truth:
         if len(arrived) == stamp.parts:
             self.whole[stamp.nonce] = max(stamp.step, self.whole.get(stamp.nonce, 0))
 
+    def look(self, nonce: int) -> None:
+        """Record what a coordinator can find that looks for copies now."""
+        self._seen[nonce] = len(self._world.faults), self.whole.copy()
+
     def start(self, reading: Reading, claim: ClaimRow, state: State) -> None:
         """Check the state that an attempt starts from. `reading` is of the time of its claim, or of its quarantine."""
         nonce = claim.fence.nonce
@@ -86,11 +92,12 @@ class Truth:
         if not claims or isinstance(claims[0], RewindRow) or claims[0].leg != claim.leg:
             return
         nonce = claims[0].fence.nonce
-        faults, whole = self._world.faults[self._faults_before.get(nonce, 0) :], self.whole.get(nonce, 0)
+        until, found = self._seen[claim.fence.nonce]
+        faults, whole = self._world.faults[self._faults_before.get(nonce, 0) : until], found.get(nonce, 0)
         if len(faults) != 1 or not faults[0].startswith("kill") or not whole:
             return
         check(state.step >= whole, "one fault ({}) loses step {}, which was whole in memory", faults[0], whole)
-        self.replayed[self._last_step[nonce] - state.step] += 1
+        self.replayed[max(0, self._last_step[nonce] - state.step)] += 1
 
     # The ledger
 

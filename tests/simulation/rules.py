@@ -157,7 +157,7 @@ class Rules:
 
     @staticmethod
     def is_in_quorum(quorum: int, joined: int) -> bool:
-        """Gradients count only in the quorum that the group has joined last."""
+        """A group trains in the quorum that it joined last, and records no other."""
         return quorum == joined
 
     @staticmethod

@@ -143,6 +143,8 @@ class Groups:
 
         def decide(reading: Reading) -> QuorumRow:
             check_owner(world, reading, fence.attempt, fence.nonce)
+            if not world.rules.is_in_quorum(view.append_id, writer.view.append_id if writer.view else 0):
+                raise Refused("is_in_quorum", reading)
             last, last_append, _ = reading.quorums(fence.nonce)[-1]
             if not world.rules.succeeds_quorum(last, last_append, base, writer.joined):
                 raise Refused("succeeds_quorum", reading)

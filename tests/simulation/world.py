@@ -160,7 +160,7 @@ class World:
 
     def verify(self, checkpoint: int) -> str:
         """Compare the digests of a checkpoint: `intact`, `damaged` or `unavailable`."""
-        if self.store_away:
+        if checkpoint and self.store_away:
             return "unavailable"
         files = self.files[checkpoint]
         return "damaged" if files.damaged or len(files.whole) < files.ranks else "intact"
