@@ -111,6 +111,7 @@ def choose_copy(world: World, reading: Reading, parts: list[Part], leg: int) -> 
 
 def _resume(world: World, leader: Node, claim: ClaimRow, reading: Reading) -> Process[tuple[Reading, State | None]]:
     """Return the ledger and the state to train from, or None if the claimed copy is lost."""
+    world.reach("load")
     if claim.memory is not None:
         yield world.between(0.2, 1.0)
         return reading, world.assemble(world.parts_reached(leader), claim.memory)

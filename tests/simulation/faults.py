@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tests.simulation.coordinator import Start, launch, rewind, watch
-from tests.simulation.scheduler import Life, Process
+from tests.simulation.scheduler import Life
 from tests.simulation.values import LAST_STEP, Part, Stamp, State
 from tests.simulation.world import Node, World
 
@@ -40,9 +41,14 @@ class Faults:
         actions, weights = zip(*kinds, strict=True)
         at = rng.uniform(2.0, 12.0)
         for action in rng.choices(actions, weights, k=rng.choice((0, 1, 1, 2, 3, 4, 6))):
-            self._world.scheduler.call(at, action)
+            self._world.scheduler.call(at, action if rng.random() < 0.5 else partial(self._lie_in_wait, action))
             at = min(at + rng.choice((rng.uniform(0.0, 3.0), rng.uniform(3.0, 15.0))), FAULTS_END)
         self._world.scheduler.call(FAULTS_END + 1, self._heal)
+
+    def _lie_in_wait(self, strike: Callable[[], None]) -> None:
+        """Let a fault strike when the protocol reaches a phase."""
+        phases = ("forward", "reduce", "apply", "heal") if self._world.conditions.per_step else ("forward", "copy")
+        self._world.ambushes[self._world.rng.choice((*phases, "upload", "append", "load"))] = strike
 
     def _strike(self, kind: str, *nodes: Node) -> None:
         self._world.faults.append(kind)
@@ -139,6 +145,7 @@ class Faults:
 
     def _heal(self) -> None:
         self._world.over = True
+        self._world.ambushes.clear()
         self._join_network()
         self._resume_services()
         for node in self._world.nodes:
@@ -149,8 +156,3 @@ def start_watching(world: World, start: Start) -> None:
     """Start the agents of all nodes."""
     for node in world.nodes:
         world.scheduler.spawn(watch(world, node, start), node.life, delay=world.between(0.0, 1.0))
-
-
-def groups_process(process: Process[None], world: World) -> None:
-    """Start the lighthouse."""
-    world.scheduler.spawn(process, Life())

@@ -72,8 +72,9 @@ class Truth:
             self.whole[stamp.nonce] = max(stamp.step, self.whole.get(stamp.nonce, 0))
 
     def look(self, nonce: int) -> None:
-        """Record what a coordinator can find that looks for copies now."""
-        self._seen[nonce] = len(self._world.faults), self.whole.copy()
+        """Record what a coordinator can find that looks for copies now. A cut network hides some."""
+        world = self._world
+        self._seen[nonce] = len(world.faults), {} if world.side != [0] * len(world.nodes) else self.whole.copy()
 
     def start(self, reading: Reading, claim: ClaimRow, state: State) -> None:
         """Check the state that an attempt starts from. `reading` is of the time of its claim, or of its quarantine."""

@@ -161,6 +161,7 @@ class Ledger:
             if takes is not None:
                 world.scheduler.call(takes, partial(self._land, reading.fence.seq, row, answer))
             yield world.between(0.3, 0.9)
+            world.reach("append")
             if answers and answer and world.reaches_ledger(node):
                 return answer[0]
         raise OutcomeUnknown

@@ -36,6 +36,7 @@ class Attempt:
         world = self._world
         while not self._ended:
             yield world.between(0.7, 1.3)
+            world.reach("forward")
             if not all(not life.ended and world.linked(self._ranks[0][0], node) for node, life in self._ranks):
                 slow = world.happens(0.2)
                 yield world.between(5.0, 20.0) if slow else world.between(0.3, 2.0)

@@ -151,9 +151,12 @@ class Rules:
         return answered
 
     @staticmethod
-    def is_healed(state: object, newest: object) -> bool:
-        """A group contributes once it has the newest state."""
-        return state == newest
+    def is_healed(position: tuple[int, int], newest: tuple[int, int]) -> bool:
+        """A group contributes once it has the newest state.
+
+        A position is a quorum and a step that it executed. The same step has other bits in another quorum.
+        """
+        return position == newest
 
     @staticmethod
     def is_in_quorum(quorum: int, joined: int) -> bool:

@@ -36,6 +36,8 @@ class Group:
     life: Life
     claim: ClaimRow | None = None
     state: State | None = None
+    position: tuple[int, int] = (-1, -1)
+    """The quorum that executed the last step of its state, and that step."""
     quorum: int = -1
     """The quorum in which it contributed last."""
     joined: list[int] = field(default_factory=list)
@@ -55,8 +57,8 @@ class View:
     append_id: int
     number: int
     members: list[Group]
-    newest: State
-    """The state that all members need before the next step."""
+    newest: tuple[int, int]
+    """The position of the state that all members need before the next step."""
     recorded: bool = False
     broken: bool = False
 
@@ -74,8 +76,8 @@ class Groups:
 
     def start_attempt(self, claim: ClaimRow, reading: Reading, state: State, team: list[Node]) -> None:
         """Start a group on each node of a launch. The claim has recorded their quorum."""
-        groups = [Group(node, node.ranks, claim, state, quorum=0, head=reading.head) for node in team]
-        view = View(claim, claim.append_id, 0, groups, state, recorded=True)
+        groups = [Group(node, node.ranks, claim, state, (0, state.step), quorum=0, head=reading.head) for node in team]
+        view = View(claim, claim.append_id, 0, groups, (0, state.step), recorded=True)
         view.broken = view.nodes != claim.members
         for group in groups:
             group.node.group, group.view = group, view
@@ -109,18 +111,19 @@ class Groups:
         if first is not None and first.members == groups and not self._is_broken(first):
             return
         members = [group for group in groups if not world.happens(0.15)]
-        donors = [group for group in members if world.rules.is_donor(group.quorum, max(each.quorum for each in members))]
-        donors = [group for group in donors if group.state is not None]
-        if not donors:
+        base = max((group.quorum for group in members), default=-1)
+        if base < 0:
             return
-        newest = max((group.state for group in donors if group.state), key=lambda state: state.step)
-        view = View(claim, world.number(), donors[0].quorum + 1, members, newest)
+        donors = [group for group in members if group.state and world.rules.is_donor(group.quorum, base)]
+        newest = max((group.position for group in donors), key=lambda position: position[1])
+        writer = next(group for group in members if group.quorum == base)
+        view = View(claim, world.number(), base + 1, members, newest)
         world.note("the lighthouse proposes {} to {}, donors {}", view.append_id, view.nodes, [d.node.number for d in donors])
         for group in members:
             group.view, group.claim, group.node.trains = view, claim, True
             group.joined.append(view.append_id)
         world.advance([group.node for group in members])
-        world.scheduler.spawn(self._record(view, donors[0]), donors[0].life)
+        world.scheduler.spawn(self._record(view, writer), writer.life)
         world.scheduler.spawn(self._train(view), Life())
 
     def _is_broken(self, view: View) -> bool:
@@ -148,7 +151,7 @@ class Groups:
             last, last_append, _ = reading.quorums(fence.nonce)[-1]
             if not world.rules.succeeds_quorum(last, last_append, base, writer.joined):
                 raise Refused("succeeds_quorum", reading)
-            if not world.rules.reaches_head(view.newest.step, reading.head.state.step):
+            if not world.rules.reaches_head(view.newest[1], reading.head.state.step):
                 raise Refused("reaches_head", reading)
             view.number = last + 1
             return QuorumRow(
@@ -182,15 +185,16 @@ class Groups:
         self._heal(view)
         while not view.broken:
             yield world.between(0.5, 1.0)
+            world.reach("forward")
             present = self._present(view)
             if not present or not rules.have_all_contributed(present, view.members):
                 view.broken = True
                 world.note("quorum {} breaks", view.nodes)
             elif world.lighthouse_down or not rules.is_recorded(view.recorded):
                 continue
-            elif all(rules.is_healed(group.state, view.newest) for group in present):
+            elif all(rules.is_healed(group.position, view.newest) for group in present):
                 world.advance([group.node for group in present])
-                if view.newest.step == LAST_STEP:
+                if view.newest[1] == LAST_STEP:
                     self._commit_if_due(present[0], view)
                 else:
                     yield from self._execute(view, present)
@@ -198,12 +202,13 @@ class Groups:
     def _execute(self, view: View, present: list[Group]) -> Process[None]:
         """Execute one step. Each group learns for itself whether its collective operation succeeded."""
         world = self._world
-        nonce = view.claim.fence.nonce
+        world.truth.check_step(view.claim.fence.nonce, view.number, view.nodes)
         result = self._reduce(view, present)
         for group in present:
             group.quorum = view.number
             group.joined.clear()
         yield world.between(0.05, 0.3)
+        world.reach("reduce")
         for group in world.rng.sample(present, len(present)):
             yield world.between(0.0, 0.1)
             if group.life.ended or not world.rules.is_in_quorum(view.append_id, group.view.append_id if group.view else 0):
@@ -212,19 +217,19 @@ class Groups:
             votes = [not (world.rng.random() < 0.5 if disturbed else world.happens(0.02)) for _ in range(_RANKS)]
             if world.rules.have_ranks_voted(votes):
                 group.state = result if all(votes) else State(result.step, -world.number(), -world.number())
-                view.newest = result
+                group.position = view.newest = (view.number, result.step)
                 world.scheduler.spawn(self._stage(group, result, view), group.life)
                 if group is view.members[0]:
                     self._commit_if_due(group, view)
+                world.reach("apply")
         applied = {group.state for group in present if group.state and group.state.step == result.step}
         if applied:
-            world.truth.check_step(nonce, view.number, view.nodes)
             world.truth.check_same(applied)
         self._heal(view)
 
     def _reduce(self, view: View, present: list[Group]) -> State:
         """Return the state after a step that divides the global batch among the groups."""
-        rows = rows_of(view.claim.leg, view.newest.step + 1)
+        rows = rows_of(view.claim.leg, view.newest[1] + 1)
         consumed: list[int] = []
         for group in present:
             theirs = group.view or view
@@ -233,21 +238,23 @@ class Groups:
         states = {group.state for group in present}
         before = states.pop()
         if states or before is None:
-            return State(view.newest.step + 1, -self._world.number(), -self._world.number())
+            return State(view.newest[1] + 1, -self._world.number(), -self._world.number())
         return self._world.truth.make(before, digest_rows(before.rows, sorted(consumed)), view.claim.fence.nonce)
 
     def _heal(self, view: View) -> None:
         for group in view.members:
-            if group.state != view.newest and not group.life.ended:
+            if group.position != view.newest and not group.life.ended:
                 self._world.scheduler.spawn(self._receive(group, view), group.life)
 
     def _receive(self, group: Group, view: View) -> Process[None]:
         """Receive the newest state from a member that has it. A donor that is lost ends it."""
-        newest = view.newest
-        yield self._world.between(0.3, 2.0)
-        donors = [each for each in view.members if each.state == newest and self._world.linked(each.node, group.node)]
+        world, newest = self._world, view.newest
+        yield world.between(0.3, 2.0)
+        world.reach("heal")
+        donors = [each for each in view.members if each.position == newest and world.linked(each.node, group.node)]
         if donors and group.view is view:
-            group.state, group.head = newest, max(group.head, donors[0].head, key=lambda row: row.fence.seq)
+            group.state, group.position = donors[0].state, newest
+            group.head = max(group.head, donors[0].head, key=lambda row: row.fence.seq)
 
     def _stage(self, group: Group, state: State, view: View) -> Process[None]:
         """Copy the parts of all ranks of a group into the memory of its node. The other groups are its buddies."""

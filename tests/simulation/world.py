@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -110,6 +111,8 @@ class World:
         self.ledger_away = self.store_away = self.lighthouse_down = False
         self.files = {0: Files(GENESIS, 0)}
         self.faults: list[str] = []
+        self.ambushes: dict[str, Callable[[], None]] = {}
+        """Phase of the protocol -> fault that strikes when a process reaches it."""
         self.over = False
         """True once no more faults come, and all that was broken is back."""
         self._numbers = 0
@@ -131,6 +134,13 @@ class World:
     def happens(self, share: float) -> bool:
         """Return True in a share of all cases. Nothing happens once the faults are over."""
         return not self.over and share > 0 and self.rng.random() < share
+
+    def reach(self, phase: str) -> None:
+        """Let a fault strike that waits for a phase of the protocol."""
+        strike = self.ambushes.pop(phase, None)
+        if strike is not None:
+            self.note("in phase {}:", phase)
+            strike()
 
     def linked(self, one: Node, other: Node) -> bool:
         """Return whether two live nodes reach each other."""
@@ -154,6 +164,7 @@ class World:
     def upload(self, checkpoint: int, rank: int) -> Process[None]:
         """Write the files of one rank. They are whole at the end only."""
         yield self.between(0.3, 2.5)
+        self.reach("upload")
         while self.store_away:
             yield 1.0
         self.files[checkpoint].whole.add(rank)
@@ -181,6 +192,7 @@ class World:
         """Copy a rank's part into the memory of its node. A rank that is killed leaves a torn part."""
         self.hold(node, replace(part, digest_holds=False), whole_step)
         yield self.between(0.05, 0.4)
+        self.reach("copy")
         self.hold(node, part, whole_step)
 
     def parts_reached(self, node: Node) -> list[Part]:
