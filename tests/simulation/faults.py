@@ -24,16 +24,18 @@ class Faults:
     def schedule(self) -> None:
         """Choose the faults of this schedule."""
         rng = self._world.rng
+        per_step, splits = self._world.conditions.per_step, rng.random() < 0.4
         kinds: list[tuple[Callable[[], None], int]] = [
             (self._kill_ranks, 4),
             (self._kill_node, 4),
             (self._kill_buddies, 2),
             (self._kill_all_ranks, 2),
-            (self._cut_network, 5),
+            (self._cut_network, 4),
+            (self._isolate_node, 12 * splits),
             (self._suspend_ledger, 1),
             (self._suspend_store, 2),
-            (self._suspend_lighthouse, 2 * self._world.conditions.per_step),
-            (self._damage_head, 2),
+            (self._suspend_lighthouse, 2 * per_step),
+            (self._damage_head, 3),
             (self._rewind, 3),
             (self._launch_again, 2),
             (self._rehearse, 2),
@@ -47,7 +49,7 @@ class Faults:
 
     def _lie_in_wait(self, strike: Callable[[], None]) -> None:
         """Let a fault strike when the protocol reaches a phase."""
-        phases = ("forward", "reduce", "apply", "heal") if self._world.conditions.per_step else ("forward", "copy")
+        phases = ("forward", "reduce", "apply", "apply", "apply", "heal") if self._world.conditions.per_step else ("forward", "copy")
         self._world.ambushes[self._world.rng.choice((*phases, "upload", "append", "load"))] = strike
 
     def _strike(self, kind: str, *nodes: Node) -> None:
@@ -93,11 +95,21 @@ class Faults:
         world = self._world
         world.side = [world.rng.choice((0, 0, 1)) for _ in world.nodes]
         world.cut_off = {side for side in (0, 1) if world.rng.random() < 0.3}
+        world.lighthouses = world.rng.choice(({0}, {0}, {1}, {0, 1}))
         self._strike("cut", *(node for node in world.nodes if world.side[node.number]))
         world.scheduler.call(world.between(1.0, 20.0), self._join_network)
 
+    def _isolate_node(self) -> None:
+        """Cut one node off from the others and from the lighthouse, and not from the ledger and the store."""
+        world, node = self._world, self._world.rng.choice((self._world.nodes[0], self._any_node()))
+        world.side = [int(other is node) for other in world.nodes]
+        world.cut_off, world.lighthouses = set(), {0}
+        self._strike("isolated", node)
+        world.scheduler.call(world.between(1.0, 12.0), self._join_network)
+
     def _join_network(self) -> None:
-        self._world.side, self._world.cut_off = [0] * len(self._world.nodes), set()
+        world = self._world
+        world.side, world.cut_off, world.lighthouses = [0] * len(world.nodes), set(), {0}
 
     def _suspend_ledger(self) -> None:
         self._strike("the ledger is unavailable")
@@ -111,17 +123,22 @@ class Faults:
 
     def _suspend_lighthouse(self) -> None:
         self._strike("the lighthouse is lost")
-        self._world.lighthouse_down = True
+        self._world.lighthouses = set()
         self._world.scheduler.call(self._world.between(1.0, 8.0), self._resume_services)
 
     def _resume_services(self) -> None:
-        self._world.ledger_away = self._world.store_away = self._world.lighthouse_down = False
+        self._world.ledger_away = self._world.store_away = False
+        self._world.lighthouses = {0}
 
     def _damage_head(self) -> None:
         head = self._world.ledger.read().fence.head
         if head:
-            self._strike(f"checkpoint {head} is damaged")
+            power_fails = self._world.rng.random() < 0.5
+            nodes = self._world.nodes if power_fails else []
+            self._strike(f"checkpoint {head} is damaged", *nodes)
             self._world.files[head].damaged = True
+            for node in nodes:
+                self._stop(node)
 
     def _rewind(self) -> None:
         node = self._any_node()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.ledger import Reading, Refused
 from tests.simulation.values import (
+    GENESIS,
     LAST_STEP,
     CheckpointRow,
     ClaimRow,
@@ -46,12 +47,14 @@ class Truth:
         """Copy -> its parts that arrived at their buddies."""
         self.whole: dict[int, int] = {}
         """Nonce of an attempt -> its newest step that was whole at all ranks and buddies."""
-        self._seen: dict[int, tuple[int, dict[int, int]]] = {}
-        """Nonce of a claim -> faults, and `whole`, when its coordinator looked for copies."""
+        self._seen: dict[int, dict[int, int]] = {}
+        """Nonce of a claim -> `whole` when its coordinator looked for copies."""
         self._faults_before: dict[int, int] = {}
         """Nonce of an attempt -> faults before it started."""
         self._last_step: dict[int, int] = {}
         """Nonce of an attempt -> the last step that it executed."""
+        self._applied_by_all: dict[int, State] = {}
+        """Nonce of an attempt -> the last state that all groups of a quorum reached."""
         self.replayed: Counter[int] = Counter()
         """Steps executed again after single faults whose memory was whole."""
 
@@ -74,7 +77,7 @@ class Truth:
     def look(self, nonce: int) -> None:
         """Record what a coordinator can find that looks for copies now. A cut network hides some."""
         world = self._world
-        self._seen[nonce] = len(world.faults), {} if world.side != [0] * len(world.nodes) else self.whole.copy()
+        self._seen[nonce] = self.whole.copy() if world.side == [0] * len(world.nodes) else {}
 
     def start(self, reading: Reading, claim: ClaimRow, state: State) -> None:
         """Check the state that an attempt starts from. `reading` is of the time of its claim, or of its quarantine."""
@@ -93,8 +96,7 @@ class Truth:
         if not claims or isinstance(claims[0], RewindRow) or claims[0].leg != claim.leg:
             return
         nonce = claims[0].fence.nonce
-        until, found = self._seen[claim.fence.nonce]
-        faults, whole = self._world.faults[self._faults_before.get(nonce, 0) : until], found.get(nonce, 0)
+        faults, whole = self._world.faults[self._faults_before.get(nonce, 0) :], self._seen[claim.fence.nonce].get(nonce, 0)
         if len(faults) != 1 or not faults[0].startswith("kill") or not whole:
             return
         check(state.step >= whole, "one fault ({}) loses step {}, which was whole in memory", faults[0], whole)
@@ -173,7 +175,15 @@ class Truth:
         number, _, nodes = recorded[-1]
         check((number, nodes) == (quorum, members), "quorum {} of {} trains, not {} of {}", number, nodes, quorum, members)
 
-    def check_same(self, states: set[State]) -> None:
-        """Check that all groups have one state after a step."""
+    def check_applied(self, nonce: int, states: set[State], by_all: bool) -> None:
+        """Check that groups have one state after a step, and keep every step that all groups of a quorum applied."""
         check(len(states) == 1, "groups of one quorum have {}", states)
-        check(states.pop().bits in self._made, "a group has a part of a refused step")
+        state = states.pop()
+        check(state.bits in self._made, "a group has a part of a refused step")
+        kept = self._applied_by_all.get(nonce, GENESIS)
+        bits = state.bits
+        for _ in range(kept.step, state.step):
+            bits = self._made[bits][0] if bits in self._made else bits
+        check(not kept.step or bits == kept.bits, "step {} is lost, which all groups had applied", kept.step)
+        if by_all:
+            self._applied_by_all[nonce] = state

@@ -89,15 +89,17 @@ class Groups:
         """Restart lost groups, and propose quorums to the groups that reach each other."""
         world = self._world
         while True:
-            yield world.between(0.4, 1.2)
+            yield world.between(0.4, world.conditions.propose)
             for node in world.nodes:
                 if node.group is None and not node.trains and not node.life.ended:
                     life = node.restart_ranks()
                     node.group = Group(node, life)
                     node.progress = world.now
-            if not world.lighthouse_down:
-                for side in sorted(set(world.side)):
-                    self._propose([node for node in world.nodes if world.side[node.number] == side])
+            for side in world.lighthouses:
+                self._propose([node for node in world.nodes if world.side[node.number] == side])
+
+    def _reaches_lighthouse(self, group: Group) -> bool:
+        return self._world.side[group.node.number] in self._world.lighthouses
 
     def _propose(self, nodes: list[Node]) -> None:
         world = self._world
@@ -190,7 +192,7 @@ class Groups:
             if not present or not rules.have_all_contributed(present, view.members):
                 view.broken = True
                 world.note("quorum {} breaks", view.nodes)
-            elif world.lighthouse_down or not rules.is_recorded(view.recorded):
+            elif not self._reaches_lighthouse(present[0]) or not rules.is_recorded(view.recorded):
                 continue
             elif all(rules.is_healed(group.position, view.newest) for group in present):
                 world.advance([group.node for group in present])
@@ -209,6 +211,7 @@ class Groups:
             group.joined.clear()
         yield world.between(0.05, 0.3)
         world.reach("reduce")
+        applied: list[State] = []
         for group in world.rng.sample(present, len(present)):
             yield world.between(0.0, 0.1)
             if group.life.ended or not world.rules.is_in_quorum(view.append_id, group.view.append_id if group.view else 0):
@@ -218,13 +221,14 @@ class Groups:
             if world.rules.have_ranks_voted(votes):
                 group.state = result if all(votes) else State(result.step, -world.number(), -world.number())
                 group.position = view.newest = (view.number, result.step)
+                applied.append(group.state)
                 world.scheduler.spawn(self._stage(group, result, view), group.life)
                 if group is view.members[0]:
                     self._commit_if_due(group, view)
                 world.reach("apply")
-        applied = {group.state for group in present if group.state and group.state.step == result.step}
         if applied:
-            world.truth.check_same(applied)
+            by_all = len(applied) == len(view.members)
+            world.truth.check_applied(view.claim.fence.nonce, set(applied), by_all=by_all)
         self._heal(view)
 
     def _reduce(self, view: View, present: list[Group]) -> State:

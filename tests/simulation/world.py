@@ -70,6 +70,10 @@ class Conditions:
     nodes: int
     interval: int
     """Steps from one durable checkpoint to the next."""
+    upload: float
+    """Longest time for which a rank uploads a checkpoint."""
+    propose: float
+    """Longest time between two looks of the lighthouse."""
     send: float
     """Longest time for which a copy is on its way to its buddy."""
     torn: float
@@ -96,7 +100,9 @@ class World:
         self.conditions = Conditions(
             per_step=seed % 2 == 1,
             nodes=rng.choice((2, 3, 3, 4)),
-            interval=rng.choice((3, 5)),
+            interval=rng.choice((2, 3, 5)),
+            upload=rng.choice((0.4, 2.5)),
+            propose=rng.choice((1.2, 4.0)),
             send=rng.choice((0.8, 0.8, 3.0, 6.0)),
             torn=rng.choice((0.0, 0.0, 0.3)),
             lost=rng.choice((0.0, 0.05, 0.3)),
@@ -108,7 +114,9 @@ class World:
         """Side of a network cut that each node is on."""
         self.cut_off: set[int] = set()
         """Sides that do not reach the ledger."""
-        self.ledger_away = self.store_away = self.lighthouse_down = False
+        self.lighthouses = {0}
+        """Sides that have a lighthouse."""
+        self.ledger_away = self.store_away = False
         self.files = {0: Files(GENESIS, 0)}
         self.faults: list[str] = []
         self.ambushes: dict[str, Callable[[], None]] = {}
@@ -163,7 +171,7 @@ class World:
 
     def upload(self, checkpoint: int, rank: int) -> Process[None]:
         """Write the files of one rank. They are whole at the end only."""
-        yield self.between(0.3, 2.5)
+        yield self.between(0.2, self.conditions.upload)
         self.reach("upload")
         while self.store_away:
             yield 1.0
