@@ -127,13 +127,13 @@ class Rules:
     # Steps of groups that train together
 
     @staticmethod
-    def succeeds_quorum(last: int, last_append: int, base: int, joined: Collection[int]) -> bool:
-        """A quorum follows the last recorded one, in which its donors trained.
+    def succeeds_quorum(later: Collection[int], joined: Collection[int]) -> bool:
+        """A quorum follows the one in which its donors trained last.
 
-        A row that landed without an answer does not count against its own members: `joined` are the appends of quorums that
-        they joined and never trained in.
+        Quorums that the donors joined and never trained in do not count, because no step was executed in them. So a row
+        that landed without an answer does not stop its own members. `later` are the appends recorded since then.
         """
-        return last == base or last_append in joined
+        return all(append in joined for append in later)
 
     @staticmethod
     def reaches_head(step: int, head_step: int) -> bool:

@@ -150,12 +150,12 @@ class Groups:
             check_owner(world, reading, fence.attempt, fence.nonce)
             if not world.rules.is_in_quorum(view.append_id, writer.view.append_id if writer.view else 0):
                 raise Refused("is_in_quorum", reading)
-            last, last_append, _ = reading.quorums(fence.nonce)[-1]
-            if not world.rules.succeeds_quorum(last, last_append, base, writer.joined):
+            later = [append_id for _, append_id, _ in reading.quorums(fence.nonce, after=base)]
+            if not world.rules.succeeds_quorum(later, writer.joined):
                 raise Refused("succeeds_quorum", reading)
             if not world.rules.reaches_head(view.newest[1], reading.head.state.step):
                 raise Refused("reaches_head", reading)
-            view.number = last + 1
+            view.number = reading.quorums(fence.nonce)[-1][0] + 1
             return QuorumRow(
                 fence=extend(reading.fence), append_id=view.append_id, number=view.number, members=view.nodes
             )
