@@ -7,11 +7,14 @@ from functools import partial
 
 from tests.simulation.coordinator import Start, launch, rewind, watch
 from tests.simulation.scheduler import Life
-from tests.simulation.values import LAST_STEP, Part, Stamp, State
+from tests.simulation.values import LAST_STEP, Part, Stamp
 from tests.simulation.world import Node, World
 
 FAULTS_END = 45.0
 """Time from which no faults occur."""
+_PHASES_OF_ROUNDS = ("forward", "copy", "upload", "append", "load")
+_PHASES_PER_STEP = ("forward", "reduce", "apply", "apply", "apply", "heal", "upload", "append", "load")
+"""Phases in which faults strike. Most rules of quorums matter while a step is applied by some groups and not by others."""
 
 
 class Faults:
@@ -22,7 +25,9 @@ class Faults:
         self._start = start
 
     def schedule(self) -> None:
-        """Choose the faults of this schedule."""
+        """Start the agents of all nodes, and choose the faults of this schedule."""
+        for node in self._world.nodes:
+            self._start_agent(node, self._world.between(0.0, 1.0))
         rng = self._world.rng
         per_step, splits = self._world.conditions.per_step, rng.random() < 0.4
         kinds: list[tuple[Callable[[], None], int]] = [
@@ -49,8 +54,8 @@ class Faults:
 
     def _lie_in_wait(self, strike: Callable[[], None]) -> None:
         """Let a fault strike when the protocol reaches a phase."""
-        phases = ("forward", "reduce", "apply", "apply", "apply", "heal") if self._world.conditions.per_step else ("forward", "copy")
-        self._world.ambushes[self._world.rng.choice((*phases, "upload", "append", "load"))] = strike
+        phases = _PHASES_PER_STEP if self._world.conditions.per_step else _PHASES_OF_ROUNDS
+        self._world.ambushes[self._world.rng.choice(phases)] = strike
 
     def _strike(self, kind: str, *nodes: Node) -> None:
         self._world.faults.append(kind)
@@ -89,7 +94,10 @@ class Faults:
     def _restart(self, node: Node) -> None:
         if node.life.ended:
             node.life, node.ranks = Life(), Life()
-            self._world.scheduler.spawn(watch(self._world, node, self._start), node.life)
+            self._start_agent(node)
+
+    def _start_agent(self, node: Node, delay: float = 0.0) -> None:
+        self._world.scheduler.spawn(watch(self._world, node, self._start), node.life, delay)
 
     def _cut_network(self) -> None:
         world = self._world
@@ -158,7 +166,7 @@ class Faults:
         self._strike("rehearsal", node)
         reading = world.ledger.read()
         stamp = Stamp(LAST_STEP - 1, reading.fence.attempt, 0, world.number(), reading.leg, 1)
-        world.hold(node, Part(stamp, 0, State(stamp.step, -world.number(), -world.number())), 0)
+        world.hold(node, Part(stamp, 0, world.garbage(stamp.step)), 0)
 
     def _heal(self) -> None:
         self._world.over = True
@@ -167,9 +175,3 @@ class Faults:
         self._resume_services()
         for node in self._world.nodes:
             self._restart(node)
-
-
-def start_watching(world: World, start: Start) -> None:
-    """Start the agents of all nodes."""
-    for node in world.nodes:
-        world.scheduler.spawn(watch(world, node, start), node.life, delay=world.between(0.0, 1.0))

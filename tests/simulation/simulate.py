@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
-from tests.simulation.faults import Faults, start_watching
+from tests.simulation.faults import Faults
 from tests.simulation.invariants import Truth, Violation, check
-from tests.simulation.ledger import Ledger, Reading
+from tests.simulation.ledger import Ledger
 from tests.simulation.rounds import start_attempt
 from tests.simulation.rules import Rules
-from tests.simulation.scheduler import Life
+from tests.simulation.scheduler import Life, Scheduler
 from tests.simulation.steps import Groups
-from tests.simulation.values import ClaimRow, State
-from tests.simulation.world import Node, World
+from tests.simulation.values import ClaimRow
+from tests.simulation.world import World
 
 _LIMIT = 400.0
 """Time by which every run has finished."""
@@ -27,17 +28,14 @@ class Outcome:
 
     seed: int
     violation: str | None
-    events: list[str]
-    claims: int
-    from_memory: int
-    """Claims that resumed from a copy in memory."""
-    quorums: int
+    scheduler: Scheduler
+    claims: list[ClaimRow]
     replayed: Counter[int]
     """Steps executed again -> single faults."""
 
     def __str__(self) -> str:
         """Return the events and the violation, for a person."""
-        return "\n".join([f"seed {self.seed}", *self.events, f"violation: {self.violation}"])
+        return "\n".join([f"seed {self.seed}", *self.scheduler.events(), f"violation: {self.violation}"])
 
 
 def simulate(seed: int, rules: type[Rules] = Rules) -> Outcome:
@@ -45,16 +43,10 @@ def simulate(seed: int, rules: type[Rules] = Rules) -> Outcome:
     world = World(seed, rules)
     world.ledger, world.truth = Ledger(world), Truth(world)
     world.note("{}", world.conditions)
-
-    def start_rounds(claim: ClaimRow, reading: Reading, state: State, team: list[Node]) -> None:
-        start_attempt(world, claim, reading, state, team)
-
     groups = Groups(world)
-    per_step = world.conditions.per_step
-    start = groups.start_attempt if per_step else start_rounds
-    if per_step:
+    start = groups.start_attempt if world.conditions.per_step else partial(start_attempt, world)
+    if world.conditions.per_step:
         world.scheduler.spawn(groups.watch(), Life())
-    start_watching(world, start)
     Faults(world, start).schedule()
     violation = None
     try:
@@ -63,13 +55,10 @@ def simulate(seed: int, rules: type[Rules] = Rules) -> Outcome:
         world.scheduler.run(world.now + _LATE, lambda: False)
     except Violation as err:
         violation = str(err)
-    claims = [row for row in world.ledger.rows if isinstance(row, ClaimRow)]
     return Outcome(
         seed=seed,
         violation=violation,
-        events=world.scheduler.events() if violation else [],
-        claims=len(claims),
-        from_memory=sum(row.memory is not None for row in claims),
-        quorums=len(world.ledger.rows) - len(claims),
+        scheduler=world.scheduler,
+        claims=[row for row in world.ledger.rows if isinstance(row, ClaimRow)],
         replayed=world.truth.replayed,
     )

@@ -48,6 +48,11 @@ class Group:
     commits: bool = False
     staged_step: int = 0
 
+    @property
+    def latest(self) -> int:
+        """Return the append of the quorum that it joined last."""
+        return 0 if self.view is None else self.view.append_id
+
 
 @dataclass(eq=False)
 class View:
@@ -120,7 +125,7 @@ class Groups:
         newest = max((group.position for group in donors), key=lambda position: position[1])
         writer = next(group for group in members if group.quorum == base)
         view = View(claim, world.number(), base + 1, members, newest)
-        world.note("the lighthouse proposes {} to {}, donors {}", view.append_id, view.nodes, [d.node.number for d in donors])
+        world.note("the lighthouse proposes {} to {}, from quorum {}", view.append_id, view.nodes, base)
         for group in members:
             group.view, group.claim, group.node.trains = view, claim, True
             group.joined.append(view.append_id)
@@ -134,13 +139,8 @@ class Groups:
     def _present(self, view: View) -> list[Group]:
         """Return the members that reach the first live one, and count for this quorum."""
         alive = [group for group in view.members if not group.life.ended]
-        return [
-            group
-            for group in alive
-            if self._world.linked(alive[0].node, group.node)
-            and group.view is not None
-            and self._world.rules.is_in_quorum(view.append_id, group.view.append_id)
-        ]
+        near = [group for group in alive if self._world.linked(alive[0].node, group.node)]
+        return [group for group in near if self._world.rules.is_in_quorum(view.append_id, group.latest)]
 
     def _record(self, view: View, writer: Group) -> Process[None]:
         """Append the row of a quorum, after the quorum that its donors trained in."""
@@ -148,7 +148,7 @@ class Groups:
 
         def decide(reading: Reading) -> QuorumRow:
             check_owner(world, reading, fence.attempt, fence.nonce)
-            if not world.rules.is_in_quorum(view.append_id, writer.view.append_id if writer.view else 0):
+            if not world.rules.is_in_quorum(view.append_id, writer.latest):
                 raise Refused("is_in_quorum", reading)
             later = [append_id for _, append_id, _ in reading.quorums(fence.nonce, after=base)]
             if not world.rules.succeeds_quorum(later, writer.joined):
@@ -214,12 +214,12 @@ class Groups:
         applied: list[State] = []
         for group in world.rng.sample(present, len(present)):
             yield world.between(0.0, 0.1)
-            if group.life.ended or not world.rules.is_in_quorum(view.append_id, group.view.append_id if group.view else 0):
+            if group.life.ended or not world.rules.is_in_quorum(view.append_id, group.latest):
                 continue
             disturbed = self._is_broken(view)
             votes = [not (world.rng.random() < 0.5 if disturbed else world.happens(0.02)) for _ in range(_RANKS)]
             if world.rules.have_ranks_voted(votes):
-                group.state = result if all(votes) else State(result.step, -world.number(), -world.number())
+                group.state = result if all(votes) else world.garbage(result.step)
                 group.position = view.newest = (view.number, result.step)
                 applied.append(group.state)
                 world.scheduler.spawn(self._stage(group, result, view), group.life)
@@ -242,7 +242,7 @@ class Groups:
         states = {group.state for group in present}
         before = states.pop()
         if states or before is None:
-            return State(view.newest[1] + 1, -self._world.number(), -self._world.number())
+            return self._world.garbage(view.newest[1] + 1)
         return self._world.truth.make(before, digest_rows(before.rows, sorted(consumed)), view.claim.fence.nonce)
 
     def _heal(self, view: View) -> None:

@@ -135,6 +135,10 @@ class World:
         self._numbers += 1
         return self._numbers
 
+    def garbage(self, step: int) -> State:
+        """Return a state that no training makes: of damaged files, or of parts that do not belong together."""
+        return State(step, -self.number(), -self.number())
+
     def between(self, low: float, high: float) -> float:
         """Return a random time."""
         return low + (high - low) * self.rng.random()
@@ -181,12 +185,15 @@ class World:
         """Compare the digests of a checkpoint: `intact`, `damaged` or `unavailable`."""
         if checkpoint and self.store_away:
             return "unavailable"
-        files = self.files[checkpoint]
-        return "damaged" if files.damaged or len(files.whole) < files.ranks else "intact"
+        return "damaged" if self._is_damaged(checkpoint) else "intact"
 
     def load(self, checkpoint: int, state: State) -> State:
         """Read a checkpoint. Damaged files make another state."""
-        return state if self.verify(checkpoint) == "intact" else State(state.step, -self.number(), -self.number())
+        return self.garbage(state.step) if self._is_damaged(checkpoint) else state
+
+    def _is_damaged(self, checkpoint: int) -> bool:
+        files = self.files[checkpoint]
+        return files.damaged or len(files.whole) < files.ranks
 
     # Copies in memory
 
@@ -218,7 +225,7 @@ class World:
         states = {found[index].state for index in range(wanted.parts)}
         if len(states) == 1 and all(found[index].digest_holds for index in range(wanted.parts)):
             return states.pop()
-        return State(wanted.step, -self.number(), -self.number())
+        return self.garbage(wanted.step)
 
 
 def share_of(rows: range, index: int, size: int) -> range:
