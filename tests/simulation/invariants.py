@@ -43,10 +43,10 @@ class Truth:
         self._world = world
         self._made: dict[int, tuple[int, int]] = {}
         """Bits of a state -> the bits that it was made from, and the nonce of the attempt that made it."""
-        self._replicas: dict[Stamp, set[int]] = {}
-        """Copy -> its parts that arrived at their buddies."""
+        self._holders: dict[Stamp, list[set[int]]] = {}
+        """Copy -> nodes that have held each of its parts."""
         self.whole: dict[int, int] = {}
-        """Nonce of an attempt -> its newest step that was whole at all ranks and buddies."""
+        """Nonce of an attempt -> its newest step of which two nodes held each part."""
         self._seen: dict[int, dict[int, int]] = {}
         """Nonce of a claim -> `whole` when its coordinator looked for copies."""
         self._faults_before: dict[int, int] = {}
@@ -67,11 +67,11 @@ class Truth:
         self._last_step[nonce] = state.step
         return state
 
-    def replicate(self, stamp: Stamp, index: int) -> None:
-        """Record that a part of a copy is whole at its rank and its buddy."""
-        arrived = self._replicas.setdefault(stamp, set())
-        arrived.add(index)
-        if len(arrived) == stamp.parts:
+    def hold(self, stamp: Stamp, index: int, node: int) -> None:
+        """Record that a node holds a whole part. A copy that two nodes hold survives the loss of one."""
+        holders = self._holders.setdefault(stamp, [set() for _ in range(stamp.parts)])
+        holders[index].add(node)
+        if all(len(each) > 1 for each in holders):
             self.whole[stamp.nonce] = max(stamp.step, self.whole.get(stamp.nonce, 0))
 
     def look(self, nonce: int) -> None:
@@ -89,7 +89,7 @@ class Truth:
         self._check_memory_kept(reading, claim, state)
 
     def _check_memory_kept(self, reading: Reading, claim: ClaimRow, state: State) -> None:
-        """Check that one fault does not lose a copy that was whole at all ranks and buddies."""
+        """Check that one fault does not lose a copy of which two nodes held each part."""
         claims = [row for row in reading.rows if isinstance(row, ClaimRow) and row.fence.attempt == claim.replaces]
         if not claims or isinstance(claims[0], RewindRow) or claims[0].leg != claim.leg:
             return

@@ -80,7 +80,6 @@ class Attempt:
             torn = world.happens(world.conditions.torn)
             world.hold(buddy, replace(part, digest_holds=not torn), whole_step)
             if not torn:
-                world.truth.replicate(part.stamp, part.index)
                 break
         self._arrived[part.stamp.step].add(part.index)
 

@@ -202,6 +202,8 @@ class World:
         kept = [held for held in node.memory if not self.rules.may_evict(held.stamp, part.stamp, whole_step)]
         node.memory = [held for held in kept if (held.stamp, held.index) != (part.stamp, part.index)]
         node.memory.append(part)
+        if part.digest_holds:
+            self.truth.hold(part.stamp, part.index, node.number)
 
     def copy(self, node: Node, part: Part, whole_step: int) -> Process[None]:
         """Copy a rank's part into the memory of its node. A rank that is killed leaves a torn part."""
