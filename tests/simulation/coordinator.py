@@ -61,6 +61,8 @@ def launch(world: World, leader: Node, team: list[Node], start: Start) -> Proces
     world.truth.start(reading, claim, state)
     world.note("attempt {} starts from {} on {}", claim.fence.attempt, state, [node.number for node in mine])
     world.advance(mine)
+    for node in mine:
+        world.drop_copies(node, claim)
     start(claim, reading, state, mine)
 
 

@@ -23,7 +23,11 @@ from tests.simulation.values import (
 )
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.world import Node, World
+
+
+MOST_COPIES = 4
+"""Copies in the memory of a node at the most: the one that its attempt started from, and three of its own."""
 
 
 class Violation(AssertionError):
@@ -67,10 +71,13 @@ class Truth:
         self._last_step[nonce] = state.step
         return state
 
-    def hold(self, stamp: Stamp, index: int, node: int) -> None:
+    def hold(self, stamp: Stamp, index: int, node: Node) -> None:
         """Record that a node holds a whole part. A copy that two nodes hold survives the loss of one."""
+        if len(node.memory) > MOST_COPIES:
+            copies = {held.stamp for held in node.memory if held.stamp.nonce in self._faults_before}
+            check(len(copies) <= MOST_COPIES, "{} holds {} copies", node.name, len(copies))
         holders = self._holders.setdefault(stamp, [set() for _ in range(stamp.parts)])
-        holders[index].add(node)
+        holders[index].add(node.number)
         if all(len(each) > 1 for each in holders):
             self.whole[stamp.nonce] = max(stamp.step, self.whole.get(stamp.nonce, 0))
 
@@ -85,8 +92,17 @@ class Truth:
         self._check_descent(reading, state, reading.head, f"attempt {claim.fence.attempt}", claim.leg)
         step = reading.head.state.step if claim.memory is None else claim.memory.step
         check(state.step == step, "attempt {} starts at step {}, not {}", claim.fence.attempt, state.step, step)
-        self._faults_before[nonce] = len(self._world.faults)
         self._check_memory_kept(reading, claim, state)
+        self._faults_before[nonce] = len(self._world.faults)
+        if claim.memory is not None and self._is_held_twice(claim.memory):
+            self.whole[nonce] = state.step
+
+    def _is_held_twice(self, stamp: Stamp) -> bool:
+        """Return whether two live nodes hold each part of a copy now."""
+        held = Counter(
+            (part.stamp, part.index) for node in self._world.nodes for part in node.memory if part.digest_holds
+        )
+        return all(held[stamp, index] > 1 for index in range(stamp.parts))
 
     def _check_memory_kept(self, reading: Reading, claim: ClaimRow, state: State) -> None:
         """Check that one fault does not lose a copy of which two nodes held each part."""
@@ -100,7 +116,7 @@ class Truth:
             return
         check(state.step >= whole, "one fault ({}) loses step {}, which was whole in memory", faults[0], whole)
         prompt = self._world.conditions.send < 1 and not self._world.conditions.torn
-        replayed = max(0, self._last_step[nonce] - state.step)
+        replayed = max(0, self._last_step.get(nonce, whole) - state.step)
         check(replayed <= 2 or not prompt, "{} steps are executed again after one fault ({})", replayed, faults[0])
         self.replayed[replayed] += 1
 

@@ -117,12 +117,22 @@ class Rules:
         return leg == claim_leg
 
     @staticmethod
-    def may_evict(held: Stamp, staged: Stamp, whole_step: int) -> bool:
+    def may_evict(held: Stamp, floor: tuple[int, int]) -> bool:
         """A copy makes room once a newer one is whole at all ranks and their buddies.
 
-        `whole_step` is that step of the attempt of `staged`, and 0 before it has one.
+        `floor` is the newest attempt that a node knows, and the step of its newest whole copy, or 0 before it has one.
         """
-        return whole_step > 0 and (held.attempt, held.step) < (staged.attempt, whole_step)
+        return floor[1] > 0 and (held.attempt, held.step) < floor
+
+    @staticmethod
+    def is_kept(held: Stamp, memory: Stamp | None) -> bool:
+        """When an attempt starts, its nodes keep the copy that its claim names, and drop all others."""
+        return held == memory
+
+    @staticmethod
+    def is_current(stamp: Stamp, floor: tuple[int, int]) -> bool:
+        """A node takes no copy that it could drop at once: a late one, or one of an older attempt."""
+        return (stamp.attempt, stamp.step) >= floor
 
     # Steps of groups that train together
 

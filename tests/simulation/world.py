@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.rules import Rules
 from tests.simulation.scheduler import Life, Process, Scheduler
-from tests.simulation.values import BATCH, GENESIS, Part, Stamp, State
+from tests.simulation.values import BATCH, GENESIS, ClaimRow, Part, Stamp, State
 
 if TYPE_CHECKING:
     from tests.simulation.invariants import Truth
@@ -27,6 +27,8 @@ class Node:
     life: Life = field(default_factory=Life)
     ranks: Life = field(default_factory=Life)
     memory: list[Part] = field(default_factory=list)
+    floor: tuple[int, int] = (0, 0)
+    """The newest attempt that it knows, and the step of its newest whole copy."""
     trains: bool = False
     """True if its ranks belong to an attempt or a launch."""
     progress: float = 0.0
@@ -48,7 +50,7 @@ class Node:
     def stop(self) -> None:
         """End the node with its ranks and its memory."""
         self.life.ended = self.ranks.ended = True
-        self.memory, self.group, self.trains = [], None, False
+        self.memory, self.floor, self.group, self.trains = [], (0, 0), None, False
 
 
 @dataclass
@@ -199,11 +201,19 @@ class World:
 
     def hold(self, node: Node, part: Part, whole_step: int) -> None:
         """Keep a part in the memory of a node, and make room."""
-        kept = [held for held in node.memory if not self.rules.may_evict(held.stamp, part.stamp, whole_step)]
+        node.floor = max(node.floor, (part.stamp.attempt, whole_step))
+        kept = [held for held in node.memory if not self.rules.may_evict(held.stamp, node.floor)]
         node.memory = [held for held in kept if (held.stamp, held.index) != (part.stamp, part.index)]
+        if not self.rules.is_current(part.stamp, node.floor):
+            return
         node.memory.append(part)
         if part.digest_holds:
-            self.truth.hold(part.stamp, part.index, node.number)
+            self.truth.hold(part.stamp, part.index, node)
+
+    def drop_copies(self, node: Node, claim: ClaimRow) -> None:
+        """Make room for the copies of an attempt that starts."""
+        node.floor = (claim.fence.attempt, 0)
+        node.memory = [held for held in node.memory if self.rules.is_kept(held.stamp, claim.memory)]
 
     def copy(self, node: Node, part: Part, whole_step: int) -> Process[None]:
         """Copy a rank's part into the memory of its node. A rank that is killed leaves a torn part."""
