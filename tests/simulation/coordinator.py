@@ -1,4 +1,4 @@
-"""The coordinator: claim the run, choose a copy in memory or a checkpoint, and start an attempt. And the operator's rewind."""
+"""The coordinator claims the run, chooses a copy in memory or a checkpoint, and starts an attempt. The operator rewinds."""
 
 from __future__ import annotations
 

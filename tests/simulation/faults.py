@@ -1,4 +1,4 @@
-"""The faults of one schedule, and their end: nodes come back, cuts heal, and the run must finish."""
+"""The faults of one schedule. After the last one all nodes and services work again, and the run must finish."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Faults:
         actions, weights = zip(*kinds, strict=True)
         at = rng.uniform(2.0, 12.0)
         for action in rng.choices(actions, weights, k=rng.choice((0, 1, 1, 2, 3, 4, 6))):
-            self._world.scheduler.call(at, action if rng.random() < 0.5 else partial(self._lie_in_wait, action))
+            self._world.scheduler.call(at, action if rng.random() < 0.5 else partial(self._strike_in_phase, action))
             at = min(at + rng.choice((rng.uniform(0.0, 3.0), rng.uniform(3.0, 15.0))), FAULTS_END)
-        self._world.scheduler.call(FAULTS_END + 1, self._heal)
+        self._world.scheduler.call(FAULTS_END + 1, self._end_faults)
 
-    def _lie_in_wait(self, strike: Callable[[], None]) -> None:
+    def _strike_in_phase(self, strike: Callable[[], None]) -> None:
         """Let a fault strike when the protocol reaches a phase."""
         phases = _PHASES_PER_STEP if self._world.conditions.per_step else _PHASES_OF_ROUNDS
-        self._world.ambushes[self._world.rng.choice(phases)] = strike
+        self._world.waiting_faults[self._world.rng.choice(phases)] = strike
 
     def _strike(self, kind: str, *nodes: Node) -> None:
         self._world.faults.append(kind)
@@ -154,7 +154,7 @@ class Faults:
         self._world.scheduler.spawn(rewind(self._world, node), node.life)
 
     def _launch_again(self) -> None:
-        """Launch the run although it may train, as a second `train` or a supervisor that was suspended does."""
+        """Launch the run although it may train, as a second `train` or a resumed supervisor does."""
         node = self._any_node()
         self._strike("second launch", node)
         team = self._world.reached_from(node)
@@ -168,9 +168,9 @@ class Faults:
         stamp = Stamp(LAST_STEP - 1, reading.fence.attempt, 0, world.number(), reading.leg, 1)
         world.hold(node, Part(stamp, 0, world.garbage(stamp.step)), 0)
 
-    def _heal(self) -> None:
+    def _end_faults(self) -> None:
         self._world.over = True
-        self._world.ambushes.clear()
+        self._world.waiting_faults.clear()
         self._join_network()
         self._resume_services()
         for node in self._world.nodes:

@@ -1,4 +1,4 @@
-"""What must hold in every schedule. The truth is recorded beside the protocol, which never reads it."""
+"""The invariants of every schedule. They read a record of what happened, which the protocol never reads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(holds: bool, text: str, *facts: object) -> None:
 
 
 class Truth:
-    """All states that training made, what was whole in memory, and the checks against them."""
+    """A record of all states that training made and of all copies in memory, and the checks against it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -75,7 +75,7 @@ class Truth:
         """Record that a node holds a whole part. A copy that two nodes hold survives the loss of one."""
         if len(node.memory) > MOST_COPIES:
             copies = {held.stamp for held in node.memory if held.stamp.nonce in self._faults_before}
-            check(len(copies) <= MOST_COPIES, "{} holds {} copies", node.name, len(copies))
+            check(len(copies) <= MOST_COPIES, "{} holds {} copies in memory", node.name, len(copies))
         holders = self._holders.setdefault(stamp, [set() for _ in range(stamp.parts)])
         holders[index].add(node.number)
         if all(len(each) > 1 for each in holders):
@@ -129,14 +129,19 @@ class Truth:
     def check_append(self, row: Row, before: Reading) -> None:
         """Check a row that landed. `before` is the ledger without it."""
         fence, after = before.fence, row.fence
-        check(after.seq == fence.seq + 1, "seq {} follows seq {}", after.seq, fence.seq)
+        check(after.seq == fence.seq + 1, "seq {} does not follow seq {}", after.seq, fence.seq)
         check(row.append_id not in before.appends, "append {} landed twice", row.append_id)
         if isinstance(row, ClaimRow):
             check(not before.finished, "attempt {} claims a finished run", after.attempt)
-            check(row.replaces == fence.attempt, "attempt {} replaces attempt {}", after.attempt, row.replaces)
-            check(after.attempt == fence.attempt + 1, "attempt {} follows {}", after.attempt, fence.attempt)
+            check(
+                row.replaces == fence.attempt,
+                "attempt {} replaces {}, not the current one",
+                after.attempt,
+                row.replaces,
+            )
+            check(after.attempt == fence.attempt + 1, "attempt {} does not follow {}", after.attempt, fence.attempt)
         else:
-            check((after.attempt, after.nonce) == (fence.attempt, fence.nonce), "{} keeps the owner", row)
+            check((after.attempt, after.nonce) == (fence.attempt, fence.nonce), "{} changes the owner", row)
         if isinstance(row, RewindRow):
             check(after.head not in before.quarantined, "a rewind makes damaged checkpoint {} the head", after.head)
         if isinstance(row, QuarantineRow):
@@ -146,13 +151,13 @@ class Truth:
             self._check_checkpoint(row, before)
         if isinstance(row, QuorumRow):
             last = before.quorums(after.nonce)[-1][0]
-            check(row.number == last + 1, "quorum {} follows {}", row.number, last)
+            check(row.number == last + 1, "quorum {} does not follow {}", row.number, last)
         if isinstance(row, FinishRow):
             self._check_finish(before)
 
     def _check_checkpoint(self, row: CheckpointRow, before: Reading) -> None:
         files, name = self._world.files[row.checkpoint], f"checkpoint {row.checkpoint}"
-        check(len(files.whole) == files.ranks, "{} is committed with the files of {}", name, files.whole)
+        check(len(files.whole) == files.ranks, "{} is committed with the files of ranks {} only", name, files.whole)
         check(row.nonce == before.fence.nonce, "{} is of an attempt that does not own the run", name)
         check(row.parent == before.fence.head, "{} extends {}, which is not the head", name, row.parent)
         parent = before.checkpoint(row.parent)
@@ -165,16 +170,22 @@ class Truth:
         rows = parent.state.rows
         for step in range(parent.state.step + 1, state.step + 1):
             rows = digest_rows(rows, rows_of(leg, step))
-        check(state.rows == rows, "{} has the rows of leg {} after checkpoint {}", name, leg, parent.checkpoint)
+        check(
+            state.rows == rows,
+            "{} has other rows than those of leg {} after checkpoint {}",
+            name,
+            leg,
+            parent.checkpoint,
+        )
         bits = state.bits
         for step in range(state.step, parent.state.step, -1):
-            check(bits in self._made, "{} has a state of step {} that training made", name, step)
+            check(bits in self._made, "{} has a state of step {} that no training made", name, step)
             bits, nonce = self._made[bits]
             claim = reading.claim(nonce)
-            check(claim is not None, "{} has a state of step {} that an attempt of the run made", name, step)
+            check(claim is not None, "{} has a state of step {} that no attempt of the run made", name, step)
             assert claim is not None
             check(claim.fence.seq > reading.rewind_seq, "{} has step {} of an abandoned lineage", name, step)
-        check(bits == parent.state.bits, "{} descends from checkpoint {}", name, parent.checkpoint)
+        check(bits == parent.state.bits, "{} does not descend from checkpoint {}", name, parent.checkpoint)
 
     def _check_finish(self, reading: Reading) -> None:
         """Check that the surviving lineage has every row once, in order."""
@@ -189,7 +200,7 @@ class Truth:
     def check_step(self, nonce: int, quorum: int, members: tuple[int, ...]) -> None:
         """Check that a step is executed by the last recorded quorum of its attempt."""
         recorded = self._world.ledger.read().quorums(nonce)
-        check(bool(recorded), "a group trains in an attempt that is claimed")
+        check(bool(recorded), "a group trains in an attempt without a claim")
         number, _, nodes = recorded[-1]
         last = (number, nodes)
         check(last == (quorum, members), "quorum {} of {} trains, and {} is recorded", quorum, members, last)

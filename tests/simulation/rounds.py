@@ -45,8 +45,8 @@ class Attempt:
             world.advance([node for node, _ in self._ranks])
             if self._state.step < LAST_STEP:
                 self._execute()
-            due = self._state.step in (LAST_STEP, self._head.state.step + world.conditions.interval)
-            if due and not self._commits:
+            due = min(self._head.state.step + world.conditions.interval, LAST_STEP)
+            if self._state.step >= due and not self._commits:
                 self._commits = True
                 world.scheduler.spawn(self._checkpoint(self._state), self._ranks[0][1])
 

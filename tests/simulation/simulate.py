@@ -1,4 +1,4 @@
-"""One seed, one schedule: run it, check it, and return what happened."""
+"""The schedule of one seed: run it, and check its invariants."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def simulate(seed: int, rules: type[Rules] = Rules) -> Outcome:
     groups = Groups(world)
     start = groups.start_attempt if world.conditions.per_step else partial(start_attempt, world)
     if world.conditions.per_step:
-        world.scheduler.spawn(groups.watch(), Life())
+        world.scheduler.spawn(groups.run_lighthouse(), Life())
     Faults(world, start).schedule()
     violation = None
     try:

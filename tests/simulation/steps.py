@@ -1,4 +1,4 @@
-"""The engine per step: replica groups, one per node, train together. Survivors of a lost group go on in their processes.
+"""The engine per step: replica groups, one per node, train together. Survivors of a lost group continue in their processes.
 
 A lighthouse proposes who trains together. The ledger decides: a quorum executes its first step once its row is recorded.
 """
@@ -90,14 +90,14 @@ class Groups:
 
     # The lighthouse
 
-    def watch(self) -> Process[None]:
+    def run_lighthouse(self) -> Process[None]:
         """Restart lost groups, and propose quorums to the groups that reach each other."""
         world = self._world
         while True:
             yield world.between(0.4, world.conditions.propose)
             for node in world.nodes:
                 if node.group is None and not node.trains and not node.life.ended:
-                    life = node.restart_ranks()
+                    life = node.restart_ranks()  # it ends the node's group
                     node.group = Group(node, life)
                     node.progress = world.now
             for side in world.lighthouses:
@@ -251,7 +251,7 @@ class Groups:
                 self._world.scheduler.spawn(self._receive(group, view), group.life)
 
     def _receive(self, group: Group, view: View) -> Process[None]:
-        """Receive the newest state from a member that has it. A donor that is lost ends it."""
+        """Receive the newest state from a member that has it. Nothing is received if the donor is lost."""
         world, newest = self._world, view.newest
         yield world.between(0.3, 2.0)
         world.reach("heal")
@@ -274,8 +274,8 @@ class Groups:
         """Let the first member of a quorum commit a checkpoint."""
         state, world = group.state, self._world
         if state is not None and not group.commits:
-            due = group.head.state.step + world.conditions.interval
-            if state.step == LAST_STEP or state.step >= due:
+            due = min(group.head.state.step + world.conditions.interval, LAST_STEP)
+            if state.step >= due:
                 group.commits = True
                 world.scheduler.spawn(self._checkpoint(group, view, state), group.life)
 

@@ -108,7 +108,7 @@ class CheckpointRow(Row):
     checkpoint: int
     parent: int
     nonce: int
-    """Of the attempt that staged it. Others of `fence` are the run's."""
+    """Of the attempt that staged it."""
     quorum: int
     state: State
     named: tuple[tuple[int, range], ...]

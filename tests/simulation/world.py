@@ -32,7 +32,7 @@ class Node:
     trains: bool = False
     """True if its ranks belong to an attempt or a launch."""
     progress: float = 0.0
-    """Time of the last sign of life of what it takes part in."""
+    """Time of the last progress of its attempt or launch."""
     group: Group | None = None
     """Its replica group, if groups train together per step."""
 
@@ -89,7 +89,7 @@ class Conditions:
 
 
 class World:
-    """All that the processes of one schedule share."""
+    """The shared state of the processes of one schedule."""
 
     ledger: Ledger
     truth: Truth
@@ -121,10 +121,10 @@ class World:
         self.ledger_away = self.store_away = False
         self.files = {0: Files(GENESIS, 0)}
         self.faults: list[str] = []
-        self.ambushes: dict[str, Callable[[], None]] = {}
+        self.waiting_faults: dict[str, Callable[[], None]] = {}
         """Phase of the protocol -> fault that strikes when a process reaches it."""
         self.over = False
-        """True once no more faults come, and all that was broken is back."""
+        """True once all nodes and services work, and no more faults strike."""
         self._numbers = 0
 
     @property
@@ -151,7 +151,7 @@ class World:
 
     def reach(self, phase: str) -> None:
         """Let a fault strike that waits for a phase of the protocol."""
-        strike = self.ambushes.pop(phase, None)
+        strike = self.waiting_faults.pop(phase, None)
         if strike is not None:
             self.note("in phase {}:", phase)
             strike()
