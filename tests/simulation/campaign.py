@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 
-from tests.simulation.rules import without
+from tests.simulation.rules import Rules, without
 from tests.simulation.simulate import Outcome, simulate
 
 _CHUNK = 500
@@ -62,13 +63,12 @@ def run_seeds(seeds: int, jobs: int, dropped: Sequence[str] = ()) -> Total:
     """Run the first `seeds` seeds in `jobs` processes."""
     total = Total()
     chunks = [range(start, min(start + _CHUNK, seeds)) for start in range(0, seeds, _CHUNK)]
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for part in pool.map(partial(run_chunk, dropped), chunks):
             total.merge(part)
     return total
 
 
-def first_caught(rule: str, seeds: int) -> Outcome | None:
-    """Return the first seed that fails without a rule, or None."""
-    rules = without(rule)
+def first_caught(rules: type[Rules], seeds: int) -> Outcome | None:
+    """Return the first seed that fails under other rules, or None."""
     return next((found for found in (simulate(seed, rules) for seed in range(seeds)) if found.violation), None)

@@ -130,9 +130,9 @@ class Rules:
         return held == memory
 
     @staticmethod
-    def is_current(stamp: Stamp, floor: tuple[int, int]) -> bool:
-        """A node takes no copy that it could drop at once: a late one, or one of an older attempt."""
-        return (stamp.attempt, stamp.step) >= floor
+    def is_current(attempt: int, newest: int) -> bool:
+        """A node takes no copy of an older attempt than the newest one that it knows."""
+        return attempt >= newest
 
     # Steps of groups that train together
 

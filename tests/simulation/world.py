@@ -204,7 +204,7 @@ class World:
         node.floor = max(node.floor, (part.stamp.attempt, whole_step))
         kept = [held for held in node.memory if not self.rules.may_evict(held.stamp, node.floor)]
         node.memory = [held for held in kept if (held.stamp, held.index) != (part.stamp, part.index)]
-        if not self.rules.is_current(part.stamp, node.floor):
+        if not self.rules.is_current(part.stamp.attempt, node.floor[0]):
             return
         node.memory.append(part)
         if part.digest_holds:
