@@ -38,6 +38,8 @@ def commit_checkpoint(world: World, node: Node, stage: Stage, ranks: list[Life])
         looks += not world.store_away
         if looks == _VOTES:
             raise Refused("have_all_voted", world.ledger.read())
+    if world.happens(world.conditions.pause):
+        yield world.between(5.0, 30.0)
 
     def decide(reading: Reading) -> CheckpointRow:
         check_owner(world, reading, stage.attempt, stage.nonce)

@@ -113,7 +113,7 @@ class Faults:
         world.side = [int(other is node) for other in world.nodes]
         world.cut_off, world.lighthouses = set(), {0}
         self._strike("isolated", node)
-        world.scheduler.call(world.between(1.0, 12.0), self._join_network)
+        world.scheduler.call(world.between(1.0, world.rng.choice((4.0, 4.0, 12.0))), self._join_network)
 
     def _join_network(self) -> None:
         world = self._world

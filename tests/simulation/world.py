@@ -83,7 +83,7 @@ class Conditions:
     lost: float
     """Share of appends whose request or answer is lost, or late."""
     pause: float
-    """Share of looks after which a coordinator is paused for long."""
+    """Share of claims and commits before which their writer is suspended for long."""
     new_leg: float
     """Share of launches that begin a new leg."""
 
