@@ -121,9 +121,10 @@ def _resume(world: World, leader: Node, claim: ClaimRow, reading: Reading) -> Pr
     for row in reading.lineage(reading.fence.head):
         answer = yield from _verify(world, row.checkpoint)
         if answer == "whole":
+            state = world.load(row.checkpoint, row.state)  # what was verified, even if the files are damaged later
             if damaged:
                 reading = yield from _quarantine(world, leader, claim, damaged, row.checkpoint)
-            return reading, world.load(row.checkpoint, row.state)
+            return reading, state
         damaged.append(row.checkpoint)
     raise AssertionError("the initial checkpoint is always whole")
 
