@@ -213,5 +213,5 @@ def check_unchanged(state: MemoryState) -> bool:
 
 
 def _stamp_of(rank: RankState) -> tuple[str, int, float]:
-    """What tells a rank's state from every other one. Losses do not: NaN differs from itself."""
+    """Return the values that no other state of the rank has. Losses are left out, because NaN differs from itself."""
     return rank.nonce, rank.step, rank.saved_at
