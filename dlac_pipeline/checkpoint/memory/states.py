@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import psutil
 
-from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -79,7 +79,7 @@ class MemoryState:
         """The part of rank 0."""
         return self.ranks[0]
 
-    def votes(self) -> list[Vote]:
+    def votes(self) -> list[dict[str, Any]]:
         """The readers' cursors, as ranks vote on a checkpoint."""
         return [{"step": each.step, "groups": each.groups, "cursors": each.cursors} for each in self.ranks]
 
