@@ -1,4 +1,4 @@
-"""From SIGKILL to the next new step, from states in memory: `python -m benchmarks.memory_recovery [--quick] [--sizes NAME ...]`.
+"""From SIGKILL to the next new step, from states in memory: `python -m benchmarks.memory_recovery [--quick] [--kills N] [--sizes NAME]`.
 
 Two ranks train a sharded model (FSDP2) of 1.1 M, 100 M or 400 M parameters (the state of the last one has 4.8 GB). In turns a
 rank is killed, or all ranks of the node. The files of each checkpoint are destroyed once it is committed: a recovery that read
@@ -77,13 +77,15 @@ def main() -> None:
     """Kill, compare, and report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--kills", type=int, default=0, help="At each size, instead of the usual number.")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
     chosen = parser.parse_args()
     figures: dict[str, Figure] = {}
     for name in chosen.sizes:
         size = SIZES[name]
         with tempfile.TemporaryDirectory(prefix="dlac-memory-") as home:
-            figures |= _measure(name, size, Path(home), size.quick_kills if chosen.quick else size.kills)
+            kills = chosen.kills or (size.quick_kills if chosen.quick else size.kills)
+            figures |= _measure(name, size, Path(home), kills)
     figures["load_average_1min"] = Figure(value=os.getloadavg()[0], unit="processes")
     report("memory_recovery", figures)
 
