@@ -1,9 +1,9 @@
-"""From SIGKILL to the next new step, from states in memory: `python -m benchmarks.memory_recovery [--quick] [--kills N] [--sizes NAME]`.
+"""From SIGKILL to the next step, by states in memory: `python -m benchmarks.memory_recovery [--quick] [--kills N] [--sizes X]`.
 
-Two ranks train a sharded model (FSDP2) of 1.1 M, 100 M or 400 M parameters (the state of the last one has 4.8 GB). In turns a
-rank is killed, or all ranks of the node. The files of each checkpoint are destroyed once it is committed: a recovery that read
-one would fail. An undisturbed run of as many steps follows, whose losses must be the same. Work at risk is the longest time
-between two states, and overhead the time of `step_done` in steps that keep a state, beyond its median in other steps, as a
+Two ranks train a model of 1.1 M parameters (replicated), of 100 M, or of 400 M (FSDP2; the state of the last one has 4.8 GB). In
+turns a rank is killed, or all ranks of the node. The files of each checkpoint are destroyed once it is committed: a recovery
+that read one would fail. An undisturbed run of as many steps follows, whose losses must be the same. Work at risk is the longest
+time between two states, and overhead the time of `step_done` in steps that keep a state, beyond its median in other steps, as a
 share of all steps. Both are of the undisturbed run. Steps are timed by the ranks, kills by this process.
 """
 
@@ -37,6 +37,7 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SHM = "/dev/shm"
+_PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,7 @@ class Size:
     checkpoint_s: float
     kills: int
     quick_kills: int
+    sharded: bool
     calm_steps: int
     """Least steps of the undisturbed run."""
     recovery_bar: str
@@ -59,15 +61,15 @@ class Size:
 
 SIZES = {
     "1.1M": Size(
-        hidden=1024, layers=1, batch=64, memory_steps=1, checkpoint_s=10, kills=200, quick_kills=6, calm_steps=100,
+        hidden=1024, layers=1, batch=64, memory_steps=1, checkpoint_s=10, kills=200, quick_kills=6, sharded=False, calm_steps=100,
         recovery_bar="<= 1.0",
     ),
     "100M": Size(
-        hidden=4096, layers=6, batch=64, memory_steps=0, checkpoint_s=600, kills=20, quick_kills=2, calm_steps=60,
+        hidden=4096, layers=6, batch=64, memory_steps=0, checkpoint_s=600, kills=20, quick_kills=2, sharded=True, calm_steps=60,
         recovery_bar="<= 2.5",
     ),
     "400M": Size(
-        hidden=8192, layers=6, batch=8, memory_steps=1, checkpoint_s=3600, kills=4, quick_kills=2, calm_steps=0,
+        hidden=8192, layers=6, batch=8, memory_steps=1, checkpoint_s=3600, kills=4, quick_kills=2, sharded=True, calm_steps=0,
         recovery_bar="<= 10",
     ),
 }  # fmt: skip
@@ -107,6 +109,8 @@ def _measure(name: str, size: Size, home: Path, kills: int) -> dict[str, Figure]
     with calm.running(to_the_end=True):
         pass
     print(json.dumps({"size": name, "recovery_s": found}), flush=True)
+    phases = {each: statistics.median(one[each] for one in killed.recovered) for each in _PHASES}
+    print(json.dumps({"size": name, "phases": phases}), flush=True)
     losses, undisturbed = (_losses(lakehouse, each.spec.run) for each in (killed, calm))
     claims = [row for row in Ledger(lakehouse).rows("killed", kinds=(ClaimRow,)) if row.replaces]
     figures = {
@@ -173,8 +177,17 @@ class _Run:
                 "memory": _SHM,
                 "memory_every_steps": size.memory_steps,
             },
-            "launch": {"script": str(PROGRAMS / "memory_rank.py"), "world_size": RANKS},
-            "params": {"stamps": str(self.stamps), "hidden": str(size.hidden), "layers": str(size.layers)},
+            "launch": {
+                "script": str(PROGRAMS / "memory_rank.py"),
+                "world_size": RANKS,
+                "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
+            },
+            "params": {
+                "stamps": str(self.stamps),
+                "hidden": str(size.hidden),
+                "layers": str(size.layers),
+                "sharded": str(size.sharded),
+            },
         }
         self.spec: JobSpec = parse_spec(raw, origin="the benchmark").resolved(self.home)
         self._supervisor = Supervisor(Request(spec=self.spec), on_event=self._record)
@@ -185,7 +198,7 @@ class _Run:
         if event["event"] == "recovered":
             self.recovered.append(event)
         if event["event"] == "checkpoint":
-            for path in (self.home / "checkpoints" / self.name).glob("attempt-*/step-*/*.safetensors"):
+            for path in (self.home / "checkpoints" / self.name).glob("attempt-*/step-*/*[st]"):
                 os.truncate(path, 0)
 
     @contextmanager
