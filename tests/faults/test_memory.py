@@ -105,7 +105,9 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("damage", ["seal", "file", "writable"])
+@pytest.mark.parametrize(
+    "damage", ["writable", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "file"))]
+)
 def test_damaged_state_is_not_used(campaign: Arena, damage: str) -> None:
     """Without a seal, with a shorter file, or in a folder that others may write, the checkpoint is read."""
     run = f"memory-{damage}"
@@ -150,7 +152,7 @@ def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
     check_run(campaign, run, again)
 
 
-def test_unfinite_state_is_not_trained_on(campaign: Arena) -> None:
+def test_nonfinite_state_is_not_trained_on(campaign: Arena) -> None:
     """A state whose weights became NaN is removed when it is read, and the checkpoint before is read."""
     run = "memory-nan"
     spec = spec_of(campaign, run, "train_tiny.py", every_steps=10)
