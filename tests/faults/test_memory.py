@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ def test_state_outlives_its_supervisor(campaign: Arena) -> None:
     launch.wait_for("step")
     time.sleep(0.4)
     launch.destroy()
-    again = campaign.launch(spec_of(campaign, run, world_size=1, dies_at=0), takeover=True)
+    again = campaign.launch(spec_of(campaign, run, world_size=1), takeover=True)
     again.wait_for("attempt")
     again.destroy()
     last = campaign.launch(spec_of(campaign, run, world_size=1), takeover=True)
@@ -136,6 +137,21 @@ def test_damaged_state_is_not_used(campaign: Arena, damage: str) -> None:
     assert campaign.rows(run, ClaimRow)[-1].memory_of == 0
     assert again.of("attempt")[0]["step"] % 10 == 0
     assert campaign.journal(run) == campaign.journal("reference")
+
+
+def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
+    """The first state does not fit: the run says so, keeps none, and a restart reads the last checkpoint."""
+    run = "memory-full"
+    subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
+    launch = campaign.launch(spec_of(campaign, run, memory=str(small_disk), every_steps=10))
+    launch.wait_for("checkpoint", 2)
+    recovered = kill_rank(launch, 1, after="checkpoint", count=2)
+    assert recovered["resumed_step"] % 10 == 0
+    assert launch.wait() == 0, launch.stderr
+    assert any("a restart reads the last checkpoint" in event["message"] for event in launch.of("warning"))
+    assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 0]
+    assert campaign.journal(run) == campaign.journal("reference")
+    assert audit_run(campaign.lakehouse, run).exact
 
 
 def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
