@@ -68,11 +68,16 @@ class RankReport:
     """Rank 0: steps between two memory states, or 0 if it does not know."""
     memory_failed: bool = False
     """True if the rank cannot keep memory states."""
+    memory_copied: bool = False
+    """True if the last memory state of the rank is whole, and its node has copied it to the buddy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSync(RankReport):
-    """Reports of all ranks together: the first of NOTICES that any rank has, and the mean age over the ranks that have one."""
+    """Reports of all ranks together: the first of NOTICES that any rank has, and the mean age over the ranks that have one.
+
+    `memory_copied` is true if it is so for all ranks.
+    """
 
     step: int
     """The last step that the message covers."""
@@ -136,7 +141,7 @@ class StepSyncs:
         report, is_late = self._report, any(loss.copied is not None for loss in self._losses)
         numbers = [
             *(self._step, elapsed_s, report.notice_age_s, report.due, report.needed_s, report.makes_room),
-            *(report.memory_steps, report.memory_failed, is_late),
+            *(report.memory_steps, report.memory_failed, report.memory_copied, is_late),
             *(report.notice == each for each in NOTICES),
         ]
         padding = [0.0] * (MAX_STEPS - count)
@@ -152,9 +157,8 @@ class StepSyncs:
             return None
         if sent.work is not None:
             sent.work.wait()
-        steps, elapsed_s, ages_s, due, needed_s, makes_room, memory_steps, memory_failed, late, *rest = (
-            sent.numbers.tolist()
-        )
+        steps, elapsed_s, ages_s, due, needed_s, makes_room, *rest = sent.numbers.tolist()
+        memory_steps, memory_failed, memory_copied, late, *rest = rest
         notices, losses = rest[: len(NOTICES)], rest[len(NOTICES) :]
         if steps != sent.step * self._world_size:
             raise CursorMismatch(
@@ -174,4 +178,5 @@ class StepSyncs:
             makes_room=makes_room > 0,
             memory_steps=int(memory_steps),
             memory_failed=memory_failed > 0,
+            memory_copied=memory_copied == self._world_size,
         )

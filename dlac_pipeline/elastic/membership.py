@@ -50,12 +50,24 @@ class EndedElsewhere(Exception):
 class Membership:
     """Membership of one node in one run. Without `launch.nodes` it is a single node."""
 
-    def __init__(self, name: str, launch: LaunchSpec, *, batch_size: int, config: str) -> None:
-        """`name`: the run among all at one address. `config`: digest of its job. Raise `SpecInvalid` without a shared secret."""
+    def __init__(
+        self,
+        name: str,
+        launch: LaunchSpec,
+        *,
+        batch_size: int,
+        config: str,
+        serve_memory: Callable[[str], int] = lambda address: 0,
+    ) -> None:
+        """`name`: the run among all at one address. `config`: digest of its job. Raise `SpecInvalid` without a shared secret.
+
+        `serve_memory` serves this node's states in memory at its address, and returns the port, or 0.
+        """
         self._launch = launch
         self._batch_size = batch_size
         self._endpoint: Endpoint | None = None
         self._heartbeat: NodeHeartbeat | None = None
+        self._serve_memory = serve_memory
         self._ended_before: str | None = None
         self._ids_before: Collection[str] = ()
         if launch.max_nodes > 1:
@@ -68,13 +80,16 @@ class Membership:
             self._endpoint = Endpoint(launch.rendezvous, timeout_s=launch.node_timeout_s)
 
     @classmethod
-    def of_job(cls, spec: JobSpec, *, ledger: str) -> Membership:
+    def of_job(
+        cls, spec: JobSpec, *, ledger: str, serve_memory: Callable[[str], int] = lambda address: 0
+    ) -> Membership:
         """Return the membership in a job's run. `ledger` identifies it among runs of the same name in other lakehouses."""
         # torch imports this module with its rendezvous, in programs that use neither a ledger nor DLAC.
         from dlac_pipeline.checkpoint.manifest import config_digest
 
         config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
-        return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
+        batch_size, name = spec.order.batch_size, f"{spec.run}@{ledger}"
+        return cls(name, spec.launch, batch_size=batch_size, config=config, serve_memory=serve_memory)
 
     def open_store(self) -> Store | None:
         """Return another connection to the store of the rendezvous, or None for a single node."""
@@ -197,6 +212,7 @@ class Membership:
             config=self._config,
             ranks=_ranks_here(self._launch),
             attempt=attempt,
+            memory_port=self._serve_memory(address),
         )
 
     def _missing(self, beat: NodeHeartbeat | None, problem: str) -> NodesMissing:

@@ -42,6 +42,8 @@ class Offer:
     """Last attempt of the run that it has taken part in."""
     config: str = ""
     """Digest of what it would train."""
+    memory_port: int = 0
+    """Port at which it serves states in memory, or 0 if it keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,7 @@ class Member:
 class RoundPlan:
     """One round: its size, the port of the process group's store at the leader, and its members, the leader first.
 
-    The leader knows all members. Any other node reads its own part, which has the leader and itself.
+    The leader knows all members. Any other node reads its own part, which has the leader, itself, and the node in the next place.
     """
 
     number: int
@@ -83,8 +85,9 @@ class RoundPlan:
         return len(self.members) == self.nodes
 
     def part(self, place: int) -> "RoundPlan":
-        """Return the plan with the leader and one other member, of the same size however many nodes there are."""
-        return replace(self, members=(self.members[0], self.members[place]) if place else self.members[:1])
+        """Return the plan with the leader, one member and the next one, of the same size however many nodes there are."""
+        places = sorted({0, place, (place + 1) % self.nodes})
+        return replace(self, members=tuple(self.members[each] for each in places))
 
     def place_of(self, slot: int, id_: str) -> int | None:
         """Return the place of a node by its slot and its id, or None if it is not a known member."""

@@ -29,7 +29,7 @@ class Round:
         self.leads = share.node == LEADER
         self.number = 0 if plan is None else plan.number
         self.members: Mapping[int, Member] = {} if plan is None else {member.place: member for member in plan.members}
-        """Nodes by place. A node that does not lead knows the leader and itself. A single node knows none."""
+        """Nodes by place. A node that does not lead knows the leader, itself and its buddy. A single node knows none."""
         self.hosts = {place: member.offer.host for place, member in self.members.items()}
         self.others = [place for place in range(share.nodes) if place != share.node]
         self._heartbeat = heartbeat

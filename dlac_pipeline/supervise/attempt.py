@@ -6,11 +6,11 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlac_pipeline.elastic.round import RESUME, Round
-from dlac_pipeline.lakehouse.errors import LeftUnfinished
+from dlac_pipeline.lakehouse.errors import LeftUnfinished, MemoryStateLost
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
@@ -99,6 +99,7 @@ class SupervisedAttempt:
                 return self._watch(ranks, ledger)
         finally:
             own.end()
+            self._supervision.memory.end()
             self._forward_events()
 
     def end_before_training(self) -> Ending | Rescale:
@@ -112,6 +113,8 @@ class SupervisedAttempt:
         # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
         if self._replaces is None:
             current = self._retry(self._supervision.ledger.state, self._spec.run).fence.attempt
+        found = self._supervision.memory.find(self._round)
+        has_lost_state = self._failure is not None and self._failure.kind == MemoryStateLost.__name__
         request = ClaimRequest(
             nonce=self._nonce,
             replaces=self._replaces,
@@ -119,7 +122,7 @@ class SupervisedAttempt:
             options=self._options,
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
-            from_memory=not self.others,
+            find_states=None if has_lost_state else found.read,
         )
         point: ResumePoint = self._retry(
             claim_and_verify,
@@ -144,7 +147,7 @@ class SupervisedAttempt:
             )
         if failure is not None:
             self._monitor.incident = Incident(self._spec, point, failure)
-        return point
+        return replace(point, memory_sources=found.sources_of(point))
 
     def _resume(self, point: ResumePoint) -> None:
         """Hand the resume point to the ranks of all nodes."""
@@ -156,8 +159,12 @@ class SupervisedAttempt:
         self._supervision.publish_start(point, self._round.share, self.folder)
         for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
-        write_resume_point(self.folder, point.to_json())
         self._round.announce(RESUME, json.loads(point.to_json()))
+        memory = self._supervision.memory
+        memory.begin(point, self._round, self._warn)
+        while (local := memory.local_point()) is None:
+            time.sleep(POLL_S / 10)
+        write_resume_point(self.folder, local.to_json())
 
     def _report_verification(self, step: int, done: int, total: int) -> None:
         if self._supervision.stop.is_set():
@@ -296,6 +303,9 @@ class SupervisedAttempt:
                 self.committed, self._head_step = True, event["step"]
             self._ending = ending_of(event) or self._ending
             self._publish(event)
+
+    def _warn(self, message: str) -> None:
+        self._publish({"event": "warning", "message": message})
 
     def _publish(self, event: Event) -> None:
         self._supervision.publish({"attempt": self.number, **event})

@@ -25,7 +25,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
-from dlac_pipeline.supervise.memory_choice import ClaimedState, MemoryChoice
+from dlac_pipeline.supervise.memory_choice import ClaimedState, FindStates, MemoryChoice
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
@@ -56,6 +56,8 @@ class ResumePoint:
     """Time of that state in seconds since the epoch."""
     head_at: float = 0.0
     """With a memory state: time of the checkpoint, or of the run's beginning."""
+    memory_sources: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    """With a memory state of several nodes: address and port of each node that has parts of it, and their ranks."""
     folder: str | None = None
     """Folder of the checkpoint's verified files on `host`."""
     host: str = ""
@@ -146,8 +148,8 @@ class ClaimRequest:
     """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
     purpose: Mapping[str, Any] = field(default_factory=dict)
     """Purpose of an attempt that does not train."""
-    from_memory: bool = False
-    """True if the attempt may resume from a memory state of this node, on which all its ranks are."""
+    find_states: FindStates | None = None
+    """Function that finds the memory states from which the attempt may resume. None: it does not."""
 
 
 def claim_and_verify(
@@ -187,8 +189,8 @@ def claim_and_verify(
     if current is None:  # an earlier try of this claim may be committed
         current = before.fence.attempt - (before.fence.nonce == request.nonce)
     replaced = current if request.replaces is None else request.replaces
-    may_use = request.from_memory and not chooser.unsure
-    memory = MemoryChoice(spec=spec, ledger=ledger, replaced=replaced, may_use=may_use)
+    find = None if chooser.unsure else request.find_states
+    memory = MemoryChoice(run=spec.run, ledger=ledger, replaced=replaced, find=find)
     detail = {**_detail_of(spec, request, tiers), **planned(leg)}
     choose = partial(memory.choose, leg=leg.to_json())
     claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose)

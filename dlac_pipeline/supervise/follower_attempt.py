@@ -1,6 +1,5 @@
 """An attempt on a node that follows: it starts its ranks, and the leader decides how the attempt ends."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -55,6 +54,8 @@ class FollowerAttempt:
         self._spec = spec_for(supervision.spec, round_)
         self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{new_nonce()}"
         self._point: ResumePoint | None = None
+        self._has_point = False
+        """True once the ranks of this node have it."""
         self._verifier = NodeVerifier(round_, tiers_of(self._spec).files)
         self._attempt = attempt
         self._machine = AttemptMachine(has_others=True)
@@ -76,6 +77,7 @@ class FollowerAttempt:
         finally:
             self._verifier.close()
             ranks.end()
+            self._supervision.memory.end()
 
     def _observe(self, ranks: RankGroup) -> Iterator[Observation]:
         """Yield what is observed now. The leader's verdict precedes all else."""
@@ -123,8 +125,13 @@ class FollowerAttempt:
         self._round.publish({**report_of(ranks, asked=asked, answers=answers), **self._verifier.message})
 
     def _resume(self) -> None:
-        """Hand the resume point to this node's ranks once the leader has announced it."""
+        """Hand the resume point to this node's ranks once the leader has announced it, and its state in memory is here."""
+        memory = self._supervision.memory
         if self._point is not None:
+            local = None if self._has_point else memory.local_point()
+            if local is not None:
+                self._has_point = True
+                write_resume_point(self._folder, local.to_json())
             return
         self._verifier.poll()
         announced = self._round.announced(RESUME)
@@ -133,7 +140,7 @@ class FollowerAttempt:
         self._verifier.close()
         self._point = point = ResumePoint(**announced)
         self._attempt = point.attempt
-        write_resume_point(self._folder, json.dumps(announced))
+        memory.begin(point, self._round, self._warn)
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""
@@ -147,6 +154,9 @@ class FollowerAttempt:
         failure = replace(end, failed_at=failed_at, rows=rows)
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)
+
+    def _warn(self, message: str) -> None:
+        self._publish({"event": "warning", "message": message})
 
     def _publish(self, event: Event) -> None:
         self._supervision.publish({"attempt": self._attempt, **event}, leads=False)

@@ -1,14 +1,16 @@
-"""The memory state from which an attempt resumes, if one on this node provably continues the ledger's head."""
+"""The memory state from which an attempt resumes, if one of those that were found provably continues the ledger's head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, read_states
+from dlac_pipeline.checkpoint.memory.states import MemoryState
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
-from dlac_pipeline.spec.job_spec import JobSpec
+
+FindStates = Callable[[], Sequence[MemoryState]]
+"""Function that returns the whole memory states of a run, the newest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +27,13 @@ class ClaimedState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryChoice:
-    """Choice among the memory states of a run on this node, for the attempt that replaces the attempt `replaced`."""
+    """Choice among the memory states of a run, for the attempt that replaces the attempt `replaced`."""
 
-    spec: JobSpec
+    run: str
     ledger: Ledger
     replaced: int
-    may_use: bool
-    """False: no state is taken."""
+    find: FindStates | None
+    """None: no state is taken."""
 
     def choose(self, fence: Fence, *, leg: str) -> dict[str, Any]:
         """Return the fields of a `ClaimRow` for the newest state that may be taken with this fence and leg (as JSON), if any."""
@@ -52,7 +54,7 @@ class MemoryChoice:
 
         The store is never read under a claim that names memory: a later attempt would take its steps for those of the state.
         """
-        if not self.may_use:
+        if self.find is None:
             return None
         rows = self._rows()
         claim, head = claim_of(rows, fence.attempt), _head_of(fence, rows)
@@ -63,11 +65,10 @@ class MemoryChoice:
         return ClaimedState(claim=claim, state=next(found, None), head=head, rows=rows)
 
     def _rows(self) -> list[LedgerRow]:
-        return self.ledger.rows(self.spec.run, kinds=HEAD_KINDS)
+        return self.ledger.rows(self.run, kinds=HEAD_KINDS)
 
-    def _states(self) -> list[MemoryState]:
-        folder = memory_folder(self.spec) if self.may_use else None
-        return [] if folder is None else read_states(folder)
+    def _states(self) -> Sequence[MemoryState]:
+        return [] if self.find is None else self.find()
 
 
 def _name_of(state: MemoryState) -> tuple[int, int, float]:

@@ -18,6 +18,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
@@ -42,6 +43,11 @@ class Supervision:
     """Set when only this node was asked to leave."""
     launched_at: float = field(default_factory=time.time)
     """Start of this supervisor, in seconds since the epoch."""
+    memory: NodeMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the memory states of this node."""
+        object.__setattr__(self, "memory", NodeMemory(self.spec, name=f"{self.spec.run}@{self.ledger_uuid}"))
 
     @property
     def spec(self) -> JobSpec:

@@ -133,11 +133,11 @@ class Checkpointing:
             self._memory.save(self._restored_engine(), rows=self._heartbeat.rows)
 
     def forget_memory(self) -> None:
-        """Remove the memory states of the run at its end, if a checkpoint has the last step. Called on one rank."""
+        """Remove the memory states of the run on this node at its end, if a checkpoint has the last step."""
         self._memory.end(committed=self._attempt.step == self._tracker.committed_step)
 
     def discard_memory(self) -> None:
-        """Remove the memory states of the run, because training is not to continue from them."""
+        """Remove the memory states of the run on this node, because training is not to continue from them."""
         self._memory.end(committed=True)
 
     def receive_all(self) -> None:

@@ -1,12 +1,15 @@
 """Memory states of a rank while it trains: saved after steps that all ranks agree on, as often as their cost allows."""
 
+import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from torch.nn import Module
@@ -16,6 +19,7 @@ from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.stage.streamed_file import overwrite_state
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -23,10 +27,13 @@ from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
 
+_log = logging.getLogger(__name__)
 MOST_OVERHEAD = 0.015
 """Share of the training time that memory states may take."""
 _STATE_PER_WEIGHT = 4
 """Bytes of a state for each byte of its weights, before the first one has shown them."""
+_NOT_WANTED = "-"
+"""No states are kept, and no warning says so."""
 _SMOOTHING = 0.2
 """Share of the newest time in a mean."""
 
@@ -40,12 +47,20 @@ class MemorySaves:
         self._attempt = attempt
         self._communicator = communicator
         self._warn = warn
-        self._run_folder = None if attempt.rehearses else states.memory_folder(spec)
+        can_keep = not attempt.rehearses and (LAUNCH_VARIABLE in os.environ or states.ranks_are_on_one_node())
+        self._is_wanted = can_keep and bool(spec.checkpoint.memory)
+        self._run_folder = states.memory_folder(spec) if can_keep else None
         self._folder: Path | None = None
         """Folder of this attempt. None: no states are kept."""
         self._every = self._fixed = spec.checkpoint.memory_every_steps
         """Steps between two states. 0: not known yet. The first step of the attempt shows what a state costs."""
         self._number = 0
+        self._step = 0
+        """The last step that was saved."""
+        self._copied = False
+        """True if all ranks know that this state is whole, also at the buddies of all nodes."""
+        self._has_buddy = not states.ranks_are_on_one_node()
+        self._ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._failed = False
         self._cost_s = 0.0
         self._step_s = math.inf
@@ -53,20 +68,22 @@ class MemorySaves:
         self._due_at = 0.0
 
     def begin(self, engine: Engine) -> None:
-        """Make the folder, if this node has room for the states of this engine. Earlier states were loaded. Collective."""
-        if isinstance(engine, TrainerFiles):  # another program writes its files
-            self._run_folder = None
-        if self._run_folder is None:
-            return
-        point, problem = self._attempt.point, b""
-        folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
-        if self._communicator.rank == 0:
-            problem = self._make(folder, engine).encode()
-        problem = self._communicator.tree.broadcast(problem)
+        """Make the folder on each node, if all have room for states of this engine. Earlier states were loaded. Collective."""
+        if isinstance(engine, TrainerFiles) or not self._is_wanted:  # another program writes its files
+            self._run_folder, problem = None, _NOT_WANTED
+        elif self._run_folder is None:
+            problem = f"expected a folder of shared memory on {gethostname()}, found none: set checkpoint.memory"
+        else:
+            point, problem = self._attempt.point, ""
+            folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
+            if self._communicator.is_first_of_node:
+                problem = self._make(folder, engine)
+        tree = self._communicator.tree
+        problem = tree.broadcast(tree.lowest(problem.encode())).decode()
         if not problem:
             self._folder = folder
-        elif self._communicator.rank == 0:
-            self._warn(f"{problem.decode()}; no memory states are kept, and a restart reads the last checkpoint")
+        elif self._communicator.rank == 0 and problem != _NOT_WANTED:
+            self._warn(f"{problem}; no memory states are kept, and a restart reads the last checkpoint")
 
     def step_done(self) -> None:
         """Note that a step is done, with the time since the one before or since a state was saved."""
@@ -84,12 +101,18 @@ class MemorySaves:
         steps = 0
         if self._communicator.rank == 0 and not self._fixed and self._cost_s and math.isfinite(self._step_s):
             steps = math.ceil(self._cost_s / (MOST_OVERHEAD * self._step_s))
-        return replace(report, memory_steps=steps, memory_failed=self._failed)
+        return replace(report, memory_steps=steps, memory_failed=self._failed, memory_copied=self._is_copied())
 
     def on_sync(self, sync: StepSync) -> None:
         """Note a message that all ranks receive at this step. If one cannot keep states, none does."""
-        self._every = sync.memory_steps or self._every
-        if sync.memory_failed:
+        self._every, self._copied = sync.memory_steps or self._every, sync.memory_copied
+        if sync.memory_failed and self._folder is not None:
+            if self._communicator.rank == 0 and not self._failed:
+                self._warn(
+                    "a rank could not keep a state in memory, for the reason in its log: a restart reads the last checkpoint"
+                )
+            if self._communicator.is_first_of_node:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     def is_due(self, step: int) -> bool:
@@ -99,18 +122,23 @@ class MemorySaves:
         return self._number == 0 or (self._every > 0 and step % self._every == 0)
 
     def save(self, engine: Engine, *, rows: int) -> None:
-        """Save this rank's part of the state after the last step. All losses up to it are known."""
+        """Save this rank's part of the state after the last step, if the one before is copied. All losses up to it are known."""
         assert self._folder is not None, "a state is due only with a folder"
+        if self._number and not self._copied:  # the slot may have the only whole state
+            return
         rank, slot = self._communicator.rank, states.slot_of(self._folder, self._number)
         files: list[tuple[str, int]] = []
         failure: Exception | None = None
 
         def write(path: Path, state: Any) -> None:
-            files.append((str(path.relative_to(slot)), overwrite_state(state, path)))
+            if failure is None:
+                files.append((str(path.relative_to(slot)), overwrite_state(state, path)))
 
         try:
-            if self._number and rank == 0 and states.read_slot(states.slot_of(self._folder, self._number - 1)):
+            if self._number and self._communicator.is_first_of_node:
                 states.forget_states(self._folder.parent, before=self._attempt.point.attempt)
+            if self._number == 1 and self._communicator.is_first_of_node:
+                self._check_room(self._folder)
             slot.mkdir(mode=0o700, exist_ok=True)
             states.seal_file(slot, rank).unlink(missing_ok=True)
         except OSError as err:
@@ -118,21 +146,19 @@ class MemorySaves:
         try:  # collective, even if this rank cannot write
             engine.save(slot, write)
             save_rng(slot, rank, write)
-            states.write_seal(slot, self._sealed(engine, files, rows))
+            states.write_seal(slot, rank, states.pack_seal(self._sealed(engine, files, rows)))
         except (OSError, DlacError) as err:
             failure = failure or err
-        if failure is None and self._number == 0:
-            failure = self._lack_of_room(files)
         if failure is not None:
             self._give_up(slot, files, failure)
-        self._number += 1
+        self._number, self._step, self._copied = self._number + 1, self._attempt.tracker.step, False
         self._stepped_at = time.monotonic()
         # the first state of a slot is written to new memory, which takes longer
         cost_s = self._stepped_at - self._due_at
         self._cost_s = cost_s if self._number <= states.SLOTS + 1 else _mean(self._cost_s, cost_s)
 
     def end(self, *, committed: bool) -> None:
-        """Remove the states at the end of the attempt, whose last checkpoint has everything. Called on one rank."""
+        """Remove the states at the end of the attempt, if its last checkpoint has everything."""
         if self._run_folder is not None and committed:
             states.forget_states(self._run_folder, before=self._attempt.point.attempt + 1)
 
@@ -141,34 +167,49 @@ class MemorySaves:
         try:
             states.make_folder(folder)
             states.forget_old_states(folder.parent)
-            needed = states.SLOTS * _STATE_PER_WEIGHT * _bytes_of_weights(engine)
+            needed = states.SLOTS * _STATE_PER_WEIGHT * self._weights_here(engine)
             if needed <= (room := states.room_for_states(folder)):
                 return ""
             states.forget_states(folder.parent, before=self._attempt.point.attempt + 1)
         except Exception as err:  # the other ranks wait for an answer
             return f"expected to make {str(folder)!r} for states in memory, found {type(err).__name__}: {err}"
-        return f"expected about {needed >> 20} MiB of free memory for two states in {str(folder)!r}, found {room >> 20} MiB"
-
-    def _lack_of_room(self, files: list[tuple[str, int]]) -> OSError | None:
-        """Return an error if the next state of all ranks of this size does not fit."""
-        assert self._folder is not None, "a state was saved there"
-        needed = sum(size for _, size in files) * self._communicator.world_size
-        room = states.room_for_states(self._folder)
         return (
-            None if needed <= room else OSError(f"{room >> 20} MiB of memory for another state of {needed >> 20} MiB")
+            f"expected about {needed >> 20} MiB of free memory for two states in {str(folder)!r} on {gethostname()}, found "
+            f"{room >> 20} MiB"
         )
+
+    def _check_room(self, folder: Path) -> None:
+        """Raise `OSError` if a second state is not likely to fit, as large as the first one that this node has by now."""
+        first, second = (states.bytes_in(states.slot_of(folder, number)) for number in range(states.SLOTS))
+        needed, room = first - second, states.room_for_states(folder)
+        if needed > room:
+            raise OSError(f"{room >> 20} MiB of memory for another state of {first >> 20} MiB")
 
     def _give_up(self, slot: Path, files: list[tuple[str, int]], failure: Exception) -> None:
         """Free what this rank has written, and say so with the next message."""
+        rank = self._communicator.rank
         with suppress(OSError):
-            states.seal_file(slot, self._communicator.rank).unlink(missing_ok=True)
+            states.seal_file(slot, rank).unlink(missing_ok=True)
             for name, _ in files:
                 os.truncate(slot / name, 0)
         if not self._failed:
-            self._warn(
-                f"expected to keep states in {str(slot)!r}, found {failure}: a restart reads the last checkpoint"
-            )
+            problem = f"expected to keep states in {str(slot)!r}, found {failure}: a restart reads the last checkpoint"
+            if rank == 0:
+                self._warn(problem)
+            else:  # rank 0 publishes that there is one
+                _log.warning(problem)
         self._failed = True
+
+    def _is_copied(self) -> bool:
+        """Return whether this rank has sealed its last state, and its node has copied it to the buddy, if it has one."""
+        if self._folder is None or not self._number or self._failed:
+            return False
+        return not self._has_buddy or states.copied_step(self._folder) >= self._step
+
+    def _weights_here(self, engine: Engine) -> int:
+        """Return the bytes of the weights whose states this node may keep, with those of the node whose buddy it is."""
+        whole, shard = _bytes_of_weights(engine)
+        return whole + shard * self._ranks_here * (1 + self._has_buddy)
 
     def _sealed(self, engine: Engine, files: list[tuple[str, int]], rows: int) -> states.RankState:
         attempt, rank = self._attempt, self._communicator.rank
@@ -202,12 +243,21 @@ def _trained(trackers: list[ReaderStateTracker]) -> Iterator[states.Trained]:
         )
 
 
-def _bytes_of_weights(engine: Engine) -> int:
-    """Return the bytes of a model's parameters, as a whole also where ranks share them out. A user's adapter may name none."""
+def _bytes_of_weights(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of a model's parameters that each rank has whole, and those of this rank's shards of the others.
+
+    A user's adapter may name no parameters.
+    """
     modules: Callable[[], Mapping[str, Any]] = getattr(engine, "modules", dict)
-    parameters = (each for part in modules().values() if isinstance(part, Module) for each in part.parameters())
-    # DeepSpeed leaves an empty tensor where it has partitioned one.
-    return sum(getattr(each, "ds_numel", each.numel()) * each.element_size() for each in parameters)
+    whole = shard = 0
+    for each in (each for part in modules().values() if isinstance(part, Module) for each in part.parameters()):
+        # DeepSpeed leaves an empty tensor where it has partitioned one.
+        local = each.to_local() if hasattr(each, "to_local") else getattr(each, "ds_tensor", None)
+        if local is None:
+            whole += each.numel() * each.element_size()
+        else:
+            shard += local.numel() * local.element_size()
+    return whole, shard
 
 
 def _mean(before: float, newest: float) -> float:

@@ -263,7 +263,7 @@ class TrainingRun:
             self._end()
             return
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
-        if self.rank == 0:
+        if self._communicator.is_first_of_node:
             self._checkpointing.forget_memory()
         self._heartbeat.doing(Phase.DONE, self.step)
 
@@ -290,7 +290,7 @@ class TrainingRun:
         if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
             self._checkpointing.take("end", wait=True)
         ending = attempt.end_run(self._communicator, stopped=self.stopped)
-        if self.rank == 0:
+        if self._communicator.is_first_of_node:
             self._checkpointing.forget_memory()
         if self.stopped:
             self._policy.left()

@@ -102,11 +102,11 @@ def test_state_is_whole_or_none(tmp_path: Path) -> None:
     slot.mkdir()
     (slot / "a.pt").write_bytes(b"abc")
     first, second = (replace(STATE, world_size=2, rank=rank) for rank in range(2))
-    states.write_seal(slot, first)
+    states.write_seal(slot, 0, states.pack_seal(first))
     assert states.read_slot(slot) is None
-    states.write_seal(slot, replace(second, step=12))
+    states.write_seal(slot, 1, states.pack_seal(replace(second, step=12)))
     assert states.read_slot(slot) is None
-    states.write_seal(slot, second)
+    states.write_seal(slot, 1, states.pack_seal(second))
     state = states.read_slot(slot)
     assert state == MemoryState(slot, (first, second))
     assert states.read_states(folder) == [state]

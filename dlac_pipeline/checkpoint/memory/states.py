@@ -1,16 +1,22 @@
-"""Memory states of a run on this node: the states of all ranks after one step, as files in a folder of shared memory.
+"""Memory states of a run on this node: the states of ranks after one step, as files in a folder of shared memory.
 
-    <memory>/dlac-<user>/<run>-<digest of its local folder>/<attempt>-<nonce>/<slot>-<nonce>/
-        <the files of the engine and of the random generators, as in a checkpoint>
-        rank-<rank>.sealed
+    <memory>/dlac-<user>/<run>-<digest of its local folder>/<attempt>-<nonce>/
+        copied
+        <slot>-<attempt>-<nonce>/
+            <the files of the engine and of the random generators, as in a checkpoint>
+            rank-<rank>.sealed
 
 Ranks write two slots in turns. A rank removes its seal before it writes a slot, and seals it afterwards. All ranks have sealed a
-slot before any of them writes the other one, because no rank begins a further step without the others.
+slot before any of them writes the other one. With several nodes a slot also has copies of another node's ranks, and `copied` has
+the last step whose state another node has of this node's ranks.
 """
 
 import os
+import re
 import shutil
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -28,6 +34,9 @@ _FORMAT_VERSION = 1
 _FORGET_S = 86_400.0
 """Seconds after which the memory states of another run, which writes none any more, are removed."""
 _CGROUP = Path("/sys/fs/cgroup")
+_SLOT = re.compile(r"([0-9]{6,}-[0-9a-z]+)/[0-9]-\1")
+ALWAYS = 2**62
+"""A step after all others: this node's states are not copied, and no rank waits for that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,14 +107,35 @@ class MemoryState:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a memory state, as it is stored on a node."""
+
+    slot: str
+    """Name of its slot, the same on all nodes."""
+    seal: bytes
+    state: RankState = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the seal. Raise `ValueError` if it is none, or of another attempt than its slot."""
+        object.__setattr__(self, "state", parse_seal(self.seal))
+        found = f"{self.state.attempt:06d}-{self.state.nonce}"
+        if not _SLOT.fullmatch(self.slot) or self.slot.partition("/")[0] != found:
+            raise ValueError(f"expected a seal of {self.slot!r}, found one of {found!r}")
+
+
 def memory_folder(spec: JobSpec) -> Path | None:
-    """Return the folder of a run's memory states on this node, or None where there are none: with ranks on other nodes."""
-    memory, ranks = Path(spec.checkpoint.memory), os.environ.get("WORLD_SIZE", "1")
-    is_alone = spec.launch.max_nodes == 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") == ranks
-    if not spec.checkpoint.memory or not is_alone or not memory.is_dir():
+    """Return the folder of a run's memory states on this node, or None if none are kept."""
+    memory = Path(spec.checkpoint.memory)
+    if not spec.checkpoint.memory or not memory.is_dir():
         return None
     place = sha256(f"{Path(spec.checkpoint.local).resolve()}/{spec.run}".encode()).hexdigest()[:12]
     return memory / f"dlac-{os.getuid()}" / f"{spec.run}-{place}"
+
+
+def ranks_are_on_one_node() -> bool:
+    """Return whether all ranks of this rank's attempt are on its node."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
 def attempt_folder(folder: Path, attempt: int, nonce: str) -> Path:
@@ -132,48 +162,102 @@ def slot_of(folder: Path, number: int) -> Path:
     return folder / f"{number % SLOTS}-{folder.name}"
 
 
+def slot_name(slot: Path) -> str:
+    """Return the name of a slot in the folder of its run, the same on all nodes."""
+    return f"{slot.parent.name}/{slot.name}"
+
+
+def slot_at(folder: Path, name: str) -> Path:
+    """Return the slot of this name in the folder of a run. Raise `ValueError` if it is no name of a slot."""
+    if not _SLOT.fullmatch(name):
+        raise ValueError(f"expected the name of a slot, found {name!r}")
+    return folder / name
+
+
 def seal_file(slot: Path, rank: int) -> Path:
     """Return the file that says that a rank's files in a slot are whole."""
     return slot / f"rank-{rank:05d}.sealed"
 
 
-def write_seal(slot: Path, state: RankState) -> None:
+def pack_seal(state: RankState) -> bytes:
+    """Return the content of a rank's seal."""
+    return bytes(msgpack.packb({"format_version": _FORMAT_VERSION, **asdict(state)}))
+
+
+def parse_seal(content: bytes) -> RankState:
+    """Return a rank's part of a memory state from its seal. Raise `ValueError` if it is none."""
+    try:
+        found = msgpack.unpackb(content)
+        if found.pop("format_version") != _FORMAT_VERSION:
+            raise ValueError("another version of DLAC wrote this state")
+        trained = [Trained(**each) for each in found["trained"]]
+        return RankState(**{**found, "trained": trained, "files": [(name, size) for name, size in found["files"]]})
+    except (AttributeError, KeyError, TypeError, msgpack.UnpackException) as err:
+        raise ValueError(f"expected the seal of a rank's state, found {type(err).__name__}: {err}") from err
+
+
+def write_seal(slot: Path, rank: int, content: bytes) -> None:
     """Seal a rank's files in a slot."""
-    path = seal_file(slot, state.rank)
+    path = seal_file(slot, rank)
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgpack.packb({"format_version": _FORMAT_VERSION, **asdict(state)}))
+    temporary.write_bytes(content)
     temporary.rename(path)
+
+
+def read_parts(folder: Path) -> list[Part]:
+    """Return the sealed parts of a run's memory states on this node. Empty if others may have written them."""
+    try:
+        _check_own(folder.parent)
+        return [part for slot in folder.glob("*/*-*") for part in _parts_in(slot)]
+    except OSError:  # there are none, or they are being removed
+        return []
+
+
+def find_states(folder: Path, parts: Iterable[Part]) -> list[MemoryState]:
+    """Return the memory states of which all ranks have a part, the newest first. `folder` is that of the run on this node."""
+    by_state: defaultdict[tuple[object, ...], dict[int, RankState]] = defaultdict(dict)
+    for part in parts:
+        each = part.state
+        stamp = (each.attempt, each.nonce, each.step, each.world_size, each.leg, each.engine)
+        by_state[part.slot, *stamp][each.rank] = each
+    found = [
+        MemoryState(folder / str(key[0]), tuple(ranks[rank] for rank in range(ranks[0].world_size)))
+        for key, ranks in by_state.items()
+        if 0 in ranks and ranks.keys() == set(range(ranks[0].world_size))
+    ]
+    return sorted(found, key=lambda state: state.first.saved_at, reverse=True)
 
 
 def read_states(folder: Path) -> list[MemoryState]:
     """Return the whole memory states of a run on this node, the newest first. None if others may have written them."""
-    try:
-        _check_own(folder.parent)
-        found = [read_slot(slot) for slot in folder.glob("*/*-*")]
-    except OSError:  # there are none, or they are being removed
-        return []
-    return sorted((each for each in found if each is not None), key=lambda each: each.first.saved_at, reverse=True)
+    return find_states(folder, read_parts(folder))
 
 
 def read_slot(slot: Path) -> MemoryState | None:
     """Return the memory state in a slot, or None if a rank has not sealed it, or a file is missing."""
-    try:
-        first = _read_seal(slot, 0)
-        ranks = [first, *(_read_seal(slot, rank) for rank in range(1, first.world_size))]
-        agreed = {(each.attempt, each.nonce, each.step, each.world_size, each.leg, each.engine) for each in ranks}
-        sizes = [((slot / name).stat().st_size, size) for each in ranks for name, size in each.files]
-    except (OSError, ValueError, KeyError, TypeError, msgpack.UnpackException):
-        return None
-    whole = len(agreed) == 1 and all(found == size for found, size in sizes)
-    return MemoryState(slot, tuple(ranks)) if whole else None
+    return next(iter(find_states(slot.parent.parent, _parts_in(slot))), None)
 
 
-def _read_seal(slot: Path, rank: int) -> RankState:
-    found = msgpack.unpackb(seal_file(slot, rank).read_bytes())
-    if found.pop("format_version") != _FORMAT_VERSION:
-        raise ValueError("another version of DLAC wrote this state")
-    trained = [Trained(**each) for each in found["trained"]]
-    return RankState(**{**found, "trained": trained, "files": [(name, size) for name, size in found["files"]]})
+def _parts_in(slot: Path) -> Iterator[Part]:
+    for path in slot.glob("rank-*.sealed"):
+        with suppress(OSError, ValueError):  # being written, or of another version
+            part = Part(slot_name(slot), path.read_bytes())
+            if all((slot / name).stat().st_size == size for name, size in part.state.files):
+                yield part
+
+
+def mark_copied(folder: Path, step: int) -> None:
+    """Note the last step whose state of this node's ranks another node has, in the folder of an attempt."""
+    temporary = folder / "copied.tmp"
+    temporary.write_text(str(step))
+    temporary.rename(folder / "copied")
+
+
+def copied_step(folder: Path) -> int:
+    """Return the step that `mark_copied` noted, or 0."""
+    with suppress(OSError, ValueError):
+        return int((folder / "copied").read_text())
+    return 0
 
 
 def forget_states(folder: Path, *, before: int) -> None:
@@ -193,6 +277,15 @@ def forget_old_states(folder: Path) -> None:
             newest = max(each.stat().st_mtime for each in [run, *run.glob("*/*-*")])
             if run != folder and newest < time.time() - _FORGET_S:
                 shutil.rmtree(run, ignore_errors=True)
+
+
+def bytes_in(slot: Path) -> int:
+    """Return the bytes of a slot, with those that are being written."""
+    total = 0
+    for path in slot.rglob("*"):
+        with suppress(OSError):  # renamed just now
+            total += path.stat().st_size
+    return total
 
 
 def room_for_states(memory: Path) -> int:

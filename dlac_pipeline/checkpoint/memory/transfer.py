@@ -1,0 +1,213 @@
+"""Transfer of memory states between the nodes of a run: authenticated connections, and files with their seals over them.
+
+Both ends prove that they have the run's key, by a challenge. Content is neither encrypted nor authenticated, as that of Gloo and
+NCCL between ranks. A message is a msgpack map after its length. A part of a state is sent as its seal, the content of its files,
+and a message that the seal is still the same.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgpack
+
+from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.memory.states import RankState
+
+Address = tuple[str, int]
+"""Address and port at which a node serves its memory states."""
+Guard = Callable[[], AbstractContextManager[object]]
+"""Context of each write to this node's memory. It raises `TransferRefused` once another transfer may write there."""
+_CHALLENGE_BYTES = 32
+_LENGTH = struct.Struct(">Q")
+_MOST_MESSAGE_BYTES = 1 << 28
+_MOST_FILES = 100_000
+_BUFFER_BYTES = 1 << 20
+
+
+class TransferRefused(OSError):
+    """The other node does not take, or does not have, a state."""
+
+
+def key_of(secret: str, run: str) -> bytes:
+    """Return the key of a run's nodes."""
+    return hmac.digest(secret.encode(), f"dlac memory states of {run}".encode(), hashlib.sha256)
+
+
+class Connection:
+    """An authenticated connection to another node."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def open(cls, address: Address, key: bytes, *, timeout_s: float) -> "Connection":
+        """Connect to a node. Raise `OSError` if it does not answer, or has another key."""
+        connected = socket.create_connection(address, timeout_s)
+        try:
+            theirs, mine = _receive_exactly(connected, _CHALLENGE_BYTES), secrets.token_bytes(_CHALLENGE_BYTES)
+            connected.sendall(mine + _proof(key, b"client", theirs, mine))
+            proof = _receive_exactly(connected, hashlib.sha256().digest_size)
+            if not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine)):
+                raise TransferRefused(f"expected a node of this run at {address!r}, found one with another key")
+        except BaseException:
+            connected.close()
+            raise
+        return cls(connected)
+
+    @classmethod
+    def accept(cls, connected: socket.socket, key: bytes, *, timeout_s: float) -> "Connection":
+        """Answer a node that has connected. Raise `OSError` if it has another key."""
+        connected.settimeout(timeout_s)
+        mine = secrets.token_bytes(_CHALLENGE_BYTES)
+        connected.sendall(mine)
+        theirs = _receive_exactly(connected, _CHALLENGE_BYTES)
+        proof = _receive_exactly(connected, hashlib.sha256().digest_size)
+        if not hmac.compare_digest(proof, _proof(key, b"client", mine, theirs)):
+            raise TransferRefused("another node has connected with another key")
+        connected.sendall(_proof(key, b"server", mine, theirs))
+        return cls(connected)
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def send(self, **message: Any) -> None:
+        """Send a message."""
+        content = msgpack.packb(message)
+        self._socket.sendall(_LENGTH.pack(len(content)) + content)
+
+    def receive(self) -> dict[str, Any]:
+        """Return a message. Raise `TransferRefused` if it has the reason of a refusal, or `OSError`."""
+        (length,) = _LENGTH.unpack(_receive_exactly(self._socket, _LENGTH.size))
+        if length > _MOST_MESSAGE_BYTES:
+            raise OSError(f"expected a message of at most {_MOST_MESSAGE_BYTES} bytes, found {length}")
+        try:
+            message: dict[str, Any] = msgpack.unpackb(_receive_exactly(self._socket, length))
+            refused = message.get("refused", "")
+        except (ValueError, AttributeError, msgpack.UnpackException) as err:
+            raise OSError(f"expected a message of another node, found {type(err).__name__}: {err}") from err
+        if refused:
+            raise TransferRefused(str(refused))
+        return message
+
+    def send_file(self, path: Path, size: int) -> None:
+        """Send the first `size` bytes of a file. Raise `OSError` if it is shorter."""
+        with path.open("rb") as file:
+            sent = self._socket.sendfile(file, 0, size) if size else 0
+        if sent != size:
+            raise OSError(f"expected {size} bytes in {str(path)!r}, found {sent}")
+
+    def receive_file(self, path: Path, size: int, guard: Guard) -> None:
+        """Write `size` bytes over a file, whose pages are used again."""
+        buffer = memoryview(bytearray(min(size, _BUFFER_BYTES)))
+        with guard():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            done = 0
+            while done < size:
+                count = self._socket.recv_into(buffer[: size - done])
+                if not count:
+                    raise ConnectionError(f"the other node closed the connection after {done} of {size} bytes")
+                with guard():
+                    written = 0
+                    while written < count:
+                        written += os.pwrite(descriptor, buffer[written:count], done + written)
+                done += count
+            with guard():
+                os.ftruncate(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
+def send_parts(connection: Connection, slot: Path, ranks: Sequence[int]) -> None:
+    """Send the parts of some ranks in a slot. Raise `OSError` if one was written since then, or `TransferRefused`."""
+    paths = [states.seal_file(slot, rank) for rank in ranks]
+    seals = [path.read_bytes() for path in paths]
+    connection.send(seals=seals)
+    connection.receive()
+    for seal in seals:
+        for name, size in states.parse_seal(seal).files:
+            connection.send_file(slot / name, size)
+    is_same = [path.read_bytes() for path in paths] == seals
+    connection.send(refused="" if is_same else "the state was overwritten")
+    if not is_same:
+        raise OSError(f"expected the state in {str(slot)!r} to stay, found that it was overwritten")
+
+
+def receive_parts(
+    connection: Connection, slot: Path, guard: Guard, check: Callable[[list[RankState]], None]
+) -> list[RankState]:
+    """Receive parts into a slot, in an existing folder of its attempt. Seals are removed first, and written last.
+
+    `check` raises `ValueError` for parts that are not wanted. Raise `OSError` if the parts did not arrive whole.
+    """
+    try:
+        seals = [bytes(seal) for seal in connection.receive()["seals"]]
+        found = [states.Part(states.slot_name(slot), seal).state for seal in seals]
+        files = [(_path_in(slot, name), size) for each in found for name, size in each.files]
+        _check_room(slot, files)
+        check(found)
+        with guard():
+            slot.mkdir(mode=0o700, exist_ok=True)
+            for each in found:
+                states.seal_file(slot, each.rank).unlink(missing_ok=True)
+            for folder in {path.parent for path, _ in files}:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (ValueError, KeyError, TypeError, OSError) as err:
+        with suppress(OSError):
+            connection.send(refused=str(err))
+        raise TransferRefused(str(err)) from err
+    connection.send()
+    for path, size in files:
+        connection.receive_file(path, size, guard)
+    connection.receive()
+    for each, seal in zip(found, seals, strict=True):
+        with guard():
+            states.write_seal(slot, each.rank, seal)
+    return found
+
+
+def _path_in(slot: Path, name: str) -> Path:
+    """Return the path of a file in a slot. Raise `ValueError` for one elsewhere, and for a seal."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or path.suffix in (".sealed", ".tmp") or "\0" in name:
+        raise ValueError(f"expected the path of a file of a state, found {name!r}")
+    return slot / path
+
+
+def _check_room(slot: Path, files: Sequence[tuple[Path, int]]) -> None:
+    """Raise `ValueError` if files of these sizes do not fit into memory. Their pages are used again where they exist."""
+    if len(files) > _MOST_FILES or any(not isinstance(size, int) or size < 0 for _, size in files):
+        raise ValueError(f"expected at most {_MOST_FILES} files with their sizes, found others")
+    needed = sum(size for _, size in files)
+    for path, size in files:
+        with suppress(OSError):
+            needed -= min(size, path.stat().st_size)
+    room = states.room_for_states(slot.parent)
+    if needed > room:
+        raise ValueError(f"expected {needed >> 20} MiB of free memory in {str(slot)!r}, found {room >> 20} MiB")
+
+
+def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
+    return hmac.digest(key, role + server + client, hashlib.sha256)
+
+
+def _receive_exactly(connected: socket.socket, count: int) -> bytes:
+    content = bytearray()
+    while len(content) < count:
+        piece = connected.recv(min(count - len(content), _BUFFER_BYTES))
+        if not piece:
+            raise ConnectionError("the other node closed the connection")
+        content += piece
+    return bytes(content)

@@ -1,0 +1,133 @@
+"""Server of a node's memory states: it lists and sends them to the other nodes of the run, and takes copies of theirs."""
+
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.memory.states import RankState
+from dlac_pipeline.checkpoint.memory.transfer import (
+    Address,
+    Connection,
+    Guard,
+    TransferRefused,
+    receive_parts,
+    send_parts,
+)
+
+TIMEOUT_S = 10.0
+"""Seconds without a byte after which a transfer is given up."""
+_POLL_S = 0.1
+
+
+class WriteTurn:
+    """Right to write memory states of other ranks on this node. Whoever takes it ends the turn before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turn = 0
+
+    def take(self) -> Guard:
+        """Return the context of all writes in a new turn."""
+        with self._lock:
+            self._turn += 1
+            turn = self._turn
+
+        @contextmanager
+        def guard() -> Iterator[None]:
+            with self._lock:
+                if turn != self._turn:
+                    raise TransferRefused("another attempt began")
+                yield
+
+        return guard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Accepted:
+    """The attempt of which a node takes copies: never of an older one, and never of its own ranks."""
+
+    attempt: int
+    nonce: str
+    own: Sequence[int]
+    guard: Guard
+
+    def check(self, parts: Sequence[RankState]) -> None:
+        """Raise `ValueError` for parts of another attempt, or of this node's ranks."""
+        for part in parts:
+            if (part.attempt, part.nonce) != (self.attempt, self.nonce):
+                raise ValueError(f"expected a state of attempt {self.attempt}, found one of attempt {part.attempt}")
+            if part.rank in self.own:
+                raise ValueError(f"expected ranks of another node, found rank {part.rank}")
+
+
+class MemoryServer:
+    """Server at an address of this node. `folder` is that of the run's memory states."""
+
+    def __init__(self, address: str, folder: Path, key: bytes) -> None:
+        """Raise `OSError` if this node cannot listen there."""
+        self._accepted: _Accepted | None = None
+        self._folder = folder
+        self._key = key
+        self._server = _Server(address, self._answer)
+        self.address: Address = (address, self._server.server_address[1])
+        threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="memory server", daemon=True).start()
+
+    def accept(self, attempt: int, nonce: str, own: Sequence[int], guard: Guard) -> None:
+        """Take copies of an attempt, while the turn of `guard` lasts, but for the ranks of this node (`own`)."""
+        with suppress(TransferRefused), guard():
+            self._accepted = _Accepted(attempt=attempt, nonce=nonce, own=own, guard=guard)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, connected: socket.socket) -> None:
+        with suppress(OSError), Connection.accept(connected, self._key, timeout_s=TIMEOUT_S) as connection:
+            request = connection.receive()
+            try:
+                self._do(connection, request)
+            except (KeyError, ValueError, TypeError, TransferRefused) as err:
+                connection.send(refused=f"{type(err).__name__}: {err}")
+
+    def _do(self, connection: Connection, request: dict[str, object]) -> None:
+        if request["op"] == "list":
+            connection.send(parts=[[part.slot, part.seal] for part in states.read_parts(self._folder)])
+            return
+        slot = states.slot_at(self._folder, str(request["slot"]))
+        if request["op"] == "fetch":
+            send_parts(connection, slot, [int(rank) for rank in list(request["ranks"])])  # type: ignore[call-overload]
+        elif request["home"] == home_of(self._folder):
+            connection.send(is_same=True)
+        else:
+            accepted = self._accepted
+            if accepted is None:
+                raise TransferRefused("this node trains no attempt yet")
+            connection.send(is_same=False)
+            receive_parts(connection, slot, accepted.guard, accepted.check)
+            connection.send()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, address: str, answer: object) -> None:
+        self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((address, 0), lambda request, *_: answer(request))  # type: ignore[operator]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Do nothing: the other end notices it."""
+
+
+def home_of(folder: Path) -> str:
+    """Return the identity of a folder in memory. Two supervisors on one node may have the same one."""
+    found = folder.stat()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else os.uname().nodename}/{found.st_dev}/{found.st_ino}"
