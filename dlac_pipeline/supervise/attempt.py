@@ -122,7 +122,8 @@ class SupervisedAttempt:
             options=self._options,
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
-            find_states=None if has_lost_state else found.read,
+            from_memory=not has_lost_state,
+            find_states=found.read,
         )
         point: ResumePoint = self._retry(
             claim_and_verify,
@@ -161,7 +162,7 @@ class SupervisedAttempt:
             self._publish({"event": "warning", "message": message})
         self._round.announce(RESUME, json.loads(point.to_json()))
         memory = self._supervision.memory
-        memory.begin(point, self._round, self._warn)
+        memory.begin(point, self._round)
         while (local := memory.local_point()) is None:
             time.sleep(POLL_S / 10)
         write_resume_point(self.folder, local.to_json())
@@ -295,7 +296,9 @@ class SupervisedAttempt:
         self._monitor.observe(ranks.heartbeats())
 
     def _forward_events(self) -> None:
-        """Publish the events of rank 0, and note those that concern the attempt."""
+        """Publish the events of rank 0 and warnings about memory states, and note those that concern the attempt."""
+        for message in self._supervision.memory.take_warnings():
+            self._publish({"event": "warning", "message": message})
         for event in self._events.read_new():
             if event["event"] == "training":
                 self._machine.observe(Observation.TRAINING_BEGAN)
@@ -303,9 +306,6 @@ class SupervisedAttempt:
                 self.committed, self._head_step = True, event["step"]
             self._ending = ending_of(event) or self._ending
             self._publish(event)
-
-    def _warn(self, message: str) -> None:
-        self._publish({"event": "warning", "message": message})
 
     def _publish(self, event: Event) -> None:
         self._supervision.publish({"attempt": self.number, **event})

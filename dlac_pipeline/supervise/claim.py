@@ -25,7 +25,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
-from dlac_pipeline.supervise.memory_choice import ClaimedState, FindStates, MemoryChoice
+from dlac_pipeline.supervise.memory_choice import ClaimedState, FindStates, MemoryChoice, states_here
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
@@ -148,8 +148,10 @@ class ClaimRequest:
     """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
     purpose: Mapping[str, Any] = field(default_factory=dict)
     """Purpose of an attempt that does not train."""
+    from_memory: bool = False
+    """True if the attempt may resume from a memory state."""
     find_states: FindStates | None = None
-    """Function that finds the memory states from which the attempt may resume. None: it does not."""
+    """Function that finds the memory states of the run. None: those of this node are found."""
 
 
 def claim_and_verify(
@@ -189,8 +191,9 @@ def claim_and_verify(
     if current is None:  # an earlier try of this claim may be committed
         current = before.fence.attempt - (before.fence.nonce == request.nonce)
     replaced = current if request.replaces is None else request.replaces
-    find = None if chooser.unsure else request.find_states
-    memory = MemoryChoice(run=spec.run, ledger=ledger, replaced=replaced, find=find)
+    find = request.find_states or partial(states_here, spec)
+    may_use = request.from_memory and not chooser.unsure
+    memory = MemoryChoice(run=spec.run, ledger=ledger, replaced=replaced, find=find if may_use else None)
     detail = {**_detail_of(spec, request, tiers), **planned(leg)}
     choose = partial(memory.choose, leg=leg.to_json())
     claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose)

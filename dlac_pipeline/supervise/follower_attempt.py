@@ -69,6 +69,8 @@ class FollowerAttempt:
             while True:
                 self._report(ranks)
                 self._resume()
+                for message in self._supervision.memory.take_warnings():
+                    self._publish({"event": "warning", "message": message})
                 for observation in self._observe(ranks):
                     verdict = self._apply(observation, ranks)
                     if verdict is not None:
@@ -140,7 +142,7 @@ class FollowerAttempt:
         self._verifier.close()
         self._point = point = ResumePoint(**announced)
         self._attempt = point.attempt
-        memory.begin(point, self._round, self._warn)
+        memory.begin(point, self._round)
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""
@@ -154,9 +156,6 @@ class FollowerAttempt:
         failure = replace(end, failed_at=failed_at, rows=rows)
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)
-
-    def _warn(self, message: str) -> None:
-        self._publish({"event": "warning", "message": message})
 
     def _publish(self, event: Event) -> None:
         self._supervision.publish({"attempt": self._attempt, **event}, leads=False)

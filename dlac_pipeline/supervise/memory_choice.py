@@ -4,13 +4,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlac_pipeline.checkpoint.memory.states import MemoryState
+from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, read_states
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.spec.job_spec import JobSpec
 
 FindStates = Callable[[], Sequence[MemoryState]]
 """Function that returns the whole memory states of a run, the newest first."""
+
+
+def states_here(spec: JobSpec) -> list[MemoryState]:
+    """Return the whole memory states of a run on this node, the newest first."""
+    folder = memory_folder(spec)
+    return [] if folder is None else read_states(folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

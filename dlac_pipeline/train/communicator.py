@@ -24,6 +24,9 @@ class Communicator:
         self.rank = rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.is_first_of_node = int(os.environ.get("LOCAL_RANK", rank)) == 0
+        self.ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Number of ranks on this node, as the launcher says."""
+        self.is_on_one_node = self.world_size <= self.ranks_here
         self._waits = waits
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
         self._group: dist.ProcessGroup | None = None

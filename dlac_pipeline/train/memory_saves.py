@@ -47,7 +47,7 @@ class MemorySaves:
         self._attempt = attempt
         self._communicator = communicator
         self._warn = warn
-        can_keep = not attempt.rehearses and (LAUNCH_VARIABLE in os.environ or states.ranks_are_on_one_node())
+        can_keep = not attempt.rehearses and (LAUNCH_VARIABLE in os.environ or communicator.is_on_one_node)
         self._is_wanted = can_keep and bool(spec.checkpoint.memory)
         self._run_folder = states.memory_folder(spec) if can_keep else None
         self._folder: Path | None = None
@@ -59,8 +59,7 @@ class MemorySaves:
         """The last step that was saved."""
         self._copied = False
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
-        self._has_buddy = not states.ranks_are_on_one_node()
-        self._ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._has_buddy = not communicator.is_on_one_node
         self._failed = False
         self._cost_s = 0.0
         self._step_s = math.inf
@@ -209,7 +208,7 @@ class MemorySaves:
     def _weights_here(self, engine: Engine) -> int:
         """Return the bytes of the weights whose states this node may keep, with those of the node whose buddy it is."""
         whole, shard = _bytes_of_weights(engine)
-        return whole + shard * self._ranks_here * (1 + self._has_buddy)
+        return whole + shard * self._communicator.ranks_here * (1 + self._has_buddy)
 
     def _sealed(self, engine: Engine, files: list[tuple[str, int]], rows: int) -> states.RankState:
         attempt, rank = self._attempt, self._communicator.rank

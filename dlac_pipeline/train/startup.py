@@ -4,11 +4,9 @@ import json
 import os
 import time
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, ranks_are_on_one_node, read_states
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -83,7 +81,7 @@ def claim_run(
                 nonce=nonce,
                 options=ResumeOptions(repin=True),
                 launch_folder=folder,
-                find_states=partial(_states_here, spec) if ranks_are_on_one_node() else None,
+                from_memory=communicator.is_on_one_node,
             )
             answer = claim_and_verify(plans, spec, request).to_json()
         except DlacError as err:
@@ -94,11 +92,6 @@ def claim_run(
     if "error" in received:
         raise TrainingFailed(f"rank 0 could not take over the run: {received['error']}")
     return ResumePoint(**received)
-
-
-def _states_here(spec: JobSpec) -> list[MemoryState]:
-    folder = memory_folder(spec)
-    return [] if folder is None else read_states(folder)
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:

@@ -133,11 +133,6 @@ def memory_folder(spec: JobSpec) -> Path | None:
     return memory / f"dlac-{os.getuid()}" / f"{spec.run}-{place}"
 
 
-def ranks_are_on_one_node() -> bool:
-    """Return whether all ranks of this rank's attempt are on its node."""
-    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-
-
 def attempt_folder(folder: Path, attempt: int, nonce: str) -> Path:
     """Return the folder of an attempt's memory states in that of its run."""
     return folder / f"{attempt:06d}-{nonce}"

@@ -2,11 +2,12 @@
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from socket import gethostname
 
 from dlac_pipeline.checkpoint.memory import states
@@ -74,6 +75,7 @@ class NodeMemory:
         self._server: MemoryServer | None = None
         self._turns = WriteTurn()
         self._current: _Attempt | None = None
+        self._warnings: SimpleQueue[str] = SimpleQueue()
 
     def serve(self, address: str) -> int:
         """Serve the memory states at an address of this node. Return the port, or 0 if this node keeps none."""
@@ -95,7 +97,7 @@ class NodeMemory:
             elsewhere = dict(zip(served, pool.map(self._list, served), strict=True))
         return FoundStates(folder=self._folder, elsewhere=elsewhere, address=self._server.address)
 
-    def begin(self, point: ResumePoint, round_: Round, warn: Callable[[str], None]) -> None:
+    def begin(self, point: ResumePoint, round_: Round) -> None:
         """Fetch the state of a resume point, if it is in memory, and then copy the states of its attempt. Returns at once."""
         self.end()
         share, folder = round_.share, self._folder
@@ -106,20 +108,26 @@ class NodeMemory:
         )
 
         def work() -> None:
-            current.point = self._fetch(point, current.guard, warn) if point.memory_of else point
+            current.point = self._fetch(point, current.guard) if point.memory_of else point
             if self._server is not None:
                 self._server.accept(point.attempt, point.nonce, current.ranks, current.guard)
             if current.folder is not None and share.nodes > 1:
                 buddy = round_.members[(share.node + 1) % share.nodes]
                 address = _address_of(buddy) if buddy.offer.memory_port else None
                 copies = BuddyCopies(current.folder, current.ranks, address, self._key())
-                copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=warn)
+                copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=self._warnings.put)
 
         threading.Thread(target=work, name="memory states", daemon=True).start()
 
     def local_point(self) -> ResumePoint | None:
         """Return the resume point for the ranks of this node, once its state is on this node. They fail if it was lost."""
         return None if self._current is None else self._current.point
+
+    def take_warnings(self) -> Iterator[str]:
+        """Yield the warnings since the last call."""
+        with suppress(Empty):
+            while True:
+                yield self._warnings.get_nowait()
 
     def end(self) -> None:
         """End copies to and from this node. What was copied of an attempt whose ranks here have kept none is removed."""
@@ -156,7 +164,7 @@ class NodeMemory:
                     found.append(Part(str(slot), bytes(seal)))
         return found
 
-    def _fetch(self, point: ResumePoint, guard: Guard, warn: Callable[[str], None]) -> ResumePoint:
+    def _fetch(self, point: ResumePoint, guard: Guard) -> ResumePoint:
         """Return a resume point with a folder of this node, after all parts of its state have been fetched, or not."""
         if self._folder is None or not point.folder:
             return replace(point, folder="", host=gethostname())
@@ -174,9 +182,11 @@ class NodeMemory:
                         self._fetch_from((host, port), slot, wanted, point.step, guard)
                         missing -= set(wanted)
                     except OSError as err:
-                        warn(f"expected ranks {wanted} of the state in memory from {host}:{port}, found {err}")
+                        self._warnings.put(
+                            f"expected ranks {wanted} of the state in memory from {host}:{port}, found {err}"
+                        )
         except Exception as err:  # the ranks wait for the resume point
-            warn(f"expected to fetch the state in memory of step {point.step}, found {err}")
+            self._warnings.put(f"expected to fetch the state in memory of step {point.step}, found {err}")
             return replace(point, folder="", host=gethostname())
         return replace(point, folder=str(slot), host=gethostname())
 
