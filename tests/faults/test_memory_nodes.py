@@ -103,8 +103,11 @@ class Nodes:
         for path in (self.arena.home / "checkpoints" / self.spec.run).glob("attempt-*/step-*/*.pt"):
             path.write_bytes(b"destroyed")
 
-    def check_finished(self) -> None:
-        """Check that the run ended exactly as an undisturbed run on one node, and left nothing in memory."""
+    def check_finished(self, *, rounding: float = 0.0) -> None:
+        """Check that the run ended exactly as an undisturbed run on one node, and left nothing in memory.
+
+        `rounding` is the greatest ratio of losses, which other numbers of ranks round differently.
+        """
         for launch in self.launches.values():
             assert launch.wait() == 0, (launch.events[-5:], launch.stderr)
         run, arena = self.spec.run, self.arena
@@ -114,10 +117,8 @@ class Nodes:
             alone = arena.launch(spec_of(arena, calm, self.spec, last.world_size))
             assert alone.wait() == 0, alone.stderr
         assert arena.journal(run) == arena.journal(calm)
-        sizes = {row.world_size for row in arena.lineage(run)}
-        assert arena.losses(run) == (
-            arena.losses(calm) if sizes == {last.world_size} else pytest.approx(arena.losses(calm), rel=1e-5)
-        )
+        losses = arena.losses(calm)
+        assert arena.losses(run) == (pytest.approx(losses, rel=rounding) if rounding else losses)
         assert audit_run(arena.lakehouse, run).exact
         assert not [path for path in self.home.rglob("*") if path.is_file()]
 
@@ -223,7 +224,7 @@ def test_all_supervisors_are_killed(nodes: Callable[..., Nodes]) -> None:
     ("program", "changes"),
     [
         ("train_tiny.py", {}),
-        ("train_fsdp2.py", {}),
+        ("train_fsdp2.py", {"dropout": 0}),
         *(("train_deepspeed.py", {"stage": stage, "dropout": 0}) for stage in "123"),
     ],
     ids=["torch", "fsdp2", "zero1", "zero2", "zero3"],
@@ -235,7 +236,7 @@ def test_smaller_world_resumes_from_memory(nodes: Callable[..., Nodes], program:
     run.start("a", "b", "c")
     run.wait_for_states(3)
     run.lose(next(name for name in run.launches if name != run.leader()))
-    run.check_finished()
+    run.check_finished(rounding=1e-4)
     assert run.claims()[-1] > 0
     assert [row.world_size for row in run.arena.lineage(run.spec.run)][-1] == 2
 
@@ -258,7 +259,7 @@ def test_lost_buddy_reads_store(nodes: Callable[..., Nodes], who: str) -> None:
 @pytest.mark.soak
 def test_node_hangs_while_states_are_copied(nodes: Callable[..., Nodes]) -> None:
     """The buddy takes no copy any more: training goes on with the states that both have, and the last of them is taken."""
-    run = nodes("memory-hangs")
+    run = nodes("memory-hangs", every_steps=1000)
     run.start("a", "b")
     run.wait_for_copies(3)
     other = next(name for name in run.launches if name != run.leader())
