@@ -23,6 +23,8 @@ from dlac_pipeline.supervise.supervision import Supervision
 _REPORT_EVERY_S = 0.2
 _WAIT_S = 0.25
 """Seconds between two reads of this node's ranks. Announcements of the leader are read at once."""
+_FETCH_WAIT_S = 0.01
+"""The same, while this node fetches a state in memory."""
 _LEAVE_MARGIN_S = 5.0
 """Extra seconds for ranks past their deadline. The leader waits for them as well."""
 
@@ -75,7 +77,7 @@ class FollowerAttempt:
                     verdict = self._apply(observation, ranks)
                     if verdict is not None:
                         return verdict
-                self._round.wait(_WAIT_S)
+                self._round.wait(_WAIT_S if self._has_point or self._point is None else _FETCH_WAIT_S)
         finally:
             self._verifier.close()
             ranks.end()
@@ -129,20 +131,19 @@ class FollowerAttempt:
     def _resume(self) -> None:
         """Hand the resume point to this node's ranks once the leader has announced it, and its state in memory is here."""
         memory = self._supervision.memory
-        if self._point is not None:
-            local = None if self._has_point else memory.local_point()
-            if local is not None:
-                self._has_point = True
-                write_resume_point(self._folder, local.to_json())
-            return
-        self._verifier.poll()
-        announced = self._round.announced(RESUME)
-        if announced is None:
-            return
-        self._verifier.close()
-        self._point = point = ResumePoint(**announced)
-        self._attempt = point.attempt
-        memory.begin(point, self._round)
+        if self._point is None:
+            self._verifier.poll()
+            announced = self._round.announced(RESUME)
+            if announced is None:
+                return
+            self._verifier.close()
+            self._point = point = ResumePoint(**announced)
+            self._attempt = point.attempt
+            memory.begin(point, self._round)
+        local = None if self._has_point else memory.local_point()
+        if local is not None:
+            self._has_point = True
+            write_resume_point(self._folder, local.to_json())
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""

@@ -59,7 +59,7 @@ class _Attempt:
     """Ranks of this node."""
     folder: Path | None
     guard: Guard
-    point: ResumePoint | None = None
+    point: ResumePoint | None
     """The resume point for the ranks of this node, once its state is on this node."""
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -105,6 +105,7 @@ class NodeMemory:
             ranks=range(share.first_rank, share.first_rank + share.ranks),
             folder=None if folder is None else states.attempt_folder(folder, point.attempt, point.nonce),
             guard=self._turns.take(),
+            point=None if point.memory_of else point,
         )
 
         def work() -> None:

@@ -68,10 +68,11 @@ class CommittedSteps:
         """Return a step with the ranks and nodes of the attempt that trained it."""
         nodes = self._nodes_of(checkpoint.attempt)
         trained = trained_by(self.rows, checkpoint.attempt, step)
-        if trained != checkpoint.attempt:  # on one node, and a later attempt resumed from its memory
+        if trained != checkpoint.attempt:  # a later attempt resumed from its memory
             before = next(row for row in self.rows if isinstance(row, ClaimRow) and row.memory_of == trained)
             checkpoint = replace(checkpoint, world_size=before.memory_ranks)
-            nodes = [claim_of(self.rows, trained).host] * before.memory_ranks
+            claim = claim_of(self.rows, trained)
+            nodes = self._nodes_of(trained) if claim.rendezvous else [claim.host] * before.memory_ranks
         return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, nodes=nodes)
 
     def losses(self) -> dict[int, float]:
