@@ -1,5 +1,9 @@
 """From SIGKILL to the next step, by states in memory: `python -m benchmarks.memory_recovery [--quick] [--kills N] [--sizes X]`.
 
+`--nodes` measures several nodes instead, each a network namespace with shared memory of its own. It needs root, iproute2 and
+PostgreSQL. Two nodes of two ranks train the smallest model. By turns a rank, all ranks of a node, or a node is killed, and a
+spare takes the place of the node. Then nodes are lost with their buddies in a run of three: it reads the store.
+
 Two ranks train a model of 1.1 M parameters (replicated), of 100 M, or of 400 M (FSDP2; the state of the last one has 4.8 GB). In
 turns a rank is killed, or all ranks of the node. The files of each checkpoint are destroyed once it is committed: a recovery
 that read one would fail. An undisturbed run of as many steps follows, whose losses must be the same. Work at risk is the longest
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, report
+from benchmarks.recovery_lab.nodes import measure_nodes
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, make_source
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
@@ -81,9 +86,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--kills", type=int, default=0, help="At each size, instead of the usual number.")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument(
+        "--nodes", action="store_true", help="Several nodes instead. --kills is the number of all kills."
+    )
     chosen = parser.parse_args()
     figures: dict[str, Figure] = {}
-    for name in chosen.sizes:
+    if chosen.nodes:
+        figures = measure_nodes(chosen.kills or (6 if chosen.quick else 300), pairs=1 if chosen.quick else 5)
+    for name in () if chosen.nodes else chosen.sizes:
         size = SIZES[name]
         with tempfile.TemporaryDirectory(prefix="dlac-memory-") as home:
             kills = chosen.kills or (size.quick_kills if chosen.quick else size.kills)

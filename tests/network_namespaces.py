@@ -25,8 +25,8 @@ class NetworkNode:
 
     @property
     def command(self) -> list[str]:
-        """The command that runs a program on the node, under the node's name."""
-        renamed = 'hostname "$0" && exec "$@"'
+        """The command that runs a program on the node, under the node's name and with shared memory of its own."""
+        renamed = 'mount -t tmpfs memory /dev/shm && hostname "$0" && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", renamed, self.name]
 
     def unplug(self) -> None:

@@ -22,11 +22,16 @@ def make_source(home: Path) -> Lakehouse:
     """Make a lakehouse with the training table."""
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")
+    fill_source(lakehouse)
+    return lakehouse
+
+
+def fill_source(lakehouse: Lakehouse) -> None:
+    """Make the training table in the namespace of a lakehouse."""
     numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers, WIDTH)})
     table = table.cast(pa.schema([pa.field("x", pa.list_(pa.float32()))]))
     lakehouse.catalog.create_table("src.rows", table.schema).append(table)
-    return lakehouse
 
 
 def source_files(lakehouse: Lakehouse) -> list[str]:

@@ -1,0 +1,250 @@
+"""Runs of nodes that keep states in memory for each other, for benchmarks/memory_recovery.py. Ranks and nodes are killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.figures import Figure
+from benchmarks.recovery_lab.training import PROGRAMS, fill_source
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from tests.conftest import wait_until
+from tests.network_namespaces import NetworkNode
+from tests.node_network import Network, open_network
+
+KINDS = ("rank", "all ranks of a node", "node")
+_NODES, _RANKS = 2, 4
+_BATCH = 48
+"""Batch size that three and four ranks divide."""
+_NODE_TIMEOUT_S = 3
+
+
+def measure_nodes(kills: int, pairs: int) -> dict[str, Figure]:
+    """Kill by turns a rank, all ranks of a node, and a node. Then lose nodes with their buddies, in another run."""
+    with (
+        tempfile.TemporaryDirectory(prefix="dlac-memory-nodes-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+        open_network(Path(folder), patch) as network,
+    ):
+        fill_source(network.arena.lakehouse)
+        figures = _kill(network, kills)
+        return figures | _lose_together(network, pairs)
+
+
+def _kill(network: Network, kills: int) -> dict[str, Figure]:
+    run = _Run(network, "killed", nodes=_NODES, ranks=_RANKS // _NODES, spares=1)
+    chance = random.Random(7)
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    run.wait_for_steps(6)
+    for number in range(kills):
+        time.sleep(chance.uniform(0.0, 0.5))
+        kind = KINDS[number % len(KINDS)]
+        victim = chance.choice(run.training())
+        found[kind].append(run.kill(kind, victim, chance))
+        run.wait_for_steps(4)
+    run.stop()
+    print(json.dumps({"recovery_s": found}), flush=True)
+    claims = [row for row in network.arena.rows("killed", ClaimRow) if row.replaces]
+    losses = network.arena.losses("killed")
+    calm = run.calm_losses(len(losses))
+    repeated = run.repeated_steps()
+    figures = {
+        f"nodes_{kind.replace(' ', '_')}_recovery_s": Figure(value=statistics.median(seconds), unit="s")
+        for kind, seconds in found.items()
+        if seconds
+    }
+    figures |= {
+        f"nodes_{kind.replace(' ', '_')}_recovery_most_s": Figure(value=max(seconds), unit="s")
+        for kind, seconds in found.items()
+        if seconds
+    }
+    return figures | {
+        "nodes_kills": Figure(value=kills, unit="kills"),
+        "nodes_claims": Figure(value=len(claims), unit="recoveries", bar=f">= {kills}"),
+        "nodes_from_store": Figure(value=sum(row.memory_of == 0 for row in claims), unit="recoveries", bar="<= 0"),
+        "nodes_replayed": Figure(value=max(repeated), unit="batches", bar="<= 2"),
+        "nodes_replayed_mean": Figure(value=statistics.mean(repeated), unit="batches"),
+        "nodes_losses_differing": Figure(
+            value=sum(one != other for one, other in zip(losses, calm, strict=True)), unit="steps", bar="<= 0"
+        ),
+        "nodes_losses_compared": Figure(value=len(losses), unit="steps"),
+        "nodes_exact": Figure(value=audit_run(network.arena.lakehouse, "killed").exact, unit="of 1", bar=">= 1"),
+        "nodes_step_s": Figure(value=run.median_step_s(), unit="s"),
+    }
+
+
+def _lose_together(network: Network, pairs: int) -> dict[str, Figure]:
+    run = _Run(network, "together", nodes=3, ranks=1, spares=2, keeps_checkpoints=True)
+    for _ in range(pairs):
+        run.wait_for_checkpoint()
+        run.wait_for_steps(3)
+        run.kill("node", *[node for node in run.training() if node is not run.leader()])
+    run.stop()
+    claims = [row for row in network.arena.rows("together", ClaimRow) if row.replaces]
+    return {
+        "pairs_lost": Figure(value=pairs, unit="losses of a node and its buddy"),
+        "pairs_from_store": Figure(
+            value=sum(row.memory_of == 0 for row in claims), unit="recoveries", bar=f">= {pairs}"
+        ),
+        "pairs_exact": Figure(value=audit_run(network.arena.lakehouse, "together").exact, unit="of 1", bar=">= 1"),
+    }
+
+
+@dataclass
+class _Run:
+    """One run on nodes of a network, with spares that wait."""
+
+    network: Network
+    name: str
+    nodes: int
+    ranks: int
+    """Ranks of each node."""
+    spares: int
+    keeps_checkpoints: bool = False
+    """False: the files of each checkpoint are destroyed once it is committed, so that a recovery that read one would fail."""
+    destroyed: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.network.launches.clear()
+        self.stamps = self.network.arena.home / f"{self.name}.stamps"
+        self.spec = self._spec(self.name, {})
+        self._numbers = itertools.count(1)
+        for _ in range(self.nodes + self.spares):
+            self._join()
+
+    def _spec(self, name: str, order: dict[str, Any]) -> JobSpec:
+        raw = {
+            "run": name,
+            "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
+            "order": {"batch_size": _BATCH, "key_groups": _BATCH, **order},
+            "checkpoint": {"every_s": 10, "keep_last": 2, "mode": "asynchronous", "memory_every_steps": 1},
+            "launch": {
+                "script": str(PROGRAMS / "memory_rank.py"),
+                "nodes": str(self.nodes),
+                "nproc_per_node": self.ranks,
+                "rendezvous": self.network.rendezvous,
+                "node_timeout_s": _NODE_TIMEOUT_S,
+                "last_call_s": 1,
+                "gather_timeout_s": 120,
+                "verify_together_mb": 0,
+                "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
+            },
+            "params": {"stamps": str(self.stamps), "hidden": "1024", "layers": "1", "sharded": "False"},
+        }
+        spec = parse_spec(raw, origin="the benchmark").resolved(self.network.arena.home)
+        return spec.model_copy(update={"lakehouse": self.network.catalog})
+
+    def _join(self) -> None:
+        self.network.join(f"dlac-{self.name[0]}{next(self._numbers)}", self.spec)
+
+    def training(self) -> list[NetworkNode]:
+        """Return the nodes of the last attempt, once all of them have reported it."""
+        found: list[NetworkNode] = []
+
+        def is_known() -> bool:
+            last = {node: each.of("attempt")[-1] for node, each in self.network.launches.items() if each.of("attempt")}
+            newest = max((event["attempt"] for event in last.values()), default=0)
+            found[:] = [node for node, event in last.items() if event["attempt"] == newest]
+            return len(found) == self.nodes
+
+        wait_until(is_known, what="nodes that train")
+        return found
+
+    def leader(self) -> NetworkNode:
+        """Return the node that leads the last attempt."""
+        return next(node for node in self.training() if "leader" not in self.network.launches[node].of("attempt")[-1])
+
+    def kill(self, kind: str, *victims: Any) -> float:
+        """Kill a rank, all ranks of a node, or nodes. Return the seconds to the first step that is new."""
+        nodes = [victim for victim in victims if isinstance(victim, NetworkNode)]
+        pids = [pid for node in nodes for pid in self.network.launches[node].of("attempt")[-1]["pids"]]
+        lines = self.lines()
+        reached, before = max(step for _, step, _ in lines), lines[-1][0]
+        killed_at = time.time()
+        for pid in () if kind == "node" else random.sample(pids, 1) if kind == "rank" else pids:
+            os.kill(pid, signal.SIGKILL)
+        for node in nodes if kind == "node" else ():
+            self.network.lose(node)
+            self._join()
+        while True:
+            self.destroy_checkpoints()
+            new = [done for pid, step, done in self.lines()[len(lines) :] if pid != before and step > reached]
+            if new:
+                return new[0] - killed_at
+            time.sleep(0.01)
+
+    def lines(self) -> list[tuple[int, int, float]]:
+        """Process of rank 0, step, and time, of each finished step."""
+        text = self.stamps.read_text() if self.stamps.exists() else ""
+        found = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [(int(pid), int(step), float(done)) for pid, step, done, _ in found]
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait for further steps."""
+        before = len(self.lines())
+        wait_until(lambda: self.destroy_checkpoints() or len(self.lines()) >= before + count, what="further steps")
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for another checkpoint."""
+        before = len(self.network.arena.rows(self.name, CheckpointRow))
+        wait_until(lambda: len(self.network.arena.rows(self.name, CheckpointRow)) > before, what="a checkpoint")
+
+    def destroy_checkpoints(self) -> bool:
+        """Truncate the files of committed checkpoints. Return False."""
+        folder = self.network.arena.home / "checkpoints" / self.name
+        for each in () if self.keeps_checkpoints else folder.glob("attempt-*/step-*/manifest.json"):
+            if each not in self.destroyed:
+                self.destroyed.add(each)
+                for path in each.parent.glob("*.pt"):
+                    os.truncate(path, 0)
+        return False
+
+    def repeated_steps(self) -> list[int]:
+        """Return the number of steps that rank 0 had finished and repeated, at each recovery."""
+        attempts = [
+            [step for _, step, _ in lines] for _, lines in itertools.groupby(self.lines(), lambda line: line[0])
+        ]
+        return [max(0, before[-1] - after[0] + 1) for before, after in itertools.pairwise(attempts)]
+
+    def median_step_s(self) -> float:
+        """Return the median time of a step."""
+        pairs = itertools.pairwise(self.lines())
+        return statistics.median(later - done for (one, _, done), (other, _, later) in pairs if one == other)
+
+    def stop(self) -> None:
+        """Stop the run after a checkpoint, as a person does, and wait for the end of its nodes. Spares are killed."""
+        training, leader = self.training(), self.leader()
+        for spare in [node for node in self.network.launches if node not in training]:
+            self.network.lose(spare)
+        self.network.launches[leader].process.send_signal(signal.SIGTERM)
+        self.network.check_finished(within_s=240)
+
+    def calm_losses(self, steps: int) -> list[float]:
+        """Return the losses of a run on one node without kills and without states in memory."""
+        spec, name = self._spec(f"{self.name}-calm", {"steps": steps}), f"{self.name}-calm"
+        alone = {"nodes": "", "rendezvous": "", "nproc_per_node": 0, "world_size": self.nodes * self.ranks}
+        spec = spec.model_copy(
+            update={
+                "launch": spec.launch.model_copy(update=alone),
+                "checkpoint": spec.checkpoint.model_copy(update={"memory": ""}),
+                "lakehouse": self.network.arena.config,
+                "params": {**spec.params, "stamps": str(self.stamps.with_suffix(".calm"))},
+            }
+        )
+        launch = self.network.arena.launch(spec)
+        if launch.wait() != 0:
+            raise RuntimeError(f"expected the undisturbed run to finish, found {launch.stderr[-2000:]}")
+        return self.network.arena.losses(name)
