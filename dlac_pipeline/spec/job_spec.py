@@ -243,8 +243,8 @@ class CheckpointSpec(spec_problems.Section):
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """"synchronous": training waits for the commit. "asynchronous": it waits only for the copy of the state."""
     memory: str = "/dev/shm" if sys.platform == "linux" else ""
-    """Folder of shared memory in which a node keeps the newest states of a run of one node, so that a restart reads neither the
-    store nor the disk. Empty: no such states."""
+    """Folder of shared memory in which a node keeps the newest states of its ranks and of another node's, so that a restart reads
+    neither the store nor the disk. Empty: no such states."""
     memory_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
     """Such states are kept after multiples of this many optimizer steps. 0: as often as costs 1.5 % of the time."""
     keep_last: int = Field(default=0, ge=0, le=1_000_000)

@@ -26,7 +26,7 @@ _POLL_S = 0.1
 
 
 class WriteTurn:
-    """Right to write memory states of other ranks on this node. Whoever takes it ends the turn before."""
+    """Right to write memory states of other ranks on this node. Another turn ends the one before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
