@@ -18,9 +18,9 @@ def _nothing(losses: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One rank's part of a global batch: B/W slots, of replica groups one more or less. At the end of the last pass the last ones may be empty.
+    """One rank's part of a global batch: B/W slots. At the end of the last pass the last ones may be empty.
 
-    In host memory, or on the requested device.
+    Of a replica group B/W is rounded up or down. In host memory, or on the requested device.
     """
 
     step: int

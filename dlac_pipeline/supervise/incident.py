@@ -20,6 +20,7 @@ from dlac_pipeline.supervise.failure import Failure, HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.ranks.rank_events import Event
+from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 _STEP_EVENT_EVERY_S = 0.5
@@ -124,6 +125,37 @@ class Incident:
         event = "recovered" if outcome == "resumed" else "recovery_failed"
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
         return {"event": event, **asdict(recovery), "failed_at": recovery.failed_at.isoformat(), **times}
+
+
+def record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoined) -> Event:
+    """Write the row of a replica group that takes part again in the attempt of `nonce`, and return it as an event."""
+    replaced, heartbeat = rejoined.replaced, rejoined.heartbeat
+    rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow,))
+    claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
+    started = heartbeat.spent.began
+    recovery = Recovery(
+        run=run,
+        seq=claim.seq,
+        attempt=claim.attempt,
+        replaced_attempt=claim.attempt,
+        cause=f"group {replaced.exit.rank}: {replaced.exit}, while {replaced.doing}",
+        noticed_by="supervisor",
+        failed_at=datetime.fromtimestamp(replaced.failed_at, UTC),
+        resumed_from=None,
+        resumed_step=heartbeat.step,
+        rows_replayed=0,
+        detect_s=replaced.noticed_at - replaced.failed_at,
+        stop_s=0.0,
+        claim_s=0.0,
+        verify_s=0.0,
+        load_s=started - replaced.noticed_at,
+        first_step_s=heartbeat.at - started,
+        total_s=heartbeat.at - replaced.failed_at,
+        outcome="rejoined",
+    )
+    write_recovery(lakehouse, recovery)
+    group, took_s = replaced.exit.rank, recovery.total_s
+    return {"event": "group_rejoined", "group": group, "step": heartbeat.step, "took_s": took_s}
 
 
 def rows_replayed(

@@ -1,7 +1,9 @@
 """An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -15,14 +17,27 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.read.opening.open_leg import open_leg
-from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
 
 _log = logging.getLogger(__name__)
+
+
+class Reader(Protocol):
+    """Reader of an attempt."""
+
+    groups: range
+    """Key groups whose cursors this rank reports."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the remaining batches."""
+
+    def close(self) -> None:
+        """End the background threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +48,7 @@ class OpenAttempt:
     point: ResumePoint
     leg: Leg
     order: LegOrder
-    reader: RankReader
+    reader: Reader
     tracker: ReaderStateTracker
     manager: CheckpointManager
     plans: Plans
@@ -69,17 +84,31 @@ class OpenAttempt:
         return "finished" if finished else "stopped" if stopped else "caught_up"
 
 
-def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: Communicator) -> OpenAttempt:
-    """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`."""
+def open_attempt(
+    spec: JobSpec,
+    plans: Plans,
+    point: ResumePoint,
+    communicator: Communicator,
+    *,
+    make_reader: Callable[[OpenLeg], Reader] | None = None,
+    writer: str = "",
+) -> OpenAttempt:
+    """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`.
+
+    A replica group has a reader of its own, which `make_reader` returns, and a name as the `writer` of checkpoints.
+    """
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
     state = opened.start_state() if point.leg_is_new else point.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
-    exchange = communicator.exchange(counted=opened.order.counted)
-    reader = opened.reader(
-        rank=communicator.rank, world_size=communicator.world_size, step=point.step, state=state, exchange=exchange
-    )
+    reader: Reader
+    if make_reader is None:
+        exchange = communicator.exchange(counted=opened.order.counted)
+        rank, world_size = communicator.rank, communicator.world_size
+        reader = opened.reader(rank=rank, world_size=world_size, step=point.step, state=state, exchange=exchange)
+    else:
+        reader = make_reader(opened)
     cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
     tracker = ReaderStateTracker(committed_step=point.step, groups=reader.groups, cursors=cursors)
     trained = AttemptLeg(
@@ -89,6 +118,7 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         order=opened.order_apart(),
         parent=point.checkpoint_id,
         parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+        writer=writer,
     )
     manager = CheckpointManager(
         spec,

@@ -26,7 +26,7 @@ from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.open_attempt import open_attempt, release_old_pins
+from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt, release_old_pins
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader
 
@@ -47,7 +47,9 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
-        run = TrainingRun(folder, startup.job_spec(folder, spec), takeover=takeover, held=held)
+        job = startup.job_spec(folder, spec)
+        kind = _replica_run() if job.launch.replicas else TrainingRun
+        run = kind(folder, job, takeover=takeover, held=held)
         try:
             yield run
             run.leave()
@@ -62,6 +64,12 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
             run.close()
 
 
+def _replica_run() -> "type[TrainingRun]":
+    from dlac_pipeline.train.replicas.run import ReplicaRun  # imports this module
+
+    return ReplicaRun
+
+
 class TrainingRun:
     """One rank of one attempt."""
 
@@ -69,13 +77,16 @@ class TrainingRun:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
         self.rank = int(os.environ.get("RANK", "0"))
-        self._events = EventWriter(folder, self.rank)
+        # A replica group trains with a process group of its own.
+        rank, world_size = (0, 1) if spec.launch.replicas else (self.rank, int(os.environ.get("WORLD_SIZE", "1")))
+        self._folder = folder
+        self._events = EventWriter(folder, rank)
         self._waits = Waits()
         self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         prepare_process(spec)
-        self._communicator = Communicator(self.rank, self._waits, hang_timeout_s=spec.launch.hang_timeout_s)
+        self._communicator = Communicator(rank, world_size, self._waits, hang_timeout_s=spec.launch.hang_timeout_s)
         self.world_size = self._communicator.world_size
-        self._policy = CheckpointPolicy(spec, self.rank, folder, self._events)
+        self._policy = CheckpointPolicy(spec, rank, folder, self._events)
         held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
         self._plans = startup.open_plans(spec, supervised=folder is not None)
         self._lakehouse = self._plans.lakehouse
@@ -84,14 +95,17 @@ class TrainingRun:
             self._claim_itself(takeover=takeover, held=held)
         else:
             self.resume_point = startup.await_resume_point(folder)
-        self._attempt = open_attempt(spec, self._plans, self.resume_point, self._communicator)
+        self._attempt, self._checkpointing = self._open()
         self._policy.resumed(self.resume_point, self._lakehouse)
-        self._checkpointing = Checkpointing(
-            spec, self._attempt, self._communicator, self._policy, self._heartbeat, self._events
-        )
         self._batch: Batch | None = None
         self._due_reason: str | None = None
         self._over = False
+
+    def _open(self) -> tuple[OpenAttempt, Checkpointing]:
+        """Open this rank's part of the attempt."""
+        spec, communicator = self.spec, self._communicator
+        attempt = open_attempt(spec, self._plans, self.resume_point, communicator)
+        return attempt, Checkpointing(spec, attempt, communicator, self._policy, self._heartbeat, self._events)
 
     def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
         """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""

@@ -55,13 +55,14 @@ failures AS (
         bool_or(t.attempt IS NOT DISTINCT FROM r.replaced_attempt) AS kept
     FROM recoveries AS r
     LEFT JOIN signs AS t ON t.run = r.run AND t.kind = 'checkpoint' AND t.checkpoint_id = r.resumed_from
+    WHERE r.outcome <> 'rejoined'
     GROUP BY r.run, r.replaced_attempt
 ),
 recovering AS (
     SELECT run, attempt, bool_or(outcome = 'failed again') AS in_vain,
         min(epoch_us(failed_at) + (1e6 * total_s)::BIGINT) FILTER (outcome = 'resumed') AS stepped_us
     FROM recoveries
-    WHERE outcome <> 'gave up'
+    WHERE outcome NOT IN ('gave up', 'rejoined')
     GROUP BY run, attempt
 ),
 lasts AS (

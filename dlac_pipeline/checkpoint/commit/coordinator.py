@@ -49,7 +49,7 @@ class Committer:
     """Commits of one attempt's checkpoints, one after the other."""
 
     def __init__(self, trained: AttemptLeg, spec: JobSpec, lakehouse: Lakehouse, tiers: Tiers) -> None:
-        self._attempt = trained.attempt
+        self._attempt, self._nonce = trained.attempt, trained.nonce
         self._order = trained.order
         self._leg = trained.leg
         self._leg_is_new = trained.is_new
@@ -104,7 +104,7 @@ class Committer:
                 raise failure_named(vote["failure"])
         taken, parent = prepared.taken, self._parent
         reader_state = agreed_reader_state(self._order, votes, taken.step)
-        checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
+        checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._nonce}"
         advances = self._maker.advances(taken, votes)
         checkpoint = self._maker.checkpoint(taken, checkpoint_id=checkpoint_id, parent=parent, world_size=len(votes))
         if not self._nodes_known:
@@ -115,6 +115,7 @@ class Committer:
         retired = retention.due(checkpoint_id, taken.step, parent)
         rows = [
             *self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new),
+            *self._maker.memberships(taken, checkpoint_id),
             *(typed_rows.RetireRow(checkpoint_id=each) for each in retired),
             *(replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows),
         ]

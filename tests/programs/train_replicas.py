@@ -1,0 +1,154 @@
+"""A tiny model trained by replica groups on a table of (row_id, x), with a journal of its own.
+
+Params, each "GROUP:STEP", end a process by SIGKILL in a step:
+
+- `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
+- `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
+
+`dies_healing` is "source" or "newcomer". `awaits` = "GROUP:STEP": the step begins once the new process of that group is ready to
+meet its peers.
+
+The journal has a line for each share that a group read, and one for each step that it committed, as evidence that is independent
+of DLAC.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchft
+
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.commit import coordinator
+from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
+
+REJOINS = REJOINS_VARIABLE in os.environ
+
+
+def die() -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingState(dlac.TorchFTState):
+    """State whose process may die while it is saved, or sent to a newcomer."""
+
+    dies_saving = False
+    healing = ""
+
+    def save(self, *arguments: Any) -> None:
+        """Save, or die half-way."""
+        super().save(*arguments)
+        if self.dies_saving:
+            die()
+
+    def peer_state(self) -> dict[str, Any]:
+        """Return the state, or die while a newcomer waits for it. Only one process does."""
+        if self.healing == "source" and not REJOINS and first_to_claim("source"):
+            die()
+        return super().peer_state()
+
+    def load_peer_state(self, state: Any) -> None:
+        """Load half of the state, or all of it."""
+        if self.healing == "newcomer" and first_to_claim("newcomer"):
+            die()
+        super().load_peer_state(state)
+
+
+def first_to_claim(name: str) -> bool:
+    """Return True in one process of the run."""
+    try:
+        (Path(os.environ["DLAC_LAUNCH"]) / f"claimed-{name}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def write(run: dlac.TrainingRun, **facts: Any) -> None:
+    """Append a line to this process's journal."""
+    path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{run.rank}-{os.getpid()}.jsonl"
+    with path.open("a") as stream:
+        stream.write(json.dumps({"group": run.rank, **facts}) + "\n")
+
+
+def is_now(run: dlac.TrainingRun, param: str, step: int) -> bool:
+    """Return True in the group and step that a param names, before its process was replaced."""
+    return run.spec.params.get(param) == f"{run.rank}:{step}" and not REJOINS
+
+
+def die_reducing() -> None:
+    """Die in the second all-reduce from now on."""
+    allreduce, calls = torchft.Manager.allreduce, []
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            die()
+        return allreduce(*arguments, **options)
+
+    torchft.Manager.allreduce = dying
+
+
+def die_recorded() -> None:
+    """Die after the next commit of the ledger, before this process has its answer."""
+    commit = coordinator.commit_checkpoint
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        commit(*arguments, **options)
+        die()
+
+    coordinator.commit_checkpoint = dying
+
+
+def wait_for(run: dlac.TrainingRun, group: int) -> None:
+    """Wait until the new process of a group is ready to meet its peers."""
+    folder = Path(os.environ["DLAC_LAUNCH"])
+    while True:
+        found = read_heartbeat(folder, group)
+        if found is not None and found.phase == Phase.TRAINING and not found.spent.rows and found.spent.in_hand == 0:
+            return
+        time.sleep(0.01)
+
+
+def train(run: dlac.TrainingRun) -> None:
+    """Train to the end of the order."""
+    params = run.spec.params
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = DyingState(model=model, optimizer=optimizer)
+    state.healing = params.get("dies_healing", "")
+    run.restore(state)
+    for batch in run.batches():
+        step, rows = batch.step, batch["row_id"][batch.valid].tolist()
+        awaited, _, at = params.get("awaits", ":").partition(":")
+        if str(step) == at and str(run.rank) != awaited and not REJOINS:
+            wait_for(run, int(awaited))
+        if is_now(run, "dies_forward", step):
+            die()
+        if is_now(run, "dies_reducing", step):
+            die_reducing()
+        if is_now(run, "dies_recorded", step):
+            die_recorded()
+        features = batch["x"].to(torch.float32)
+        loss = batch.mean((model(features).squeeze(-1) - features.sum(-1)) ** 2)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        write(run, event="share", step=step, rows=rows, groups=batch.world_size, pid=os.getpid(), at=time.time())
+        time.sleep(float(params.get("pause_s", "0")))
+        if state.reduce(loss):
+            if is_now(run, "dies_committed", step):
+                die()
+            optimizer.step()
+            write(run, event="committed", step=step, groups=batch.world_size, pid=os.getpid(), at=time.time())
+        state.dies_saving = is_now(run, "dies_saving", step)
+        run.step_done(loss)
+
+
+if __name__ == "__main__":
+    with dlac.training_run() as the_run:
+        train(the_run)
