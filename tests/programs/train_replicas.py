@@ -5,8 +5,7 @@ Params, each "GROUP:STEP", end a process by SIGKILL in a step:
 - `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
-`dies_healing` is "source" or "newcomer". `awaits` = "GROUP:STEP": the step begins once the new process of that group is ready to
-meet its peers.
+`dies_healing` is "source" or "newcomer". With `awaits` = "GROUP:STEP" the new process of that group takes part after that step.
 
 The journal has a line for each share that a group read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -16,6 +15,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torchft
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 
 REJOINS = REJOINS_VARIABLE in os.environ
 
@@ -105,14 +105,16 @@ def die_recorded() -> None:
     coordinator.commit_checkpoint = dying
 
 
-def wait_for(run: dlac.TrainingRun, group: int) -> None:
-    """Wait until the new process of a group is ready to meet its peers."""
+def wait_for(group: int, ready: Callable[[RankHeartbeat], bool]) -> None:
+    """Wait for a heartbeat of a group."""
     folder = Path(os.environ["DLAC_LAUNCH"])
-    while True:
-        found = read_heartbeat(folder, group)
-        if found is not None and found.phase == Phase.TRAINING and not found.spent.rows and found.spent.in_hand == 0:
-            return
+    while (found := read_heartbeat(folder, group)) is None or not ready(found):
         time.sleep(0.01)
+
+
+def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
+    """Return True for a process that has not trained, and wants to."""
+    return heartbeat.phase == Phase.TRAINING and not heartbeat.spent.rows and heartbeat.spent.in_hand == 0
 
 
 def train(run: dlac.TrainingRun) -> None:
@@ -123,11 +125,13 @@ def train(run: dlac.TrainingRun) -> None:
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
     run.restore(state)
+    awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
+    if REJOINS and run.rank == awaited:
+        wait_for((awaited + 1) % 3, lambda peer: peer.spent.in_hand == at)
     for batch in run.batches():
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
-        awaited, _, at = params.get("awaits", ":").partition(":")
-        if str(step) == at and str(run.rank) != awaited and not REJOINS:
-            wait_for(run, int(awaited))
+        if step == at and not REJOINS:
+            wait_for(awaited, is_about_to_meet)
         if is_now(run, "dies_forward", step):
             die()
         if is_now(run, "dies_reducing", step):
@@ -150,5 +154,6 @@ def train(run: dlac.TrainingRun) -> None:
 
 
 if __name__ == "__main__":
+
     with dlac.training_run() as the_run:
         train(the_run)

@@ -24,7 +24,8 @@ def environment_of(spec: JobSpec) -> dict[str, str]:
     # Ranks that all are on one node talk through loopback, where no other node reaches them.
     loopback = interface_of(LOOPBACK) if spec.launch.max_nodes == 1 else ""
     alone = {GLOO_INTERFACE: loopback, NCCL_INTERFACE: loopback} if loopback else {}
-    defaults = {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **alone, "OMP_NUM_THREADS": "1"}
+    replicas = {"RUST_LOG": "error"} if spec.launch.replicas else {}  # torchft would log each step
+    defaults = {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **alone, **replicas, "OMP_NUM_THREADS": "1"}
     return {**defaults, **os.environ, **spec.launch.env, RUN_VARIABLE: spec.run}
 
 

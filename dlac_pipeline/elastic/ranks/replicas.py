@@ -1,4 +1,4 @@
-"""Variables by which the supervisor tells a replica group about its peers."""
+"""Variables that the supervisor sets for replica groups."""
 
 LIGHTHOUSE_VARIABLE = "DLAC_LIGHTHOUSE"
 """Variable with the address of the lighthouse, which forms the quorums of the replica groups."""

@@ -97,13 +97,13 @@ class RankStarter:
         assert self._agent is not None, "it started the ranks"
         fork_server.start_server(spec)
         alone, local_rank = replace(share, first_rank=rank, ranks=1), rank - share.first_rank
-        told = self._with_variables(spec, {REJOINS_VARIABLE: "1"})
-        return self._agent.start_processes(told, folder, alone, first_local_rank=local_rank)[rank]
+        rejoining = self._with_variables(spec, {REJOINS_VARIABLE: "1"})
+        return self._agent.start_processes(rejoining, folder, alone, first_local_rank=local_rank)[rank]
 
     def _with_variables(self, spec: JobSpec, more: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
         """Return the spec with the environment of replica groups, if it has some."""
         if self._lighthouse is None:
             return spec
-        own = {LIGHTHOUSE_VARIABLE: self._lighthouse.address, "RUST_LOG": "error", **more}
+        own = {LIGHTHOUSE_VARIABLE: self._lighthouse.address, **more}
         launch = spec.launch.model_copy(update={"env": {**own, **spec.launch.env}})
         return spec.model_copy(update={"launch": launch})

@@ -87,11 +87,13 @@ class ReplicaGroup:
 
     def join(self, state: State) -> None:
         """Make the group known to its peers. A process that rejoins has no state until its first quorum."""
-        from torchft import Manager, ProcessGroupGloo  # optional, and imported by no other module
+        from torchft import Manager  # optional
+
+        from dlac_pipeline.train.replicas.peers import Peers
 
         store = serve_store(LOOPBACK, 0)
         limit = timedelta(seconds=_COLLECTIVE_S)
-        self._peers = ProcessGroupGloo(timeout=limit)
+        self._peers = Peers(timeout=limit)
         self._manager = Manager(
             pg=self._peers,
             load_state_dict=state.load_peer_state,
@@ -116,8 +118,9 @@ class ReplicaGroup:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def meet(self) -> Share:
-        """Form the next quorum, unless the last one was not used, and return this group's share. Heals if the group is behind.
+        """Form the next quorum, unless the last one was not used, and return this group's share.
 
+        If the group's last step is not that of its peers, it loads the state of a peer.
         Raise `TrainingFailed` if no group has the state.
         """
         while not self.has_met:
@@ -136,17 +139,15 @@ class ReplicaGroup:
     def reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
         """Average gradients in place over the groups present. Return True if the step commits here."""
         own = self.notice()
-        facts = [float(loss), float(self.head_step * self.commits), *(float(own == each) for each in NOTICES)]
+        facts = [float(loss.detach()), float(self.head_step * self.commits), *(float(own == each) for each in NOTICES)]
         present = [float(number == self.number) for number in range(self._groups)]
         control = torch.tensor([*facts, *present], dtype=torch.float64)
         buckets = list(_buckets(gradients))
         flat = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         works = [self._manager.allreduce(each) for each in flat]
         works.append(self._manager.allreduce(control, reduce_op=ReduceOp.SUM))
-        for work in works:
-            work.wait()
         self.reduced = None
-        if not self._commit():
+        if not self._commit(works):
             return False
         for bucket, means in zip(buckets, flat, strict=True):
             parts = means.split([each.numel() for each in bucket])
@@ -161,18 +162,24 @@ class ReplicaGroup:
 
     def part(self) -> bool:
         """Wait for the groups present, which have nothing left to do. Return False if one died, and the rest must meet again."""
-        self._manager.allreduce(torch.ones(1)).wait()
-        return self._commit()
+        return self._commit([self._manager.allreduce(torch.ones(1))])
 
     def close(self) -> None:
         """Leave the peers."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
 
-    def _commit(self) -> bool:
-        """Return True if the reductions since the quorum succeeded in this group."""
+    def _commit(self, works: list[Any]) -> bool:
+        """Wait for the reductions since the quorum. Return True if they succeeded in this group."""
+        from dlac_pipeline.train.replicas.peers import bury
+
         self.has_met = False
-        if self._manager.errored() is not None:
+        for index in range(len(works)):
+            works[index].wait()
+        error = self._manager.errored()
+        if error is not None:
+            error.original_exception.__traceback__ = None  # its frames refer to the reductions, and they to connections
+            bury(works)
             self._drop()
             return False
         return bool(self._manager.should_commit())
