@@ -126,7 +126,7 @@ class ReplicaGroup:
         while not self.has_met:
             self._manager.start_quorum()
             if self._manager.errored() is not None:  # a peer died while the quorum connected, or healed this group
-                self._drop()
+                self._drop(())
             elif self._manager.current_step() == _NO_STATE:
                 raise TrainingFailed(
                     f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
@@ -171,22 +171,19 @@ class ReplicaGroup:
 
     def _commit(self, works: list[Any]) -> bool:
         """Wait for the reductions since the quorum. Return True if they succeeded in this group."""
-        from dlac_pipeline.train.replicas.peers import bury
-
         self.has_met = False
         for index in range(len(works)):
             works[index].wait()
         error = self._manager.errored()
         if error is not None:
             error.original_exception.__traceback__ = None  # its frames refer to the reductions, and they to connections
-            bury(works)
-            self._drop()
+            self._drop(works)
             return False
         return bool(self._manager.should_commit())
 
-    def _drop(self) -> None:
+    def _drop(self, works: Sequence[Any]) -> None:
         """Drop the step. Peers that wait for this group drop it too, because its connections close."""
-        self._peers.abort(errored=False)
+        self._peers.drop(works)
         self._manager.should_commit()
 
 

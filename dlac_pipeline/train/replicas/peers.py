@@ -4,6 +4,7 @@ Gloo sometimes waits for ever when it closes the connections of a group with a d
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from torchft import ProcessGroupGloo
@@ -13,12 +14,14 @@ class Peers(ProcessGroupGloo):  # type: ignore[misc]  # published without types
     """Process group of the groups present. Each quorum with other members configures it again."""
 
     def abort(self, errored: bool = True) -> None:
-        """Close the connections in the background. Peers that wait for this group then fail at once."""
-        connected = [self._pg]
+        """Close the connections in the background."""
+        self.drop(())
+
+    def drop(self, works: Sequence[Any]) -> None:
+        """Close the connections in the background after failed collectives. Peers that wait for this group fail at once.
+
+        The connections close once nothing refers to them. torchft's `works` are in reference cycles, and refer to Gloo's.
+        """
+        connected = [self._pg, *(vars(work).pop("_work", None) for work in works)]
         self._pg = None
-        bury(connected)
-
-
-def bury(objects: list[Any]) -> None:
-    """Release objects in the background. The list has the only references to them."""
-    threading.Thread(target=objects.clear, name="burial", daemon=True).start()
+        threading.Thread(target=connected.clear, name="closing", daemon=True).start()
