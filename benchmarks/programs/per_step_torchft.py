@@ -20,7 +20,7 @@ import torchft
 from per_step_model import FORWARD_S, losses, make  # type: ignore[import-not-found]  # the script's folder is on the path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # published without types
 
 from benchmarks.per_step_lab.journal import GroupJournal
 
@@ -37,8 +37,8 @@ class Loader:
         )
         self._is_stateful = kind == "stateful"
         self._file = folder / f"loader-{group}.pt"
-        make_loader = StatefulDataLoader if self._is_stateful else DataLoader
-        self._loader: Any = make_loader(rows, batch_size=batch, sampler=self._sampler)
+        make_loader: Any = StatefulDataLoader if self._is_stateful else DataLoader
+        self._loader = make_loader(rows, batch_size=batch, sampler=self._sampler)
         if self._is_stateful and self._file.exists():
             self._loader.load_state_dict(torch.load(self._file, weights_only=False))
 

@@ -25,6 +25,7 @@ import torchft
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
+from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 
 REJOINS = REJOINS_VARIABLE in os.environ
@@ -96,13 +97,13 @@ def die_reducing() -> None:
 
 def die_recorded() -> None:
     """Die after the next commit of the ledger, before this process has its answer."""
-    commit = coordinator.commit_checkpoint
+    commit = commits.commit_checkpoint
 
     def dying(*arguments: Any, **options: Any) -> Any:
         commit(*arguments, **options)
         die()
 
-    coordinator.commit_checkpoint = dying
+    vars(coordinator)["commit_checkpoint"] = dying
 
 
 def wait_for(group: int, ready: Callable[[RankHeartbeat], bool]) -> None:
@@ -154,6 +155,5 @@ def train(run: dlac.TrainingRun) -> None:
 
 
 if __name__ == "__main__":
-
     with dlac.training_run() as the_run:
         train(the_run)

@@ -62,7 +62,6 @@ PRIVATE_NAMES = {
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     },
-    "torchft": {"_pg"},
 }
 """Distribution -> its private names that the product imports, reads or overrides."""
 

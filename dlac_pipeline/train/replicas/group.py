@@ -45,8 +45,9 @@ class Reduced:
 class State(Protocol):
     """The state that a newcomer gets from a peer."""
 
-    step: int
-    """The last committed step."""
+    @property
+    def step(self) -> int:
+        """The last committed step."""
 
     def peer_state(self) -> dict[str, Any]:
         """Return it, for a peer."""
@@ -150,9 +151,10 @@ class ReplicaGroup:
         if not self._commit(works):
             return False
         for bucket, means in zip(buckets, flat, strict=True):
-            parts = means.split([each.numel() for each in bucket])
-            for gradient, mean in zip(bucket, parts, strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            start = 0
+            for gradient in bucket:
+                gradient.copy_(means[start : start + gradient.numel()].view_as(gradient))
+                start += gradient.numel()
         total, head_step, *rest = control.tolist()
         notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) :]
         groups = tuple(number for number, count in enumerate(numbers) if count)

@@ -13,6 +13,8 @@ from torchft import ProcessGroupGloo
 class Peers(ProcessGroupGloo):  # type: ignore[misc]  # published without types
     """Process group of the groups present. Each quorum with other members configures it again."""
 
+    _pg: Any
+
     def abort(self, errored: bool = True) -> None:
         """Close the connections in the background."""
         self.drop(())
