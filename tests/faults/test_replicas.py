@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +50,14 @@ class Trained:
         return found
 
 
+def launch_groups(campaign: Arena, run: str, *, replicas: int = 3, **changes: Any) -> Launch:
+    """Start a run with replica groups."""
+    return campaign.launch(campaign.spec(run, "train_replicas.py", replicas=replicas, world_size=1, **changes))
+
+
 def train(campaign: Arena, run: str, **changes: Any) -> Trained:
-    """Train a run with three replica groups to its end."""
-    launch = campaign.launch(campaign.spec(run, "train_replicas.py", replicas=3, world_size=1, **changes))
+    """Train a run with replica groups, three unless named otherwise, to its end."""
+    launch = launch_groups(campaign, run, **changes)
     assert launch.wait() == 0, launch.stderr + str(launch.events[-3:])
     assert launch.of("ended")[0]["ending"] == "finished"
     paths = (campaign.home / "journal").glob(f"{run}-*.jsonl")
@@ -107,7 +114,7 @@ def test_same_memberships_give_identical_losses(campaign: Arena) -> None:
     """Two runs whose groups die and rejoin at the same steps have bit-identical losses, and rows for each change."""
     runs = ("twin-1", "twin-2")
     for run in runs:
-        train(campaign, run, dies_forward="1:23", awaits="1:40")
+        train(campaign, run, dies_forward="1:23", awaits="1:40", dropout=0.1)
     first, second = (campaign.rows(run, MembershipRow) for run in runs)
     expected = [(1, (0, 1, 2)), (23, (0, 2)), (41, (0, 1, 2))]
     assert [(row.first_step, tuple(row.groups)) for row in first] == expected
@@ -124,3 +131,38 @@ def test_death_is_an_incident(campaign: Arena) -> None:
     assert found.cause == "group 2: rank 2 was killed by SIGKILL, while computing"
     assert 41 <= found.resumed_step < 125
     assert found.total_s > found.detect_s > 0
+
+
+def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -> None:
+    """A stop ends all groups after one checkpoint at the same step. Two groups train the rest, with the same batches."""
+    launch = launch_groups(campaign, "stopped", pause_s=0.02)
+    launch.wait_for("checkpoint")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    trained = train(campaign, "stopped", replicas=2)
+    assert trained.journal == calm.journal
+    assert audit_run(campaign.lakehouse, "stopped").exact
+    assert campaign.losses("stopped") == pytest.approx(campaign.losses("calm"), rel=1e-5)
+
+
+def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained) -> None:
+    """Without a group that has the state, the next attempt resumes from the last checkpoint."""
+    trained = train(campaign, "all-die", dies_forward="*:23")
+    assert trained.journal == calm.journal
+    assert [row.attempt for row in campaign.rows("all-die", ClaimRow)] == [1, 2]
+    assert audit_run(campaign.lakehouse, "all-die").exact
+
+
+def test_repeated_exception_ends_the_run(campaign: Arena) -> None:
+    """Groups that raise the same exception are not replaced for ever."""
+    launch = launch_groups(campaign, "wrong", raises=23)
+    assert launch.wait() != 0
+    assert "the script is wrong" in str(launch.of("error")[0])
+
+
+def test_background_commits_survive_the_committer(campaign: Arena, calm: Trained) -> None:
+    """With asynchronous checkpoints, the group that takes over records what the dead committer had in hand."""
+    trained = train(campaign, "background", mode="asynchronous", pause_s=0.02, dies_forward="0:22")
+    assert trained.journal == calm.journal
+    assert audit_run(campaign.lakehouse, "background").exact
+    assert campaign.losses("background") == pytest.approx(campaign.losses("calm"), rel=1e-5)

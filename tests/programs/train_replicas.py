@@ -6,6 +6,7 @@ Params, each "GROUP:STEP", end a process by SIGKILL in a step:
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
 `dies_healing` is "source" or "newcomer". With `awaits` = "GROUP:STEP" the new process of that group takes part after that step.
+With `raises` = "STEP" every process raises an exception in that step. `dropout` depends on the groups that take part.
 
 The journal has a line for each share that a group read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -78,8 +79,9 @@ def write(run: dlac.TrainingRun, **facts: Any) -> None:
 
 
 def is_now(run: dlac.TrainingRun, param: str, step: int) -> bool:
-    """Return True in the group and step that a param names, before its process was replaced."""
-    return run.spec.params.get(param) == f"{run.rank}:{step}" and not REJOINS
+    """Return True in the group (or * for all) and step that a param names, before its process or attempt was replaced."""
+    named = run.spec.params.get(param) in (f"{run.rank}:{step}", f"*:{step}")
+    return named and not REJOINS and run.resume_point.attempt == 1
 
 
 def die_reducing() -> None:
@@ -121,13 +123,15 @@ def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Dropout(float(params.get("dropout", "0"))), torch.nn.Linear(8, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
     run.restore(state)
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
-    if REJOINS and run.rank == awaited:
+    if REJOINS and run.rank == awaited:  # its peers do not know it yet
         wait_for((awaited + 1) % 3, lambda peer: peer.spent.in_hand == at)
     for batch in run.batches():
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
@@ -135,6 +139,8 @@ def train(run: dlac.TrainingRun) -> None:
             wait_for(awaited, is_about_to_meet)
         if is_now(run, "dies_forward", step):
             die()
+        if params.get("raises") == str(step):
+            raise RuntimeError("the script is wrong")
         if is_now(run, "dies_reducing", step):
             die_reducing()
         if is_now(run, "dies_recorded", step):

@@ -78,6 +78,7 @@ class ReplicaGroup:
         self._hang_timeout_s = hang_timeout_s
         self.has_met = False
         """True if the last quorum has not been used by a step."""
+        self._state: State | None = None
         self._manager: Any = None
         self._peers: Any = None
 
@@ -87,14 +88,24 @@ class ReplicaGroup:
         return self.share[0] == 0
 
     def join(self, state: State) -> None:
-        """Make the group known to its peers. A process that rejoins has no state until its first quorum."""
+        """Take part with this state. A process that rejoins has none until its first quorum.
+
+        It becomes known to its peers then, because they wait for a group that is known. Groups that start together wait anyway.
+        """
+        self._state = state
+        if not self.rejoins:
+            self._start_manager(state)
+
+    def _start_manager(self, state: State) -> None:
+        """Make the group known to its peers."""
         from torchft import Manager  # optional
 
         from dlac_pipeline.train.replicas.peers import Peers
 
         store = serve_store(LOOPBACK, 0)
         limit = timedelta(seconds=_COLLECTIVE_S)
-        self._peers = Peers(timeout=limit)
+        self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
+        self._peers.collective_timeout = limit
         self._manager = Manager(
             pg=self._peers,
             load_state_dict=state.load_peer_state,
@@ -124,6 +135,8 @@ class ReplicaGroup:
         If the group's last step is not that of its peers, it loads the state of a peer.
         Raise `TrainingFailed` if no group has the state.
         """
+        if self._manager is None and self._state is not None:
+            self._start_manager(self._state)
         while not self.has_met:
             self._manager.start_quorum()
             if self._manager.errored() is not None:  # a peer died while the quorum connected, or healed this group
