@@ -146,7 +146,10 @@ def train(run: dlac.TrainingRun) -> None:
         if is_now(run, "dies_recorded", step):
             die_recorded()
         features = batch["x"].to(torch.float32)
-        loss = batch.mean((model(features).squeeze(-1) - features.sum(-1)) ** 2)
+        target = features.sum(-1) + torch.sin(
+            7.0 * batch["row_id"]
+        )  # no model predicts it, so the loss does not vanish
+        loss = batch.mean((model(features).squeeze(-1) - target) ** 2)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         write(run, event="share", step=step, rows=rows, groups=batch.world_size, pid=os.getpid(), at=time.time())
