@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -163,9 +164,13 @@ def test_repeated_exception_ends_the_run(campaign: Arena) -> None:
     assert "the script is wrong" in str(launch.of("error")[0])
 
 
-def test_background_commits_survive_the_committer(campaign: Arena, calm: Trained) -> None:
-    """With asynchronous checkpoints, the group that takes over records what the dead committer had in hand."""
-    trained = train(campaign, "background", mode="asynchronous", pause_s=0.02, dies_forward="0:22")
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_committer_changes_to_and_fro(campaign: Arena, calm: Trained, mode: str) -> None:
+    """Group 1 commits while group 0 is dead, group 0 after it rejoins, and group 1 again after its second death."""
+    run = f"to-and-fro-{mode}"
+    trained = train(campaign, run, mode=mode, every_steps=5, dies_forward="0:12", awaits="0:21", dies_again="0:38")
     assert trained.journal == calm.journal
-    assert audit_run(campaign.lakehouse, "background").exact
-    assert campaign.losses("background") == pytest.approx(campaign.losses("calm"), rel=1e-5)
+    assert audit_run(campaign.lakehouse, run).exact
+    assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
+    committers = [row.checkpoint_id.split("-")[-2] for row in campaign.lineage(run)]
+    assert [key for key, _ in itertools.groupby(committers)][:4] == ["0", "1", "0", "1"]

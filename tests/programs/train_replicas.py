@@ -6,7 +6,7 @@ Params, each "GROUP:STEP", end a process by SIGKILL in a step:
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
 `dies_healing` is "source" or "newcomer". With `awaits` = "GROUP:STEP" the new process of that group takes part after that step.
-With `raises` = "STEP" every process raises an exception in that step. `dropout` depends on the groups that take part.
+With `dies_again` = "GROUP:STEP" that process dies as well. With `raises` = "STEP" every process raises an exception in that step.
 
 The journal has a line for each share that a group read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -132,12 +132,14 @@ def train(run: dlac.TrainingRun) -> None:
     run.restore(state)
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
-        wait_for((awaited + 1) % 3, lambda peer: peer.spent.in_hand == at)
+        wait_for((awaited + 1) % 3, lambda peer: max(peer.spent.in_hand, peer.step) >= at)
     for batch in run.batches():
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
         if step == at and not REJOINS:
             wait_for(awaited, is_about_to_meet)
         if is_now(run, "dies_forward", step):
+            die()
+        if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):
             die()
         if params.get("raises") == str(step):
             raise RuntimeError("the script is wrong")

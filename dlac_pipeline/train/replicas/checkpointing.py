@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from dlac_pipeline.checkpoint.engines import adapt
@@ -98,6 +97,7 @@ class ReplicaCheckpointing(Checkpointing):
         self.history.add(self.step, reduced)
         self._group.head_step = max(self._group.head_step, reduced.head_step)
         self.history.forget(self._group.head_step)
+        self._owns_head = self._owns_head and self._group.commits
         self._tracker.losses = []  # `take` sets those that its checkpoint records
 
     def due_reason(self) -> str | None:
@@ -106,7 +106,14 @@ class ReplicaCheckpointing(Checkpointing):
             return super().due_reason()
         except HeadMoved as err:
             self._lose_head(err)
-            return super().due_reason()
+            return self._policy.reason()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint in progress, if one exists. Its rows are in the next one if another group was faster."""
+        try:
+            super().settle()
+        except HeadMoved as err:
+            self._lose_head(err)
 
     def take(self, reason: str, *, wait: bool = False) -> None:
         """Take a checkpoint after the last committed step, if this group is the committer. Repeat it after another group's."""
@@ -135,8 +142,7 @@ class ReplicaCheckpointing(Checkpointing):
 
     def _take_over(self) -> None:
         """Continue after the ledger's head, which another group may have committed."""
-        with suppress(HeadMoved):
-            self.settle()  # of an earlier time as the committer
+        self.settle()  # of an earlier time as the committer
         attempt = self._attempt
         rows = Ledger(attempt.plans.lakehouse).rows(attempt.name.run, kinds=HEAD_KINDS)
         head = fence_of_rows(rows).head
@@ -154,6 +160,7 @@ class ReplicaCheckpointing(Checkpointing):
     def _lose_head(self, err: HeadMoved) -> None:
         _log.info("another replica group committed a checkpoint: %s", err)
         self._owns_head = False
+        self._tracker.committed_step = self._group.head_step
 
     def _torchft_state(self) -> TorchFTState:
         assert isinstance(self.engine, TorchFTState), "checked when it was restored"

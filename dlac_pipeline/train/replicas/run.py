@@ -109,6 +109,7 @@ class ReplicaRun(TrainingRun):
         while not parted:
             self._meet()
             if self._group.commits:
+                self.settle()
                 if self.step > self._attempt.tracker.committed_step:
                     self._replica.take("end", wait=True)
                 super()._end()
