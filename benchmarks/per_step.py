@@ -5,7 +5,9 @@ step, after `should_commit`, while a checkpoint is written, and while a newcomer
 sides are DLAC (`launch.replicas`), and torchft alone with a StatefulDataLoader and with its DistributedSampler, each under a loop
 that starts a dead group again. All sides have the same lighthouse settings, model, batch and 20 ms of "computation" in a step.
 
-- Rows repeated and missing are counted in the journal of the training functions, over as many samples as one pass has.
+- Rows repeated and missing are counted in the journal of the training functions: missing are those that the committed steps would
+  have trained on with four groups. A step with another number of samples than the batch size has an odd batch. A side that takes
+  more than three times its time is ended.
 - Downtime is the time from a kill until the next step that a survivor commits, less the median step.
 - The losses of DLAC are compared with those of a run that nobody disturbs.
 """
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,7 +45,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 GROUPS = 4
 BATCH = 64
-STEP_S = 0.05
+STEP_S = 0.03
 """Seconds of a step for the size of the table. A kill and the healing after it take about two seconds."""
 KILL_EVERY_S = 2.5
 _PROGRAMS = Path(__file__).parent / "programs"
@@ -61,8 +64,8 @@ class Course:
 
     def disturb(self, is_running: Callable[[], bool]) -> None:
         """Order a group to die every few seconds, in a random phase, until the last step or all kills."""
-        killed = 0
-        while is_running():
+        killed, deadline = 0, time.monotonic() + 3 * self.steps * STEP_S
+        while is_running() and time.monotonic() < deadline:
             time.sleep(KILL_EVERY_S if killed else KILL_EVERY_S / 2)
             phase = self._draw.choice(PHASES)
             if killed == self._kills or not self._has_begun():
@@ -85,17 +88,20 @@ class Course:
             time.sleep(0.005)
         order.unlink(missing_ok=True)
 
-    def figures(self, rows: int, side: str) -> dict[str, Figure]:
+    def figures(self, side: str) -> dict[str, Figure]:
         """Return what the journal shows."""
         lines = read_lines(self.folder)
         deaths = [line for line in lines if line["event"] == "died"]
         downtimes = list(_downtimes(lines, deaths))
-        count = Counter(row for step_rows in committed_rows(lines).values() for row in step_rows)
+        steps = committed_rows(lines)
+        count = Counter(row for step_rows in steps.values() for row in step_rows)
         by_phase = Counter(line["phase"] for line in deaths)
         print(json.dumps({"side": side, "deaths": by_phase, "downtimes_s": downtimes}), flush=True)
         found = {
             "rows_repeated": Figure(value=sum(count.values()) - len(count), unit="rows"),
-            "rows_missing": Figure(value=rows - len(count), unit="rows"),
+            "rows_missing": Figure(value=max(steps) * BATCH - len(count), unit="rows"),
+            "odd_batches": Figure(value=sum(len(each) != BATCH for each in steps.values()), unit="steps"),
+            "steps": Figure(value=max(steps), unit="steps"),
             "kills": Figure(value=len(deaths), unit="kills"),
         }
         if downtimes:
@@ -168,9 +174,9 @@ def job(home: Path, run: str) -> JobSpec:
     return parse_spec(raw, origin="the benchmark").resolved(home)
 
 
-def run_dlac(home: Path, course: Course, run: str) -> float:
-    """Train with DLAC, and return the seconds."""
-    spec, began = job(home, run), time.monotonic()
+def run_dlac(home: Path, course: Course, run: str) -> None:
+    """Train with DLAC."""
+    spec = job(home, run)
     command = [sys.executable, "-m", "dlac_pipeline.launchers.supervisor_process"]
     with (home / f"{run}.log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
@@ -178,16 +184,16 @@ def run_dlac(home: Path, course: Course, run: str) -> float:
         process.stdin.write(json.dumps({"spec": spec.model_dump(mode="json")}).encode() + b"\n")
         process.stdin.flush()
         course.disturb(lambda: process.poll() is None)
-    if process.returncode:
+    if process.poll() != 0:
+        process.kill()
+        process.wait()
         raise SystemExit(f"run {run} ended with {process.returncode}: {(home / f'{run}.log').read_text()[-2000:]}")
-    return time.monotonic() - began
 
 
-def run_torchft(home: Path, course: Course, loader: str) -> float:
-    """Train with torchft alone, and return the seconds."""
+def run_torchft(home: Path, course: Course, loader: str) -> None:
+    """Train with torchft alone."""
     checkpoints = home / f"{loader}-checkpoints"
     checkpoints.mkdir()
-    began = time.monotonic()
     with closing(Lighthouse()) as lighthouse:
 
         def start(group: int) -> subprocess.Popen[bytes]:
@@ -198,21 +204,25 @@ def run_torchft(home: Path, course: Course, loader: str) -> float:
             return subprocess.Popen([*command, *arguments], env=environment, stderr=subprocess.DEVNULL)
 
         processes = {group: start(group) for group in range(GROUPS)}
+        ended = threading.Event()
 
-        def is_running() -> bool:
-            """Start dead groups again. False once a group has ended."""
-            for group, process in processes.items():
-                if process.poll() == 0:
-                    return False
-                if process.poll() is not None:
-                    processes[group] = start(group)
-            return True
+        def start_again() -> None:
+            """Start dead groups again, until a group has done the last step."""
+            while not ended.wait(0.05):
+                for group, process in processes.items():
+                    if process.poll() == 0:
+                        ended.set()
+                    elif process.poll() is not None:
+                        processes[group] = start(group)
 
-        course.disturb(is_running)
+        keeper = threading.Thread(target=start_again)
+        keeper.start()
+        course.disturb(lambda: not ended.is_set())
+        ended.set()
+        keeper.join()
         for process in processes.values():
             process.kill()
             process.wait()
-    return time.monotonic() - began
 
 
 def main() -> None:
@@ -233,7 +243,7 @@ def main() -> None:
                 if loader in sides:
                     course = Course(home / loader, steps=steps, kills=kills)
                     run_torchft(home, course, loader)
-                    figures |= course.figures(steps * BATCH, loader)
+                    figures |= course.figures(loader)
     if "dlac_downtime_p50_s" in figures and "sampler_downtime_p50_s" in figures:
         ratio = figures["dlac_downtime_p50_s"].value / figures["sampler_downtime_p50_s"].value
         figures["downtime_against_torchft"] = Figure(value=ratio, unit="x", bar="<= 1.2")
@@ -246,9 +256,9 @@ def _measure_dlac(home: Path, lake: Lake, *, steps: int, kills: int) -> dict[str
     run_dlac(home, Course(home / "calm", steps=steps, kills=0), "calm")
     course = Course(home / "killed", steps=steps, kills=kills)
     run_dlac(home, course, "killed")
-    figures = course.figures(steps * BATCH, "dlac")
-    for name in ("dlac_rows_repeated", "dlac_rows_missing"):
-        figures[name] = Figure(value=figures[name].value, unit="rows", bar="<= 0")
+    figures = course.figures("dlac")
+    for name in ("dlac_rows_repeated", "dlac_rows_missing", "dlac_odd_batches"):
+        figures[name] = Figure(value=figures[name].value, unit=figures[name].unit, bar="<= 0")
     figures["dlac_downtime_p50_s"] = Figure(value=figures["dlac_downtime_p50_s"].value, unit="s", bar="<= 0.5")
     ledger = Ledger(lake.lakehouse)
     losses = {

@@ -17,6 +17,6 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def losses(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each row."""
+    """Return the loss of each row. A part of the target cannot be learned, so the loss does not vanish."""
     prediction: torch.Tensor = model(x).squeeze(-1)
-    return (prediction - x.sum(-1)) ** 2
+    return (prediction - x.sum(-1) - torch.sin(1e4 * x[:, 0])) ** 2

@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 from benchmarks.per_step_lab.journal import GroupJournal
 
-_LIMIT = timedelta(seconds=60)
+_LIMIT = timedelta(seconds=30)
 _CHECKPOINT_STEPS = 20
 
 
