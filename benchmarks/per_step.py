@@ -266,7 +266,7 @@ def _measure_dlac(home: Path, lake: Lake, *, steps: int, kills: int) -> dict[str
         for run in ("calm", "killed")
     }
     differences = [abs(a - b) / abs(a) for a, b in zip(losses["calm"], losses["killed"], strict=True)]
-    figures["dlac_loss_difference"] = Figure(value=max(differences), unit="relative", bar="<= 1e-5")
+    figures["dlac_loss_difference"] = Figure(value=1e6 * max(differences), unit="ppm", bar="<= 10")
     attempts = len(ledger.rows("killed", kinds=(ClaimRow,)))
     figures["dlac_attempts"] = Figure(value=attempts, unit="attempts", bar="<= 1")
     lines = read_lines(course.folder)
