@@ -16,7 +16,8 @@ _NUMBERS = {
     "order": "batch_size key_groups block_slices passes steps seed",
     "source": "passes weight",
     "read": "threads budget_mb",
-    "checkpoint": "store_deadline_s local_keep every_steps every_s recovery_point_s mtbf_s keep_last keep_every_steps",
+    "checkpoint": "store_deadline_s local_keep every_steps every_s recovery_point_s mtbf_s keep_last keep_every_steps "
+    "memory_every_steps",
     "launch": "world_size nproc_per_node gather_timeout_s last_call_s node_timeout_s verify_together_mb grace_s "
     "deadline_s hang_timeout_s start_timeout_s attempts_without_progress deaths_at_same_rows "
     "straggler_factor straggler_s straggler_steps",
@@ -75,6 +76,7 @@ _VALUES: dict[str, list[Any]] = {
     "source.name": [5, ["a"]],
     "mixture": [5, [5], [{}], [{"table": "src.t"}]],
     "sequences.tokenizer": ["nope.json", "/", 5],
+    "checkpoint.memory": ["shm", "./shm", 5, None],
     "checkpoint.store": ["s3:/bucket", "nope://x", "s3://", "a\x00b", 5],
     "checkpoint.local": ["s3://bucket/x", "a\x00b", 5],
     "checkpoint.engine": ["x", ""],

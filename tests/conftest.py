@@ -28,7 +28,8 @@ import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
+from dlac_pipeline.lakehouse.ledger.run_rows import trained_by
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.empty_lakehouse import make_empty_lakehouse
@@ -96,7 +97,7 @@ class Arena:
         sections: dict[str, dict[str, Any]] = {
             "source": {"table": "src.t", "columns": ["row_id", "x"]},
             "order": {"batch_size": 32, "key_groups": 8, "seed": 3, "passes": 2},
-            "checkpoint": {"every_steps": 10, **self.places},
+            "checkpoint": {"every_steps": 10, "memory": "", **self.places},
             "launch": {"script": str(PROGRAMS / program), "world_size": 2},
         }
         params = {"journal": str(self.home / "journal"), "run": run}
@@ -201,11 +202,13 @@ class Arena:
         for entry in self.entries(run):
             written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
         steps: Steps = {}
-        last = 0
+        last, claims = 0, self.rows(run, ClaimRow)
         for row in self.lineage(run, head):
             for step in range(last + 1, row.step + 1):
-                ranks = written[row.attempt, step]
-                assert sorted(ranks) == list(range(row.world_size)), f"step {step}: ranks {sorted(ranks)} wrote"
+                trained = trained_by(claims, row.attempt, step)
+                world_size = next((each.memory_ranks for each in claims if each.memory_of == trained), row.world_size)
+                ranks, expected = written[trained, step], world_size if trained != row.attempt else row.world_size
+                assert sorted(ranks) == list(range(expected)), f"step {step}: ranks {sorted(ranks)} wrote"
                 steps[step] = [row_id for rank in sorted(ranks) for row_id in ranks[rank]]
             last = row.step
         return steps

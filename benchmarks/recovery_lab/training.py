@@ -41,7 +41,7 @@ def job(stamps: Path, *, start: str) -> dict[str, Any]:
         "run": "recovery",
         "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
         "order": {"batch_size": BATCH, "key_groups": 8},
-        "checkpoint": {"every_steps": EVERY_STEPS, "keep_last": 2},
+        "checkpoint": {"every_steps": EVERY_STEPS, "keep_last": 2, "memory": ""},
         "launch": {
             "script": str(PROGRAMS / "recovery_rank.py"),
             "world_size": RANKS,

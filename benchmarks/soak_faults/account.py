@@ -21,7 +21,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_name_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, trained_by
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, RetireRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import remove_orphans, run_upkeep
@@ -131,21 +131,25 @@ def _account(lab: Lab, trainee: Trainee, reference: Sequence[float]) -> RunAccou
         recoveries=len(recoveries_of(lab.lakehouse, trainee.run)),
         finished=audited.finished,
         audit_exact=audited.exact,
-        journal_agrees=journal(lineage, trainee.entries()) == _ledger_rows(lab.lakehouse, trainee, lineage),
+        journal_agrees=journal(lineage, trainee.rows(ClaimRow), trainee.entries())
+        == _ledger_rows(lab.lakehouse, trainee, lineage),
         losses_identical=[loss for row in lineage for loss in row.losses] == list(reference),
         problems=audited.problems,
     )
 
 
-def journal(lineage: Sequence[CheckpointRow], entries: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
-    """Return sorted row ids by step, as the ranks of each checkpoint's attempt wrote them."""
+def journal(
+    lineage: Sequence[CheckpointRow], claims: Sequence[ClaimRow], entries: Sequence[dict[str, Any]]
+) -> dict[int, list[int]]:
+    """Return sorted row ids by step, as the ranks of the attempt that trained it wrote them."""
     written: dict[tuple[int, int], list[int]] = {}
     for entry in entries:
         written.setdefault((entry["attempt"], entry["step"]), []).extend(entry["rows"])
     found, last = {}, 0
     for row in lineage:
         steps = range(last + 1, row.step + 1)
-        found[row.step] = sorted(one for step in steps for one in written.get((row.attempt, step), []))
+        trained = ((trained_by(claims, row.attempt, step), step) for step in steps)
+        found[row.step] = sorted(one for each in trained for one in written.get(each, []))
         last = row.step
     return found
 

@@ -21,7 +21,7 @@ from pyiceberg.io import FileIO
 from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
-from dlac_pipeline.audit.record import is_continued, read_merged, read_record, write_record
+from dlac_pipeline.audit.record import is_continued, read_audit_record, read_merged, write_audit_record
 from dlac_pipeline.lakehouse.errors import NoSuchTable
 from dlac_pipeline.lakehouse.external.mirror import retained_snapshots
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -102,17 +102,17 @@ def audit_run(
     that is not exact, or the ledger has other rows or another lineage than then. An exact audit is recorded.
     Raises `SpecInvalid` for a file that is no record of the run, or cannot be written.
     """
-    earlier = None if record is None else read_record(record, run)
+    earlier = None if record is None else read_audit_record(record, run)
     if record is not None and earlier is not None:
         merge = partial(read_merged, path=record, record=earlier)
         with open_run(lakehouse, run, checkpoint, query=_AUDITED, merge=merge) as connection:
             if is_continued(connection, earlier) and (report := audit_open_run(lakehouse, connection, run)).exact:
-                write_record(connection, record, run, earlier)
+                write_audit_record(connection, record, run, earlier)
                 return replace(report, recorded_checkpoint=earlier.checkpoint_id)
     with open_run(lakehouse, run, checkpoint, query=_AUDITED) as connection:
         report = audit_open_run(lakehouse, connection, run)
         if record is not None and report.exact:
-            write_record(connection, record, run)
+            write_audit_record(connection, record, run)
         return report
 
 

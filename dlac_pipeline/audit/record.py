@@ -39,7 +39,7 @@ class AuditRecord:
     """Checkpoints whose shares are uneven for a good reason. What comes later may refute it, so they are checked again."""
 
 
-def read_record(path: Path, run: str) -> AuditRecord | None:
+def read_audit_record(path: Path, run: str) -> AuditRecord | None:
     """Return the record in a file, or None if there is no file yet. Raises `SpecInvalid` for another file, or another run's."""
     if not path.parent.is_dir():
         raise SpecInvalid(f"expected a folder for the record of the audit, found none at {str(path.parent)!r}: make it")
@@ -90,7 +90,7 @@ def is_continued(connection: duckdb.DuckDBPyConnection, record: AuditRecord) -> 
     )
 
 
-def write_record(
+def write_audit_record(
     connection: duckdb.DuckDBPyConnection, path: Path, run: str, earlier: AuditRecord | None = None
 ) -> None:
     """Write the record of an exact audit. `earlier` is the one whose rows the connection has."""

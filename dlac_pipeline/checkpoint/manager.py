@@ -111,6 +111,7 @@ class CheckpointManager:
         self._copies = LocalCopies(self._tiers, keep=keep, evicts=evicts, resumed_from=trained.parent_folder)
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
+        self._pending_record: ReaderStateTracker | None = None
         self._failure: Exception | None = None
         self.own_s = 0.0
         """Seconds that this rank's part of all checkpoints took, votes and commits left out."""
@@ -126,6 +127,10 @@ class CheckpointManager:
         self._trained = replace(self._trained, parent=parent, is_new=leg_is_new)
         self._committer = Committer(self._trained, self._spec, self._lakehouse, self._tiers)
         self.head, self._failure = parent, None
+
+    def in_progress(self) -> list[ReaderStateTracker]:
+        """Return the record of the checkpoint that is being committed, if one is."""
+        return [] if self._pending is None or self._pending_record is None else [self._pending_record]
 
     def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
@@ -150,7 +155,7 @@ class CheckpointManager:
         before = self.settle()
         staged = self._stage(engine, tracker, note, started, in_background=True)
         staged.phases["stall"] = time.monotonic() - started
-        self._pending = pending = Future[Committed]()
+        self._pending, self._pending_record = (pending := Future[Committed]()), staged.prepared.taken
 
         def complete() -> None:
             try:

@@ -65,6 +65,10 @@ class RankReport:
     """Rank 0: seconds until a checkpoint that begins now is committed, or 0 if unknown."""
     makes_room: bool = False
     """Rank 0: the attempt is to exit so that more nodes can join."""
+    memory_steps: int = 0
+    """Rank 0: steps between two memory states, or 0 if it does not know."""
+    memory_failed: bool = False
+    """True if the rank cannot keep memory states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +148,8 @@ class StepSyncs(Syncs):
         losses = [loss.wait() for loss in self._losses[:count]]
         report, is_late = self._report, any(loss.copied is not None for loss in self._losses)
         numbers = [
-            *(self._step, elapsed_s, report.notice_age_s, report.due, report.needed_s, report.makes_room, is_late),
+            *(self._step, elapsed_s, report.notice_age_s, report.due, report.needed_s, report.makes_room),
+            *(report.memory_steps, report.memory_failed, is_late),
             *(report.notice == each for each in NOTICES),
         ]
         padding = [0.0] * (MAX_STEPS - count)
@@ -160,7 +165,9 @@ class StepSyncs(Syncs):
             return None
         if sent.work is not None:
             sent.work.wait()
-        steps, elapsed_s, ages_s, due, needed_s, makes_room, late, *rest = sent.numbers.tolist()
+        steps, elapsed_s, ages_s, due, needed_s, makes_room, memory_steps, memory_failed, late, *rest = (
+            sent.numbers.tolist()
+        )
         notices, losses = rest[: len(NOTICES)], rest[len(NOTICES) :]
         if steps != sent.step * self._world_size:
             raise CursorMismatch(
@@ -178,4 +185,6 @@ class StepSyncs(Syncs):
             due=due > 0,
             needed_s=needed_s,
             makes_room=makes_room > 0,
+            memory_steps=int(memory_steps),
+            memory_failed=memory_failed > 0,
         )

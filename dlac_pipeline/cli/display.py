@@ -204,7 +204,8 @@ class TrainingDisplay(Progress):
             down_s = event.get("down_s", 0.0)
             down = f"down {format_duration(down_s)} until an operator started it again, " if down_s else ""
             took = format_duration(event["total_s"] - down_s)
-            facts = {"down": down, "took": took, "resumed_from": event["resumed_from"] or "the start"}
+            memory = f"memory of step {event['resumed_step']:,}" if event.get("from_memory") else ""
+            facts = {"down": down, "took": took, "resumed_from": memory or event.get("resumed_from") or "the start"}
             self._print(_RECOVERED, {**facts, "rows": format_count(event["rows_replayed"], "row")})
 
     def _print(self, line: str, event: dict[str, Any]) -> None:

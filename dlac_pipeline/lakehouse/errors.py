@@ -252,6 +252,10 @@ class ScriptFailed(TrainingFailed, exit_code=89, transient=False):
     """The training script raised the same exception at the same place in two attempts in a row."""
 
 
+class MemoryStateLost(TrainingFailed):
+    """A memory state changed while it was loaded, or no checkpoint may have its weights. The next attempt reads a checkpoint."""
+
+
 class LeftUnfinished(TrainingFailed, transient=False):
     """The script ended with exit status 0 before the run did."""
 

@@ -57,10 +57,11 @@ class LiveStatus:
         now = time.time()
         head = checkpoint_rows(self._rows).get(self._fence.head or "")
         head_step = 0 if head is None else head.step
-        folder = claim_of(self._rows, self._fence.attempt).launch_folder
+        claim = claim_of(self._rows, self._fence.attempt)
+        folder = claim.launch_folder
         ranks = read_heartbeats(Path(folder)) if folder and not self.finished else []
         step = max(head_step, min((each.step for each in ranks), default=0))
-        began = min((each.spent.began for each in ranks if each.spent.began), default=None)
+        began = min((each.spent.began for each in ranks if each.spent.began and not claim.memory_of), default=None)
         committed_at = None if head is None else head.committed_at.timestamp()
         last_sign = max((each.at for each in ranks), default=None)
         in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)

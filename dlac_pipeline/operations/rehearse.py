@@ -1,6 +1,6 @@
 """Rehearsal: a kept checkpoint is restored in a sandbox, and the losses of the steps after it are compared (`step_replay`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from dlac_pipeline.lakehouse.errors import NothingToRehearse
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, out_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.operations.step_replay import Replay, ReplayStart, replay_steps
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
@@ -149,6 +150,12 @@ def rehearse_run(
     )
 
 
+def _ranks_between(rows: Sequence[LedgerRow], parent: CheckpointRow, successor: CheckpointRow) -> set[int]:
+    """Return the numbers of ranks that trained the steps of a checkpoint: also before an attempt that resumed from memory."""
+    claims = [row for row in rows if isinstance(row, ClaimRow) and parent.seq < row.seq < successor.seq]
+    return {successor.world_size, *(row.memory_ranks for row in claims if row.memory_of)}
+
+
 def _newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
     rows = ledger.head_rows(run)
     checkpoints = checkpoint_rows(rows)
@@ -158,7 +165,12 @@ def _newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
     while successor is not None:
         lineage += 1
         parent = checkpoints.get(successor.parent or "")
-        if parent is not None and parent.checkpoint_id not in out and successor.losses:
+        if (
+            parent is not None
+            and parent.checkpoint_id not in out
+            and successor.losses
+            and _ranks_between(rows, parent, successor) == {successor.world_size}
+        ):
             last, leg = min(successor.step, parent.step + count), leg_of(rows, successor.checkpoint_id)
             return ReplayStart(rows=rows, checkpoint=parent, successor=successor, leg=leg, last=last)
         successor = parent

@@ -1,19 +1,24 @@
 """Plans that are written: a plan's row and work units, and the plans that a process has read, each once."""
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
+from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.external.mirror import check_files_exist
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
 from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.plan.units import UnitTable
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,14 @@ class Plans:
         name = table or row.source_table
         check_pinned(self.lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
         return row
+
+    def release_old_pins(self, run: str, tables: Iterable[str]) -> None:
+        """Release the pins of earlier legs of a run. A failure is left to the next launch, because all rows were committed."""
+        for table in tables:
+            try:
+                release_pins(self.lakehouse, run, table)
+            except (DlacError, OSError) as err:
+                _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
 
     def check_files(self, plan_ids: Iterable[str], *, table: str) -> None:
         """Check the data files of plans, if no pin protects them.

@@ -66,23 +66,32 @@ class Samples:
         return int(sum(array.nbytes for array in arrays))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """How a document becomes tokens."""
+
+    tokenizer: Tokenizer | None = None
+    """None: it is tokens."""
+    begin_id: int | None = None
+    end_id: int | None = None
+    """Tokens that are put before and after it. An empty document stays empty."""
+
+
 def documents_of(
     live: pa.Table,
     positions: Ints,
     *,
     column: str,
     transform: Transform | None = None,
-    tokenizer: Tokenizer | None = None,
-    end_id: int | None = None,
-    begin_id: int | None = None,
+    encoding: Encoding = Encoding(),
     reject: Reject = "fail",
     check: bool = False,
 ) -> Documents:
     """Return the documents of a block's live rows, at these block positions (int64 [rows], increasing).
 
-    `column` is that of texts, to be tokenized, or of lists of integers, which are tokens, after the transform. `begin_id` and
-    `end_id` are put around each document: an empty one stays empty. `reject` decides on rows at which the transform or the
-    tokenizer raises. `check` verifies on these rows that the transform does not depend on how rows are batched.
+    `column` is that of texts, to be tokenized, or of lists of integers, which are tokens, after the transform. `reject` decides
+    on rows at which the transform or the tokenizer raises. `check` verifies on these rows that the transform does not depend on
+    how rows are batched.
 
     Raises:
         RowRejected: a row was rejected and `reject` is "fail".
@@ -96,13 +105,13 @@ def documents_of(
         return Documents(np.zeros(0, np.int32), np.zeros(0, np.int64), source_rows(positions, done.row, done.rejected))
     content = _column(done.table, column)
     if is_text(content.type):
-        values, offsets, done = _tokenized(content, done, positions, column, tokenizer, reject)
+        values, offsets, done = _tokenized(content, done, positions, column, encoding.tokenizer, reject)
     else:
         values, offsets = tokens_of_lists(content, column)
     kept = np.diff(offsets) > 0
     ends, row = offsets[1:][kept], done.row[kept]
-    if end_id is not None or begin_id is not None:
-        values, ends = _framed(values, ends, begin_id, end_id)
+    if encoding.end_id is not None or encoding.begin_id is not None:
+        values, ends = _framed(values, ends, encoding.begin_id, encoding.end_id)
     return Documents(values, ends, source_rows(positions, row, done.rejected, ends))
 
 

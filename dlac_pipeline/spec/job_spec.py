@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -241,12 +242,24 @@ class CheckpointSpec(spec_problems.Section):
     """Adapter that saves and loads the state. "auto": chosen by the state that the script restores."""
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """"synchronous": training waits for the commit. "asynchronous": it waits only for the copy of the state."""
+    memory: str = "/dev/shm" if sys.platform == "linux" else ""
+    """Folder of shared memory in which a node keeps the newest states of a run of one node, so that a restart reads neither the
+    store nor the disk. Empty: no such states."""
+    memory_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
+    """Such states are kept after multiples of this many optimizer steps. 0: as often as costs 1.5 % of the time."""
     keep_last: int = Field(default=0, ge=0, le=1_000_000)
     """Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced."""
     keep_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
     """Also keep the first checkpoint at or after each multiple of this many steps. 0: none."""
     keep_steps: list[Annotated[int, Field(ge=0, le=spec_problems.MOST_STEPS)]] = Field(default_factory=list)
     """Steps whose checkpoints are also kept."""
+
+    @field_validator("memory")
+    @classmethod
+    def _is_absolute(cls, memory: str) -> str:
+        if memory and not memory.startswith("/"):
+            raise ValueError(f'expected the absolute path of a folder of shared memory, or "", found {memory!r}')
+        return memory
 
     @field_validator("store", "local")
     @classmethod

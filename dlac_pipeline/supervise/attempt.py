@@ -120,6 +120,7 @@ class SupervisedAttempt:
             options=self._options,
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
+            from_memory=not self.others,
         )
         point: ResumePoint = self._retry(
             claim_and_verify,
@@ -149,7 +150,8 @@ class SupervisedAttempt:
     def _resume(self, point: ResumePoint) -> None:
         """Hand the resume point to the ranks of all nodes."""
         self.number = point.attempt
-        self._monitor.step = self._head_step = self._resumed_step = point.step
+        self._monitor.step = self._resumed_step = point.step
+        self._head_step = point.head_step
         self.leg = leg = Leg.from_json(point.leg)
         rows = [self._retry(self._supervision.plans.row, source.plan_id) for source in leg.sources]
         self._supervision.publish_start(point, self._round.share, self.folder)

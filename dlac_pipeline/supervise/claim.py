@@ -17,7 +17,7 @@ from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store, commit_marked
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows, way_out
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, lineage_of, restorable_rows, way_out
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, LedgerRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
@@ -25,6 +25,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
+from dlac_pipeline.supervise.memory_choice import ClaimedState, MemoryChoice
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
@@ -45,6 +46,16 @@ class ResumePoint:
     """True if the leg is new and leaves out rows that the one before it did not."""
     step: int = 0
     checkpoint_id: str | None = None
+    head_step: int = 0
+    """Step of the checkpoint. `step` is a later one with a memory state."""
+    memory_of: int = 0
+    """The attempt whose memory state is in `folder`, or 0. It has the cursors, too."""
+    memory_rows: int = 0
+    """Rows that all ranks of that attempt had worked on."""
+    memory_at: float = 0.0
+    """Time of that state in seconds since the epoch."""
+    head_at: float = 0.0
+    """With a memory state: time of the checkpoint, or of the run's beginning."""
     folder: str | None = None
     """Folder of the checkpoint's verified files on `host`."""
     host: str = ""
@@ -77,6 +88,7 @@ class ResumePoint:
         return replace(
             self,
             step=manifest.step,
+            head_step=manifest.step,
             checkpoint_id=manifest.checkpoint_id,
             folder=str(restored.folder),
             host=socket.gethostname(),
@@ -85,6 +97,26 @@ class ResumePoint:
             world_size=manifest.world_size,
             engine=manifest.engine,
             reader_state=manifest.reader_state,
+        )
+
+    def in_memory(self, chosen: ClaimedState) -> "ResumePoint":
+        """Return this point, placed after the memory state that a claim names. Ranks fail if it is lost by now."""
+        claim, state, head = chosen.claim, chosen.state, chosen.head
+        return replace(
+            self,
+            step=claim.memory_step,
+            head_step=head.step,
+            checkpoint_id=head.checkpoint_id or None,
+            memory_of=claim.memory_of,
+            memory_rows=0 if state is None else sum(each.rows for each in state.ranks),
+            memory_at=claim.memory_at,
+            head_at=(head if head.checkpoint_id else chosen.rows[0]).committed_at.timestamp(),
+            folder="" if state is None else str(state.folder),
+            host=socket.gethostname(),
+            manifest_uri=head.manifest_uri,
+            manifest_digest=head.manifest_digest,
+            world_size=claim.memory_ranks,
+            engine="" if state is None else state.first.engine,
         )
 
     @classmethod
@@ -114,6 +146,8 @@ class ClaimRequest:
     """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
     purpose: Mapping[str, Any] = field(default_factory=dict)
     """Purpose of an attempt that does not train."""
+    from_memory: bool = False
+    """True if the attempt may resume from a memory state of this node, on which all its ranks are."""
 
 
 def claim_and_verify(
@@ -153,15 +187,22 @@ def claim_and_verify(
     if current is None:  # an earlier try of this claim may be committed
         current = before.fence.attempt - (before.fence.nonce == request.nonce)
     replaced = current if request.replaces is None else request.replaces
+    may_use = request.from_memory and not chooser.unsure
+    memory = MemoryChoice(spec=spec, ledger=ledger, replaced=replaced, may_use=may_use)
     detail = {**_detail_of(spec, request, tiers), **planned(leg)}
-    claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail)
+    choose = partial(memory.choose, leg=leg.to_json())
+    claimed = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose)
     claimed_at = time.monotonic()
     on_claim()
 
     def restore_row(row: CheckpointRow) -> Restored:
         return restore(row, tiers, partial(verifying, row.step), verify=verify)
 
-    point = _resume(chooser, leg, before, claimed, tiers, restore_row)
+    chosen = memory.find_claimed(claimed.fence, leg=leg.to_json())
+    if chosen is None:
+        point = _resume(chooser, leg, before, claimed, tiers, restore_row)
+    else:
+        point = _begin(leg, claimed.fence, chosen.rows, chosen.head.checkpoint_id).in_memory(chosen)
     verify_s = time.monotonic() - claimed_at
     point = replace(point, replaces=replaced, spike_step=request.options.spike_step)
     return replace(point, claim_s=claimed_at - started, verify_s=verify_s)
@@ -184,16 +225,21 @@ def _resume(
         rows = _quarantine(chooser.ledger, attempt, damaged, manifest)
     if chooser.unsure or (manifest.checkpoint_id if manifest else None) != before.fence.head:
         leg = chooser.at(rows, manifest)
-    committed = None if manifest is None else leg_of(rows, manifest.checkpoint_id)
-    point = ResumePoint(
+    point = _begin(leg, fence, rows, "" if manifest is None else manifest.checkpoint_id)
+    point = replace(point, quarantined=list(damaged))
+    return point if found is None else point.after(found, checkpoint_rows(rows)[found.manifest.checkpoint_id])
+
+
+def _begin(leg: Leg, fence: Fence, rows: list[LedgerRow], head: str) -> ResumePoint:
+    """Return a resume point without a place. `head` is the checkpoint that it continues, or empty."""
+    committed = leg_of(rows, head) if head else None
+    return ResumePoint(
         attempt=fence.attempt,
         nonce=fence.nonce,
         leg=leg.to_json(),
         leg_is_new=committed is None or leg.index != committed.index,
         leaves_out_more=leg.leaves_out_more_than(committed),
-        quarantined=list(damaged),
     )
-    return point if found is None else point.after(found, checkpoint_rows(rows)[found.manifest.checkpoint_id])
 
 
 def _detail_of(spec: JobSpec, request: ClaimRequest, tiers: Tiers) -> dict[str, Any]:

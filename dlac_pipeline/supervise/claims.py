@@ -116,9 +116,17 @@ def to_replace(
 
 
 def attempts_without_progress(rows: Sequence[LedgerRow]) -> int:
-    """Count the claims of attempts that train since the last committed checkpoint, the last rewind, or the beginning."""
+    """Count the claims of attempts that train since the last progress, or the beginning.
+
+    Progress is a committed checkpoint, a rewind, and a resumption from a memory state that is newer than the one before.
+    """
     last = max((row.seq for row in rows if isinstance(row, CheckpointRow | RewindRow)), default=0)
-    return sum(1 for row in rows if isinstance(row, ClaimRow) and row.seq > last and row.trains)
+    count = reached = 0
+    for row in rows:
+        if isinstance(row, ClaimRow) and row.seq > last and row.trains:
+            count = 1 if row.memory_step > reached else count + 1
+            reached = max(reached, row.memory_step)
+    return count
 
 
 def left_in_order(rows: list[LedgerRow], attempt: int) -> bool:

@@ -124,7 +124,8 @@ class Incident:
         write_recovery(lakehouse, recovery)
         event = "recovered" if outcome == "resumed" else "recovery_failed"
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
-        return {"event": event, **asdict(recovery), "failed_at": recovery.failed_at.isoformat(), **times}
+        facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat(), "from_memory": point.memory_of > 0}
+        return {"event": event, **facts, **times}
 
 
 def record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoined) -> Event:
@@ -161,7 +162,12 @@ def record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoin
 def rows_replayed(
     ledger: Ledger, rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure, *, before_seq: int
 ) -> int:
-    """Count the rows that are read again: those that the failed attempt did not commit, and committed ones that are abandoned."""
+    """Count the rows that are read again: those that the failed attempt did not commit, and committed ones that are abandoned.
+
+    From a memory state of the failed attempt, those that it worked on afterwards.
+    """
+    if point.memory_of and point.memory_of == point.replaces:
+        return max(0, failure.rows - point.memory_rows)
     checkpoints = checkpoint_rows(list(rows))
     heads = [row for row in rows if row.seq < before_seq]
     lineage = lineage_of(rows, heads[-1].head_after if heads else None)
@@ -174,12 +180,14 @@ def rows_replayed(
 
 
 def _work_lost_s(rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure) -> float:
-    """Return the seconds of lost training: since the failed attempt's last kept checkpoint, or since the attempt began."""
+    """Return the seconds of lost training: since the state that is kept of the failed attempt, or since it began."""
     if not failure.began:
         return 0.0
     row = checkpoint_rows(list(rows)).get(point.checkpoint_id or "")
     since = failure.began
-    if row is not None and row.attempt == point.replaces:
+    if point.memory_of and point.memory_of == point.replaces:
+        since = max(since, point.memory_at)
+    elif row is not None and row.attempt == point.replaces:
         since = max(since, row.committed_at.timestamp())
     return max(0.0, failure.failed_at - since)
 

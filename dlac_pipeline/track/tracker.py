@@ -33,6 +33,7 @@ class ReaderStateTracker:
     groups: range
     """Key groups whose cursors this rank reports."""
     step: int = 0
+    """Last finished step. 0: `committed_step`."""
     cursors: Ints | None = None
     """Cursors after `step`, int64 [groups, sources, 4], or None where others vote on them."""
     losses: list[float] = field(default_factory=list)
@@ -41,11 +42,13 @@ class ReaderStateTracker:
     """Steps since then that the engine did not apply."""
     memberships: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """Of replica groups: (first step, numbers of the groups) of each change since then."""
+    earlier: list[AdvanceRow] = field(default_factory=list)
+    """Moves since then that other ranks reported before this attempt."""
     _moved: dict[tuple[int, int], list[_Moved]] = field(default_factory=dict)
     """(source, key group) -> what was moved since then, in order."""
 
     def __post_init__(self) -> None:
-        self.step = self.committed_step
+        self.step = self.step or self.committed_step
 
     def step_done(self, batch: Batch, *, applied: bool) -> None:
         """Record the finished optimizer step of `batch`. Raises `CursorMismatch` if a step was left out or double."""
@@ -72,6 +75,7 @@ class ReaderStateTracker:
 
     def advances(self) -> Iterator[AdvanceRow]:
         """Moves of streamed sources since the last checkpoint."""
+        yield from self.earlier
         for (source, group), moves in self._moved.items():
             for moved in moves:
                 yield _advance(source, group, moved)
@@ -80,7 +84,7 @@ class ReaderStateTracker:
         """Return the record since the last checkpoint was taken, and begin the record for the next one."""
         taken = copy.copy(self)
         self.committed_step = self.step
-        self.losses, self.skipped, self.memberships, self._moved = [], [], [], {}
+        self.losses, self.skipped, self.memberships, self.earlier, self._moved = [], [], [], [], {}
         return taken
 
     def _add(self, moves: list[_Moved], step: int, applied: bool, advance: BlockAdvance) -> None:

@@ -39,6 +39,8 @@ class CheckpointPolicy:
         self._due = False
         self._step = self._head_step = 0
         self._head: str | None = None
+        self._age_s = 0.0
+        """Age of the head when training begins, if the steps since are in memory."""
         self.leaving: StepSync | None = None
         """The message that requested the exit."""
         self._notices = Notices(
@@ -51,8 +53,10 @@ class CheckpointPolicy:
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
         """Note that training resumes here. Rank 0 looks up the cost of past checkpoints and the number of failures."""
-        self._step = self._head_step = point.step
+        self._step, self._head_step = point.step, point.head_step
         self._head = point.checkpoint_id
+        if point.memory_of:  # the interval has begun with the checkpoint, in an attempt before this one
+            self._age_s = max(0.0, time.time() - point.head_at)
         if self._rank == 0:
             settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()
             if settings.interval == "auto":
@@ -63,7 +67,7 @@ class CheckpointPolicy:
     def training(self) -> None:
         """Start the clock, just before the first batch is requested."""
         if self._interval is not None:
-            self._interval.taken(time.monotonic())
+            self._interval.taken(time.monotonic() - self._age_s)
             self._report_interval(self._interval)
 
     @property

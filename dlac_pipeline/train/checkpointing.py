@@ -1,6 +1,7 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,17 +10,17 @@ from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.rng import rng_state, seed_rng, set_rng_state
+from dlac_pipeline.checkpoint.rng import seed_rng
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
-from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.communicator import Communicator
+from dlac_pipeline.train.memory_saves import MemorySaves
 from dlac_pipeline.train.open_attempt import OpenAttempt
+from dlac_pipeline.train.restored_state import RestoredGenerators, load_state
 from dlac_pipeline.train.spike_check import SpikeCheck
 
 
@@ -39,11 +40,11 @@ class Checkpointing:
         communicator: Communicator,
         policy: CheckpointPolicy,
         heartbeat: HeartbeatWriter,
-        events: EventWriter,
+        write_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self.engine: Engine | None = None
         """The script's engine, once it is restored."""
-        self._generators: Mapping[str, Any] | None = None
+        self._generators: RestoredGenerators | None = None
         self._spec = spec
         self._attempt = attempt
         self._communicator = communicator
@@ -53,7 +54,8 @@ class Checkpointing:
         self._step_syncs.waits_for_losses = attempt.point.replaces > 0
         self._policy = policy
         self._heartbeat = heartbeat
-        self._events = events
+        self._write_event = write_event
+        self._memory = MemorySaves(spec, attempt, communicator, self._warn)
         self.spikes = SpikeCheck(spec, attempt, communicator.tree, self._warn)
         on_nonfinite = "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss
         self._finiteness = FinitenessCheck(spec.run, on_nonfinite, warn=self._warn)
@@ -64,14 +66,23 @@ class Checkpointing:
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
         if isinstance(self.engine, TrainerFiles):
             self.engine.join(tree, lists=restores)
-        convert_s, load_s = load_checkpoint(self.engine, self._attempt.point, self._spec, tree, restores=restores)
-        self._generators = rng_state()
+        convert_s, load_s = load_state(
+            self.engine,
+            self._attempt.point,
+            self._attempt.memory,
+            self._spec,
+            tree,
+            restores=restores,
+            check_weights=partial(self._finiteness.check_weights, self.engine, self._attempt.step),
+        )
+        self._generators = RestoredGenerators()
         self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
+        self._memory.begin(self.engine)
 
     def reset_generators(self) -> None:
         """Set the random generators to their state after `restore`, once."""
         if self._generators is not None:
-            set_rng_state(self._generators)
+            self._generators.reset()
             self._generators = None
 
     def record_step(self, batch: Batch, loss: torch.Tensor | float, *, applied: bool | None) -> None:
@@ -79,11 +90,14 @@ class Checkpointing:
         if applied is None:
             applied = self._restored_engine().step_applied()
         self._tracker.step_done(batch, applied=applied)
+        self._memory.step_done()
         report = self._policy.step_done(batch.step, in_background=self._manager.under_way)
-        sync = self._step_syncs.step_done(batch.step, loss=loss, report=report)
+        sync = self._step_syncs.step_done(batch.step, loss=loss, report=self._memory.report(report))
         if sync is not None:
             self._on_sync(sync)
         self._heartbeat.step_done(batch.step)
+        if self._memory.is_due(batch.step):
+            self.receive_all()  # now, because a message may ask for a checkpoint
 
     def due_reason(self) -> str | None:
         """Return the policy's reason for a checkpoint after the last finished step, or None. A rehearsal takes none."""
@@ -108,9 +122,23 @@ class Checkpointing:
             self.settle()
         save = self._manager.save if wait else self._manager.begin
         self._report(save(engine, self._tracker, note))
+        self._memory.pause()
         self._policy.taken()
         self._step_syncs.waits_for_losses = False
         self._heartbeat.doing(Phase.TRAINING, step)
+
+    def keep_in_memory(self) -> None:
+        """Save a memory state after the last finished step, if one is due."""
+        if self._memory.is_due(self._attempt.step):
+            self._memory.save(self._restored_engine(), rows=self._heartbeat.rows)
+
+    def forget_memory(self) -> None:
+        """Remove the memory states of the run at its end, if a checkpoint has the last step. Called on one rank."""
+        self._memory.end(committed=self._attempt.step == self._tracker.committed_step)
+
+    def discard_memory(self) -> None:
+        """Remove the memory states of the run, because training is not to continue from them."""
+        self._memory.end(committed=True)
 
     def receive_all(self) -> None:
         """Wait for the messages about every finished step."""
@@ -129,15 +157,16 @@ class Checkpointing:
         self._tracker.losses += sync.losses
         self._heartbeat.record_loss(sync.step, sync.losses[-1])
         self._policy.on_sync(sync)
+        self._memory.on_sync(sync)
         self.spikes.check(sync, skipped=self._tracker.skipped)
         self._finiteness.check_losses(sync, skipped=self._tracker.skipped)
 
     def _warn(self, message: str) -> None:
-        self._events.write({"event": "warning", "message": message})
+        self._write_event({"event": "warning", "message": message})
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:
             losses = {"losses": committed.losses} if self._spec.listeners.chosen() else {}
-            self._events.write({**committed.event(), **losses})
+            self._write_event({**committed.event(), **losses})
             self._policy.committed(committed)
             self._heartbeat.checkpoints(own_s=self._manager.own_s, own_bytes=self._manager.own_bytes)

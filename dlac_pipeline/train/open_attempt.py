@@ -1,6 +1,5 @@
 """An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,8 +9,7 @@ import numpy as np
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.store import folder_name_of
-from dlac_pipeline.lakehouse.errors import CursorMismatch, DlacError
-from dlac_pipeline.lakehouse.iceberg.pins import release_pins
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
@@ -23,8 +21,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
-
-_log = logging.getLogger(__name__)
+from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
 
 
 class Reader(Protocol):
@@ -52,6 +49,8 @@ class OpenAttempt:
     tracker: ReaderStateTracker
     manager: CheckpointManager
     plans: Plans
+    memory: RestoredMemory | None = None
+    """The state that the attempt resumes from, if it is in memory."""
 
     @property
     def step(self) -> int:
@@ -99,7 +98,9 @@ def open_attempt(
     """
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
-    state = opened.start_state() if point.leg_is_new else point.cursors
+    memory = read_memory(point, opened.order)
+    begun = opened.start_state() if point.leg_is_new else point.cursors
+    state = begun if memory is None else memory.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
     reader: Reader
@@ -110,7 +111,10 @@ def open_attempt(
     else:
         reader = make_reader(opened)
     cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
-    tracker = ReaderStateTracker(committed_step=point.step, groups=reader.groups, cursors=cursors)
+    tracker = ReaderStateTracker(committed_step=point.head_step, step=point.step, groups=reader.groups, cursors=cursors)
+    if memory is not None:
+        tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
+        tracker.earlier = memory.advances if communicator.rank == 0 else []
     trained = AttemptLeg(
         attempt=attempt,
         leg=opened.leg,
@@ -137,16 +141,8 @@ def open_attempt(
         tracker=tracker,
         manager=manager,
         plans=plans,
+        memory=memory,
     )
-
-
-def release_old_pins(plans: Plans, spec: JobSpec) -> None:
-    """Release the pins of earlier legs. A failure is left to the next launch, because all rows were committed."""
-    for source in spec.sources:
-        try:
-            release_pins(plans.lakehouse, spec.run, source.table)
-        except (DlacError, OSError) as err:
-            _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:

@@ -142,4 +142,6 @@ def _losses_before(attempt: OpenAttempt, tree: RankTree) -> dict[int, float]:
             ledger = Ledger(attempt.plans.lakehouse)
             rows = ledger.rows(attempt.name.run, kinds=(CheckpointRow,))
             losses = recorded_losses(ledger, rows, attempt.point.checkpoint_id, least=_READ)
+            since = enumerate(attempt.tracker.losses, start=attempt.tracker.committed_step + 1)  # of a memory state
+            losses |= {step: loss for step, loss in since if step not in attempt.tracker.skipped}
     return dict(json.loads(tree.broadcast(json.dumps(list(losses.items())).encode() if tree.rank == 0 else None)))

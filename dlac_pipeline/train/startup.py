@@ -77,7 +77,9 @@ def claim_run(
             held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
             nonce = new_nonce()
             folder = str(own_folder(spec, nonce) or "")
-            request = ClaimRequest(nonce=nonce, options=ResumeOptions(repin=True), launch_folder=folder)
+            request = ClaimRequest(
+                nonce=nonce, options=ResumeOptions(repin=True), launch_folder=folder, from_memory=True
+            )
             answer = claim_and_verify(plans, spec, request).to_json()
         except DlacError as err:
             tree.broadcast(json.dumps({"error": str(err)}).encode())

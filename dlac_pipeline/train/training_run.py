@@ -26,7 +26,7 @@ from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt, release_old_pins
+from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader
 
@@ -55,6 +55,8 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
             run.leave()
         except BaseException as err:
             # Before the connections close: then other ranks fail at once, and are not the cause.
+            if isinstance(err, LossNotFinite | LossSpiked):
+                run.discard_memory()
             if folder is not None:
                 leave_reason(err)
             else:
@@ -105,7 +107,7 @@ class TrainingRun:
         """Open this rank's part of the attempt."""
         spec, communicator = self.spec, self._communicator
         attempt = open_attempt(spec, self._plans, self.resume_point, communicator)
-        return attempt, Checkpointing(spec, attempt, communicator, self._policy, self._heartbeat, self._events)
+        return attempt, Checkpointing(spec, attempt, communicator, self._policy, self._heartbeat, self._events.write)
 
     def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
         """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""
@@ -225,6 +227,8 @@ class TrainingRun:
         self._checkpointing.record_step(batch, loss, applied=applied)
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
         self._due_reason = self._checkpointing.due_reason()
+        if self._due_reason is None:
+            self._checkpointing.keep_in_memory()
         return self._due_reason is not None
 
     def checkpoint(self) -> None:
@@ -273,7 +277,13 @@ class TrainingRun:
             self._end()
             return
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
+        if self.rank == 0:
+            self._checkpointing.forget_memory()
         self._heartbeat.doing(Phase.DONE, self.step)
+
+    def discard_memory(self) -> None:
+        """Remove the memory states of the run: a loss that ends it came of them."""
+        self._checkpointing.discard_memory()
 
     def record_failure(self, err: BaseException) -> None:
         """Record without a supervisor that the run is given up, or that the recovery before the first step failed."""
@@ -294,13 +304,16 @@ class TrainingRun:
         if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
             self._checkpointing.take("end", wait=True)
         ending = attempt.end_run(self._communicator, stopped=self.stopped)
+        is_first = self._communicator.rank == 0
+        if is_first:
+            self._checkpointing.forget_memory()
         if self.stopped:
             self._policy.left()
         self._events.write({"event": ending, "step": attempt.step})
         self._heartbeat.doing(Phase.DONE, attempt.step)
         self._recoveries.observe(self._heartbeat, Phase.DONE)
-        if ending == "caught_up" and self.rank == 0:
-            release_old_pins(self._plans, self.spec)
+        if ending == "caught_up" and is_first:
+            self._plans.release_old_pins(self.spec.run, [source.table for source in self.spec.sources])
 
     def _end_rehearsal(self) -> None:
         """Report the losses of a rehearsal. Nothing is committed."""

@@ -102,7 +102,7 @@ def _rewind(rows: list[Columns]) -> Columns:
 def test_changed_past_is_audited_again(
     workshop: Workshop, row: Callable[[list[Columns]], Columns], exact: bool, tmp_path: Path
 ) -> None:
-    """If recorded rows are others by now, or the head went back behind them, everything is audited."""
+    """If recorded rows are others by now, or the head is one before them, everything is audited."""
     of = trained(workshop, "packed")
     name = f"forged{next(workshop.names)}"
     rows, _ = workshop._forged(name, of, unchanged, None)

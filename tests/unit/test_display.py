@@ -43,6 +43,10 @@ def text_of(event: dict[str, Any]) -> str:
             "recovered in 1.2 s from the start; 1 row replayed\n",
         ),
         (
+            {"event": "recovered", "total_s": 1.25, "resumed_step": 53, "from_memory": True, "rows_replayed": 1},
+            "recovered in 1.2 s from memory of step 53; 1 row replayed\n",
+        ),
+        (
             {"event": "recovered", "total_s": 240.0, "down_s": 231.0, "resumed_from": "c", "rows_replayed": 0},
             "down 3 min 51 s until an operator started it again, recovered in 9 s from c; 0 rows replayed\n",
         ),

@@ -129,6 +129,21 @@ def test_killed_attempt_loses_uncommitted_work() -> None:
     assert spent(unrecorded) == {"startup": 5, "trained": 20, "unknown": 9}
 
 
+def test_work_in_memory_is_not_lost() -> None:
+    """Steps up to a state in memory are trained. Those of an attempt without a checkpoint begin where its pace says."""
+    state: dict[str, Any] = {"memory_of": 1, "memory_step": 26, "memory_at": moment(31).timestamp()}
+    resumed = replace(claim(34, 2), **state)
+    found = spent((*TRAINED, resumed, checkpoint(50, 30, 2, "20.1")), [recovery(32, 2, 8, work_lost_s=1.0)])
+    assert found == {"startup": 5, "trained": 20 + 6 + 10, "replayed": 1, "down": 8}
+    twice = (*TRAINED, resumed, replace(claim(44, 3), **state), checkpoint(60, 30, 3, "20.1"))
+    found = spent(twice, [recovery(32, 2, 8, "failed again", work_lost_s=1.0), recovery(42, 3, 8)])
+    assert found["trained"] == 20 + 6 + 10
+    unseen = (claim(0, 1), replace(claim(34, 2), **state), checkpoint(44, 30, 2), checkpoint(54, 40, 2, "30.2"))
+    nothing: dict[str, Any] = {"resumed_from": None, "resumed_step": 26, "work_lost_s": 1.0}
+    found = spent(unseen, [recovery(32, 2, 8, **nothing)])
+    assert found == {"startup": 5, "trained": 26 + 4 + 10, "replayed": 1, "down": 8}
+
+
 def test_lost_work_measures_start() -> None:
     """The training time that a failure lost shows when an attempt without a kept checkpoint began to train."""
     rows = (claim(0, 1), claim(22, 2), checkpoint(45, 10, 2), checkpoint(55, 20, 2, "10.2"))

@@ -18,7 +18,7 @@ from benchmarks.soak_faults.facts import PHASES, last_before
 from benchmarks.soak_faults.page import page_of
 from benchmarks.soak_faults.store import full, mounted
 from benchmarks.soak_faults.strikes import STRIKES
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
@@ -86,16 +86,20 @@ def test_full_store_has_no_free_byte(tmp_path: Path) -> None:
 
 
 def test_journal_counts_attempt_of_checkpoint() -> None:
-    """Steps of an attempt that were repeated after its last checkpoint do not count."""
-    lineage = [CheckpointRow(attempt=1, step=2), CheckpointRow(attempt=2, step=3)]
+    """Steps of an attempt that were repeated after its last checkpoint do not count, but those that it left in memory do."""
+    lineage = [CheckpointRow(attempt=1, step=2), CheckpointRow(attempt=2, step=3), CheckpointRow(attempt=3, step=5)]
+    claims = [ClaimRow(attempt=1), ClaimRow(attempt=2), ClaimRow(attempt=3, memory_of=2, memory_step=4)]
     entries = [
         {"attempt": 1, "step": 1, "rank": 0, "rows": [4]},
         {"attempt": 1, "step": 1, "rank": 1, "rows": [1]},
         {"attempt": 1, "step": 2, "rank": 0, "rows": [2]},
         {"attempt": 1, "step": 3, "rank": 0, "rows": [9]},
         {"attempt": 2, "step": 3, "rank": 0, "rows": [3]},
+        {"attempt": 2, "step": 4, "rank": 0, "rows": [5]},
+        {"attempt": 2, "step": 5, "rank": 0, "rows": [8]},
+        {"attempt": 3, "step": 5, "rank": 0, "rows": [6]},
     ]
-    assert journal(lineage, entries) == {2: [1, 2, 4], 3: [3]}
+    assert journal(lineage, claims, entries) == {2: [1, 2, 4], 3: [3], 5: [5, 6]}
 
 
 def test_unhealed_fault_is_reported() -> None:

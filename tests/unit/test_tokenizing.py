@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from dlac_pipeline.lakehouse.errors import TokenizerUnreadable
-from dlac_pipeline.read.documents import documents_of
+from dlac_pipeline.read.documents import Encoding, documents_of
 from dlac_pipeline.rows import tokenizing
 from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
 from dlac_pipeline.rows.transform import RowRejected, Transform
@@ -148,7 +148,7 @@ def test_texts_become_documents(path: Path) -> None:
     """A text is a document that ends with its token. An empty text is filtered."""
     tokenizer = load_tokenizer(path)
     live = pa.table({"text": pa.chunked_array([TEXTS[:2], TEXTS[2:]])})
-    documents = documents_of(live, 2 * np.arange(5), column="text", tokenizer=tokenizer, end_id=0)
+    documents = documents_of(live, 2 * np.arange(5), column="text", encoding=Encoding(tokenizer=tokenizer, end_id=0))
     expected = [[*reference(path, text), 0] for text in TEXTS if text]
     assert documents.values.tolist() == [token for tokens in expected for token in tokens]
     assert documents.rows.filtered.tolist() == [2]
@@ -159,7 +159,7 @@ def test_texts_become_documents(path: Path) -> None:
 def test_token_column_is_not_tokenized(path: Path) -> None:
     """Lists are tokens already, with any tokenizer."""
     live = pa.table({"t": [[400, 2], [3]]})
-    documents = documents_of(live, np.arange(2), column="t", tokenizer=load_tokenizer(path))
+    documents = documents_of(live, np.arange(2), column="t", encoding=Encoding(tokenizer=load_tokenizer(path)))
     assert documents.values.tolist() == [400, 2, 3]
 
 
@@ -167,9 +167,11 @@ def test_invalid_text_is_rejected_row(path: Path) -> None:
     """Bytes that are not UTF-8 fail with the row's position, or are quarantined."""
     live, tokenizer = pa.table({"text": NOT_UTF8}), load_tokenizer(path)
     with pytest.raises(RowRejected, match="UnicodeDecodeError") as caught:
-        documents_of(live, np.array([1, 5, 8]), column="text", tokenizer=tokenizer)
+        documents_of(live, np.array([1, 5, 8]), column="text", encoding=Encoding(tokenizer=tokenizer))
     assert caught.value.position == 5
-    documents = documents_of(live, np.array([1, 5, 8]), column="text", tokenizer=tokenizer, reject="quarantine")
+    documents = documents_of(
+        live, np.array([1, 5, 8]), column="text", encoding=Encoding(tokenizer=tokenizer), reject="quarantine"
+    )
     assert documents.values.tolist() == [*reference(path, "ab"), *reference(path, "cd")]
     assert [position for position, _ in documents.rows.quarantined] == [5]
     assert documents.rows.positions.tolist() == [1, 8]
@@ -189,7 +191,7 @@ def test_rejected_rows_are_named_in_order(path: Path) -> None:
         np.array([1, 5, 8]),
         column="text",
         transform=Transform("tests:no_cd", "digest", no_cd),
-        tokenizer=load_tokenizer(path),
+        encoding=Encoding(tokenizer=load_tokenizer(path)),
         reject="quarantine",
     )
     assert [(at, reason.split(":")[0]) for at, reason in documents.rows.quarantined] == [
@@ -211,5 +213,8 @@ def test_failing_tokenizer_is_no_bad_row() -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(RuntimeError, match="together"):
         documents_of(
-            pa.table({"t": ["a", "b"]}), np.arange(2), column="t", tokenizer=Fails(words, name="w", digest="d")
+            pa.table({"t": ["a", "b"]}),
+            np.arange(2),
+            column="t",
+            encoding=Encoding(tokenizer=Fails(words, name="w", digest="d")),
         )

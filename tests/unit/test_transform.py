@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
-from dlac_pipeline.read.documents import documents_of, samples_of
+from dlac_pipeline.read.documents import Encoding, documents_of, samples_of
 from dlac_pipeline.rows.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
 
 EXAMPLES = settings(max_examples=100, deadline=None)
@@ -209,7 +209,12 @@ def test_transform_makes_documents() -> None:
         return pa.record_batch({"t": pa.array(tokens, pa.large_list(pa.uint16())), ROW: pa.array(rows, pa.int64())})
 
     documents = documents_of(
-        numbers([1, 2]), np.array([4, 9]), column="t", transform=transform(lists), begin_id=1, end_id=2, check=True
+        numbers([1, 2]),
+        np.array([4, 9]),
+        column="t",
+        transform=transform(lists),
+        encoding=Encoding(begin_id=1, end_id=2),
+        check=True,
     )
     assert documents.values.tolist() == [1, 7, 2, 1, 7, 7, 2, 1, 7, 2]
     assert documents.values.dtype == np.int32
@@ -236,7 +241,7 @@ def test_lists_of_any_integers_are_tokens(kind: pa.DataType, chunked: bool) -> N
         rows += [[], [8]]
     whole = pa.array(rows, kind)
     array = pa.chunked_array([whole.slice(1, 2), whole.slice(3)] if chunked else [whole.slice(1)])
-    documents = documents_of(pa.table({"t": array}), np.arange(len(array)), column="t", end_id=0)
+    documents = documents_of(pa.table({"t": array}), np.arange(len(array)), column="t", encoding=Encoding(end_id=0))
     kept = [[*row, 0] for row in rows[1:] if row]
     assert documents.values.tolist() == [token for row in kept for token in row]
     assert np.diff(documents.rows.ends, prepend=0).tolist() == [len(row) for row in kept]

@@ -3,7 +3,7 @@
 -- failures, and first steps after recoveries.
 --   trained_s        steps of checkpoints on the surviving lineage
 --   abandoned_s      steps of other checkpoints, which a rewind or a quarantine abandoned
---   replayed_s       from the last checkpoint of an attempt to its failure
+--   replayed_s       from the last checkpoint of an attempt, or the state that it left in memory, to its failure
 --   checkpointing_s  training waited for a checkpoint, or for the end of the run
 --   down_s           from a failure to the first step of the attempt that recovers
 --   startup_s        from the claim of any other attempt to its first step. It is measured if the attempt failed before a
@@ -15,10 +15,29 @@ CREATE OR REPLACE VIEW attempt_times AS
 WITH
 -- Rows of one run come from several nodes: seq orders them, and a clock that is behind does not turn time back.
 signs AS (
-    SELECT run, seq, kind, attempt, checkpoint_id, parent, step, detail,
+    SELECT run, seq, kind, attempt, checkpoint_id, parent, step, head_after, detail,
         max(epoch_us(committed_at)) OVER (PARTITION BY run ORDER BY seq) AS at_us
     FROM consumption
     WHERE kind IN ('claim', 'checkpoint', 'finish')
+),
+-- States that attempts left in memory, as the first claim that resumed from them records: checkpoints that took no time.
+remembered AS (
+    SELECT c.run, (c.detail ->> '$.memory_of')::INTEGER AS attempt, c.seq,
+        (c.detail ->> '$.memory_step')::BIGINT - coalesce(h.step, 0) AS steps,
+        (count(l.checkpoint_id) > 0 OR count(n.seq) = 0) AND NOT EXISTS (
+            -- an attempt that read the store after all
+            FROM signs AS m
+            WHERE m.run = c.run AND m.kind = 'claim' AND m.seq > c.seq AND NOT json_exists(m.detail, '$.memory_of')
+                AND m.seq < (SELECT min(seq) FROM signs AS k WHERE k.run = c.run AND k.kind = 'checkpoint' AND k.seq > c.seq)
+        ) AS survives, false AS exits, false AS rescales,
+        (1e6 * (c.detail ->> '$.memory_at')::DOUBLE)::BIGINT AS copied_us, copied_us AS begun_us, copied_us AS done_us
+    FROM signs AS c
+    LEFT JOIN signs AS h ON h.run = c.run AND h.kind = 'checkpoint' AND h.checkpoint_id = c.head_after
+    LEFT JOIN signs AS n ON n.run = c.run AND n.kind = 'checkpoint' AND n.seq > c.seq
+    LEFT JOIN lineage AS l ON l.run = c.run AND l.checkpoint_id = n.checkpoint_id
+    WHERE c.kind = 'claim' AND json_exists(c.detail, '$.memory_of')
+    GROUP BY c.run, c.attempt, c.seq, c.detail, h.step
+    QUALIFY row_number() OVER (PARTITION BY c.run, c.detail ->> '$.memory_of' ORDER BY c.seq) = 1
 ),
 taken AS (
     SELECT c.run, c.attempt, c.seq, c.step - coalesce(p.step, 0) AS steps, l.checkpoint_id IS NOT NULL AS survives,
@@ -33,6 +52,8 @@ taken AS (
     LEFT JOIN checkpoint_costs AS k ON k.run = c.run AND k.seq = c.seq
     LEFT JOIN lineage AS l ON l.run = c.run AND l.checkpoint_id = c.checkpoint_id
     WHERE c.kind = 'checkpoint'
+    UNION ALL
+    FROM remembered
 ),
 later AS (
     SELECT run, attempt, steps, begun_us - lag(done_us) OVER (PARTITION BY run, attempt ORDER BY seq) AS took_us FROM taken
@@ -52,9 +73,10 @@ committed AS (
 failures AS (
     SELECT r.run, r.replaced_attempt AS attempt, min(epoch_us(r.failed_at)) AS failed_us,
         max((1e6 * r.work_lost_s)::BIGINT) FILTER (r.outcome <> 'gave up') AS lost_us,
-        bool_or(t.attempt IS NOT DISTINCT FROM r.replaced_attempt) AS kept
+        bool_or(t.attempt IS NOT DISTINCT FROM r.replaced_attempt OR m.attempt IS NOT NULL) AS kept
     FROM recoveries AS r
     LEFT JOIN signs AS t ON t.run = r.run AND t.kind = 'checkpoint' AND t.checkpoint_id = r.resumed_from
+    LEFT JOIN remembered AS m ON m.run = r.run AND m.attempt = r.replaced_attempt
     WHERE r.outcome <> 'rejoined'
     GROUP BY r.run, r.replaced_attempt
 ),

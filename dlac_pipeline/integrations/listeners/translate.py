@@ -106,7 +106,8 @@ class EventTranslator:
     def _checkpoint(self, event: Event) -> events.RunEvent:
         assert self._started is not None, "checked before"
         names = [table.name for table in self._started.tables]
-        self._committed_rows += event["rows"]
+        # It may have rows of an attempt before, whose state was in memory.
+        self._committed_rows = min(self._rows, self._committed_rows + event["rows"])
         facts = ("step", "checkpoint_id", "location", "ledger_snapshot_id", "bytes", "duration_s")
         return events.CheckpointCommitted(
             **self._facts(event),

@@ -2,15 +2,13 @@
 
 pyiceberg reads each manifest again for each scan, and converts the schema and the filter again for each data file, in Python.
 Own tables have many small files, their columns keep their names, and rows are removed with their files. So a manifest is read
-once, and one Arrow dataset reads the files. Of many rows in local files DuckDB reads what is needed, PyArrow whole columns.
+once, and a file of which few rows are wanted, too. Of many rows in local files DuckDB reads what is needed, PyArrow all.
 """
 
 import os
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +28,13 @@ LARGE_ROWS = 250_000
 """Rows in data files from which on a table is not loaded."""
 _GLOBBING = re.compile(r"[*?\[\]]")  # for these DuckDB looks for other files than the named one
 _RELATIONS = {EqualTo: "=", expressions.GreaterThan: ">", expressions.LessThanOrEqual: "<="}
-_OPEN_FILES = 256
+_SMALL_BYTES, _KEPT_FILES = 64 << 10, 1024
 _MANIFESTS = 4096
 _FORMAT = ds.ParquetFileFormat()
 _FILES: dict[str, list[DataFile]] = {}
 """The data files of manifests, which never change, by path. The first ones are forgotten first."""
+_ROWS: dict[tuple[str, int, str, tuple[str, ...]], pa.Table] = {}
+"""Few rows of data files, which never change, by path, schema, filter and columns. The first ones are forgotten first."""
 
 
 def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[str] = ("*",)) -> pa.Table:
@@ -43,7 +43,8 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     Only files of one run are opened if the filter is a condition on `run`, or an `And` that begins with one. Raises
     `FileNotFoundError` if upkeep has removed a file of this snapshot.
     """
-    scan = table.scan(row_filter, selected_fields=tuple(columns))
+    columns = tuple(columns)
+    scan = table.scan(row_filter, selected_fields=columns)
     files = data_files(table, row_filter)
     if files is None:
         return scan.to_arrow()
@@ -56,14 +57,21 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     if row_filter != AlwaysTrue():
         bound = bind(table.schema(), row_filter, case_sensitive=True)
         wanted["filter"] = expression_to_pyarrow(bound, table.schema())
-    named = iter([each.file_path for each in files])
-    parts = [schema.empty_table().select(wanted["columns"])]
-    while paths := list(islice(named, _OPEN_FILES)):
-        with ExitStack() as opened:
-            streams = ExecutorFactory.get_or_create().map(lambda path: table.io.new_input(path).open(), paths)
-            fragments = [_FORMAT.make_fragment(opened.enter_context(each)) for each in streams]
-            parts.append(ds.FileSystemDataset(fragments, schema, _FORMAT).to_table(**wanted))
-    return pa.concat_tables(parts)
+
+    def read(file: DataFile) -> pa.Table:
+        key = (file.file_path, table.schema().schema_id, repr(row_filter), columns)
+        rows = _ROWS.get(key)
+        if rows is None:
+            with table.io.new_input(file.file_path).open() as stream:
+                rows = _FORMAT.make_fragment(stream).to_table(schema, **wanted)
+            if rows.nbytes <= _SMALL_BYTES:
+                _ROWS[key] = rows
+        return rows
+
+    parts = list(ExecutorFactory.get_or_create().map(read, files))
+    for key in list(_ROWS)[:-_KEPT_FILES]:
+        _ROWS.pop(key, None)
+    return pa.concat_tables([schema.empty_table().select(wanted["columns"]), *parts])
 
 
 def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | None:

@@ -1,6 +1,6 @@
 """Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, verify, finish."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +21,19 @@ class Attempt:
     nonce: str
 
 
-def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[str, Any]) -> RunState:
+def claim(
+    ledger: Ledger,
+    run: str,
+    *,
+    nonce: str,
+    replaces: int,
+    detail: dict[str, Any],
+    choose: Callable[[Fence], dict[str, Any]] = lambda _: {},
+) -> RunState:
     """Make `nonce` the owner of the run, in place of attempt number `replaces`. `detail` has further fields of its `ClaimRow`.
 
-    Raises `SteppedAside` if another recovery claimed the run since attempt `replaces`, or `RunFinished`.
+    `choose` gives such fields for the fence that is replaced, in the append itself. Raises `SteppedAside` if another recovery
+    claimed the run since attempt `replaces`, or `RunFinished`.
     """
 
     def decide(state: RunState) -> Append | None:
@@ -34,7 +43,7 @@ def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[s
         check_unfinished(state)
         check_current(state, replaces)
         mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=fence.head)
-        return Append(rows=[typed_rows.ClaimRow(replaces=replaces, **detail)], fence=mine)
+        return Append(rows=[typed_rows.ClaimRow(replaces=replaces, **detail, **choose(fence))], fence=mine)
 
     return ledger.append(run, decide)
 

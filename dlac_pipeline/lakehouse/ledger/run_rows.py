@@ -89,6 +89,14 @@ def claim_of(rows: Iterable[LedgerRow], attempt: int) -> ClaimRow:
     return [ClaimRow(), *(row for row in rows if isinstance(row, ClaimRow) and row.attempt == attempt)][-1]
 
 
+def trained_by(rows: Sequence[LedgerRow], attempt: int, step: int) -> int:
+    """Return the attempt that trained a step of a checkpoint of `attempt`: one whose memory state that attempt resumed from."""
+    claim = claim_of(rows, attempt)
+    while step <= claim.memory_step:
+        claim = claim_of(rows, claim.memory_of)
+    return claim.attempt or attempt
+
+
 def lineage_of(rows: Sequence[LedgerRow], checkpoint_id: str | None) -> list[str]:
     """A checkpoint and its ancestors that these rows have, the newest first."""
     checkpoints = checkpoint_rows(rows)

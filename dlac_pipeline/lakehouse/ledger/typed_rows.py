@@ -224,6 +224,14 @@ class ClaimRow(LedgerRow, kind="claim"):
     rendezvous: str = ""
     launched_by: str = ""
     """Run of the orchestrator that launched the attempt."""
+    memory_of: int = 0
+    """The attempt whose memory state this one resumes from, or 0. The state continues the head."""
+    memory_step: int = 0
+    """Step of that state."""
+    memory_ranks: int = 0
+    """Ranks that trained up to it."""
+    memory_at: float = 0.0
+    """Time at which they kept it, in seconds since the epoch."""
     plan_ids: Sequence[str] = ()
     """The newest plan of each source."""
     leg_plan_ids: Sequence[str] = ()
@@ -238,6 +246,8 @@ class ClaimRow(LedgerRow, kind="claim"):
     def _to_detail(self) -> dict[str, Any]:
         found = LedgerRow._to_detail(self)
         purpose, origin = found.pop("purpose", None), found.pop("origin", None)
+        if not self.memory_of:
+            found = {key: value for key, value in found.items() if not key.startswith("memory_")}
         return found if purpose is None else {purpose: origin, **found}
 
     @classmethod

@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.plan.legs.leg import LegSequences, LegSource
 from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
-from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
+from dlac_pipeline.read.documents import Documents, Encoding, Samples, documents_of, samples_of
 from dlac_pipeline.read.joining import take_rows
 from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of, to_column
@@ -51,9 +51,7 @@ class OpenSource:
         make = partial(
             documents_of,
             column=sequences.column if known else self.leg.columns[0],
-            tokenizer=tokenizer,
-            end_id=sequences.end_id,
-            begin_id=sequences.begin_id,
+            encoding=Encoding(tokenizer=tokenizer, begin_id=sequences.begin_id, end_id=sequences.end_id),
         )
         return self._preparation(lambda row_range: make)
 

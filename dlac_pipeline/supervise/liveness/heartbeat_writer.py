@@ -74,6 +74,11 @@ class HeartbeatWriter:
         self._spent.in_hand, self._rows_in_hand, self._step = -1, 0, step
         self._write()
 
+    @property
+    def rows(self) -> int:
+        """Rows that the rank has worked on in finished steps of its attempt."""
+        return self._spent.rows
+
     def checkpoints(self, *, own_s: float, own_bytes: int) -> None:
         """Note the total time of this rank's part of all checkpoints."""
         self._spent.checkpoint_us, self._spent.checkpoint_bytes = int(own_s * 1e6), own_bytes

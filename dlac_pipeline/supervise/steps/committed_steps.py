@@ -1,14 +1,14 @@
 """Committed steps of a run: the checkpoint, the leg and the nodes of each, and the reader state before it, by the ledger."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dlac_pipeline.checkpoint.spikes import recorded_losses
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, lineage_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ForkRow
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, fence_of_rows, lineage_of, trained_by
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, ForkRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
@@ -60,7 +60,18 @@ class CommittedSteps:
         parent = self._checkpoints.get(checkpoint.parent or "")
         if parent is None:
             self._check_trained(checkpoint, step)
-        leg, nodes = leg_of(self.rows, checkpoint.checkpoint_id), self._nodes_of(checkpoint.attempt)
+        return self._as_trained(step, leg_of(self.rows, checkpoint.checkpoint_id), checkpoint, parent)
+
+    def _as_trained(
+        self, step: int, leg: Leg, checkpoint: CheckpointRow, parent: CheckpointRow | None
+    ) -> CommittedStep:
+        """Return a step with the ranks and nodes of the attempt that trained it."""
+        nodes = self._nodes_of(checkpoint.attempt)
+        trained = trained_by(self.rows, checkpoint.attempt, step)
+        if trained != checkpoint.attempt:  # on one node, and a later attempt resumed from its memory
+            before = next(row for row in self.rows if isinstance(row, ClaimRow) and row.memory_of == trained)
+            checkpoint = replace(checkpoint, world_size=before.memory_ranks)
+            nodes = [claim_of(self.rows, trained).host] * before.memory_ranks
         return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, nodes=nodes)
 
     def losses(self) -> dict[int, float]:
@@ -85,8 +96,7 @@ class CommittedSteps:
                 continue
             ranks = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt).launch.world_size
             checkpoint = CheckpointRow(attempt=attempt, step=step, world_size=ranks, parent=head_id)
-            leg, nodes = Leg.from_json(point.leg), self._nodes_of(attempt)
-            return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=head, nodes=nodes)
+            return self._as_trained(step, Leg.from_json(point.leg), checkpoint, head)
         return self.find(step)
 
     @property

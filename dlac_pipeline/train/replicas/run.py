@@ -77,7 +77,7 @@ class ReplicaRun(TrainingRun):
             writer=f"-{self.rank}-{secrets.token_hex(2)}",
         )
         self._replica = ReplicaCheckpointing(
-            self._group, spec, attempt, self._communicator, self._policy, self._heartbeat, self._events
+            self._group, spec, attempt, self._communicator, self._policy, self._heartbeat, self._events.write
         )
         return attempt, self._replica
 

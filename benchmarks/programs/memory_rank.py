@@ -1,0 +1,46 @@
+"""The rank of benchmarks/memory_recovery.py: a replicated or sharded (FSDP2) model, whose steps rank 0 records."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import dlac_pipeline as dlac
+
+
+def main() -> None:
+    """Train until a signal ends it, or to the last step."""
+    with dlac.training_run() as run:
+        params = run.spec.params
+        hidden, layers = int(params["hidden"]), int(params["layers"])
+        blocks = [torch.nn.Linear(64, hidden), *(torch.nn.Linear(hidden, hidden) for _ in range(layers))]
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(hidden, 1))
+        sharded = params["sharded"] == "True"
+        for layer in (*model, model) if sharded else ():
+            fully_shard(layer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        run.restore((dlac.DistributedState if sharded else dlac.TorchState)(model=model, optimizer=optimizer))
+        stamps = Path(params["stamps"]).open("a")  # noqa: SIM115 - until the process ends
+        for batch in run.batches():
+            features = batch["x"].to(torch.float32)
+            loss = batch.mean((model(features).squeeze(-1) - features.mean(-1)).square())
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            for parameter in () if sharded else model.parameters():
+                dist.all_reduce(parameter.grad)
+                assert parameter.grad is not None, "every parameter is used"
+                parameter.grad /= run.world_size
+            optimizer.step()
+            done = time.time()
+            run.step_done(loss)
+            if os.environ["RANK"] == "0":
+                print(os.getpid(), batch.step, done, time.time(), file=stamps, flush=True)
+
+
+if __name__ == "__main__":
+    main()

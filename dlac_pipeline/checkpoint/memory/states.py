@@ -1,0 +1,218 @@
+"""Memory states of a run on this node: the states of all ranks after one step, as files in a folder of shared memory.
+
+    <memory>/dlac-<user>/<run>-<digest of its local folder>/<attempt>-<nonce>/<slot>-<nonce>/
+        <the files of the engine and of the random generators, as in a checkpoint>
+        rank-<rank>.sealed
+
+Ranks write two slots in turns. A rank removes its seal before it writes a slot, and seals it afterwards. All ranks have sealed a
+slot before any of them writes the other one, because no rank begins a further step without the others.
+"""
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+
+from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
+from dlac_pipeline.spec.job_spec import JobSpec
+
+SLOTS = 2
+_FORMAT_VERSION = 1
+_FORGET_S = 86_400.0
+"""Seconds after which the memory states of another run, which writes none any more, are removed."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """The steps from `since` to a memory state or to a checkpoint that was not committed then, as one rank knows them."""
+
+    since: int
+    losses: list[float]
+    skipped: list[int]
+    advances: list[Columns]
+    """Moves of streamed sources."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """One rank's part of a memory state."""
+
+    attempt: int
+    nonce: str
+    head: str | None
+    """The last checkpoint that the attempt committed, or resumed from."""
+    step: int
+    rank: int
+    world_size: int
+    engine: str
+    leg: str
+    """The leg as JSON."""
+    groups: list[int]
+    cursors: list[list[list[int]]]
+    trained: list[Trained]
+    """The steps since the head, or since an earlier checkpoint: of checkpoints in progress, then of none."""
+    rows: int
+    """Rows that the rank had worked on in its attempt."""
+    saved_at: float = field(default_factory=time.time)
+    """In seconds since the epoch."""
+    files: list[tuple[str, int]] = field(default_factory=list)
+    """Path and size of each of its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """A whole memory state: every rank has sealed it after the same step."""
+
+    folder: Path
+    ranks: tuple[RankState, ...]
+
+    @property
+    def first(self) -> RankState:
+        """The part of rank 0."""
+        return self.ranks[0]
+
+    def votes(self) -> list[dict[str, Any]]:
+        """The readers' cursors, as ranks vote on a checkpoint."""
+        return [{"step": each.step, "groups": each.groups, "cursors": each.cursors} for each in self.ranks]
+
+    def trained_since(self, step: int) -> Trained | None:
+        """Return what was trained after `step`, with the advances of all ranks. None if the state does not know all of it."""
+        parts = [part for part in self.first.trained if part.since >= step]
+        if not parts or parts[0].since != step:
+            return None
+        return Trained(
+            since=step,
+            losses=[loss for part in parts for loss in part.losses],
+            skipped=[skipped for part in parts for skipped in part.skipped],
+            advances=[
+                row for rank in self.ranks for part in rank.trained if part.since >= step for row in part.advances
+            ],
+        )
+
+
+def memory_folder(spec: JobSpec) -> Path | None:
+    """Return the folder of a run's memory states on this node. None: there are none, with other nodes, or replica groups."""
+    memory, ranks = Path(spec.checkpoint.memory), os.environ.get("WORLD_SIZE", "1")
+    is_alone = spec.launch.max_nodes == 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") == ranks
+    is_alone = is_alone and not spec.launch.replicas  # the groups have the state
+    if not spec.checkpoint.memory or not is_alone or not memory.is_dir():
+        return None
+    place = sha256(f"{Path(spec.checkpoint.local).resolve()}/{spec.run}".encode()).hexdigest()[:12]
+    return memory / f"dlac-{os.getuid()}" / f"{spec.run}-{place}"
+
+
+def attempt_folder(folder: Path, attempt: int, nonce: str) -> Path:
+    """Return the folder of an attempt's memory states in that of its run."""
+    return folder / f"{attempt:06d}-{nonce}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of an attempt's memory states. Raise `OSError` if others may write it."""
+    for each in (folder.parent.parent, folder.parent, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+    _check_own(folder.parent.parent)
+
+
+def _check_own(folder: Path) -> None:
+    """Raise `OSError` for a folder of another user, or one that others may write. Anybody may write beside it."""
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not folder.is_dir() or folder.is_symlink():
+        raise PermissionError(f"expected a folder that only this user can write, found {str(folder)!r}: remove it")
+
+
+def slot_of(folder: Path, number: int) -> Path:
+    """Return the folder of the `number`-th memory state of an attempt, in that of the attempt."""
+    return folder / f"{number % SLOTS}-{folder.name}"
+
+
+def seal_file(slot: Path, rank: int) -> Path:
+    """Return the file that says that a rank's files in a slot are whole."""
+    return slot / f"rank-{rank:05d}.sealed"
+
+
+def write_seal(slot: Path, state: RankState) -> None:
+    """Seal a rank's files in a slot."""
+    path = seal_file(slot, state.rank)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgpack.packb({"format_version": _FORMAT_VERSION, **asdict(state)}))
+    temporary.rename(path)
+
+
+def read_states(folder: Path) -> list[MemoryState]:
+    """Return the whole memory states of a run on this node, the newest first. None if others may have written them."""
+    try:
+        _check_own(folder.parent)
+        found = [read_slot(slot) for slot in folder.glob("*/*-*")]
+    except OSError:  # there are none, or they are being removed
+        return []
+    return sorted((each for each in found if each is not None), key=lambda each: each.first.saved_at, reverse=True)
+
+
+def read_slot(slot: Path) -> MemoryState | None:
+    """Return the memory state in a slot, or None if a rank has not sealed it, or a file is missing."""
+    try:
+        first = _read_seal(slot, 0)
+        ranks = [first, *(_read_seal(slot, rank) for rank in range(1, first.world_size))]
+        agreed = {(each.attempt, each.nonce, each.step, each.world_size, each.leg, each.engine) for each in ranks}
+        sizes = [((slot / name).stat().st_size, size) for each in ranks for name, size in each.files]
+    except (OSError, ValueError, KeyError, TypeError, msgpack.UnpackException):
+        return None
+    whole = len(agreed) == 1 and all(found == size for found, size in sizes)
+    return MemoryState(slot, tuple(ranks)) if whole else None
+
+
+def _read_seal(slot: Path, rank: int) -> RankState:
+    found = msgpack.unpackb(seal_file(slot, rank).read_bytes())
+    if found.pop("format_version") != _FORMAT_VERSION:
+        raise ValueError("another version of DLAC wrote this state")
+    trained = [Trained(**each) for each in found["trained"]]
+    return RankState(**{**found, "trained": trained, "files": [(name, size) for name, size in found["files"]]})
+
+
+def forget_states(folder: Path, *, before: int) -> None:
+    """Remove the memory states of a run's attempts before the attempt `before`, with what was converted of them."""
+    with suppress(OSError):  # it is gone, or being removed
+        for each in folder.iterdir():
+            number = each.name.partition("-")[0]
+            if not number.isdigit() or int(number) < before:
+                shutil.rmtree(each, ignore_errors=True)
+        folder.rmdir()
+
+
+def forget_old_states(folder: Path) -> None:
+    """Remove the memory states of other runs of this user that have written none for a day."""
+    for run in folder.parent.iterdir():
+        with suppress(OSError):  # the run ends just now
+            newest = max(each.stat().st_mtime for each in [run, *run.glob("*/*-*")])
+            if run != folder and newest < time.time() - _FORGET_S:
+                shutil.rmtree(run, ignore_errors=True)
+
+
+def room_for_states(memory: Path) -> int:
+    """Return the bytes that memory states may have: free in the folder, and in the memory of this node or container."""
+    space = os.statvfs(memory)
+    room = min(space.f_bavail * space.f_frsize, psutil.virtual_memory().available)
+    with suppress(OSError, ValueError, KeyError):  # without a limit, or another version of cgroups
+        limit = int((_CGROUP / "memory.max").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        room = min(room, limit - int((_CGROUP / "memory.current").read_text()) + int(stat["inactive_file"]))
+    return room
+
+
+def check_unchanged(state: MemoryState) -> bool:
+    """Return whether a state is still what it was, after it was loaded: an attempt that is fenced off may still write."""
+    now = read_slot(state.folder)
+    return now is not None and [_stamp_of(each) for each in now.ranks] == [_stamp_of(each) for each in state.ranks]
+
+
+def _stamp_of(rank: RankState) -> tuple[str, int, float]:
+    """Return the values that no other state of the rank has. Losses are left out, because NaN differs from itself."""
+    return rank.nonce, rank.step, rank.saved_at

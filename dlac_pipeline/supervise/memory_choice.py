@@ -1,0 +1,93 @@
+"""The memory state from which an attempt resumes, if one on this node provably continues the ledger's head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, read_states
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.spec.job_spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimedState:
+    """A memory state that a claim names, and the head that it continues: an empty row at the beginning of a run."""
+
+    claim: ClaimRow
+    state: MemoryState | None
+    """None: it is lost by now."""
+    head: CheckpointRow
+    rows: list[LedgerRow]
+    """The rows of the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryChoice:
+    """Choice among the memory states of a run on this node, for the attempt that replaces the attempt `replaced`."""
+
+    spec: JobSpec
+    ledger: Ledger
+    replaced: int
+    may_use: bool
+    """False: no state is taken."""
+
+    def choose(self, fence: Fence, *, leg: str) -> dict[str, Any]:
+        """Return the fields of a `ClaimRow` for the newest state that may be taken with this fence and leg (as JSON), if any."""
+        states = [each for each in self._states() if each.first.leg == leg]
+        if not states:
+            return {}
+        rows = self._rows()
+        head = _head_of(fence, rows)
+        for state in states:
+            if head is not None and may_resume(state, rows, head, replaced=self.replaced):
+                first = state.first
+                named = {"memory_of": first.attempt, "memory_step": first.step}
+                return {**named, "memory_ranks": first.world_size, "memory_at": first.saved_at}
+        return {}
+
+    def find_claimed(self, fence: Fence, *, leg: str) -> ClaimedState | None:
+        """Return the state that the claim of the present attempt names, if it has the leg, or None if the claim names none.
+
+        The store is never read under a claim that names memory: a later attempt would take its steps for those of the state.
+        """
+        if not self.may_use:
+            return None
+        rows = self._rows()
+        claim, head = claim_of(rows, fence.attempt), _head_of(fence, rows)
+        if not claim.memory_of or head is None:
+            return None
+        named = (claim.memory_of, claim.memory_step, claim.memory_at)
+        found = (each for each in self._states() if _name_of(each) == named and each.first.leg == leg)
+        return ClaimedState(claim=claim, state=next(found, None), head=head, rows=rows)
+
+    def _rows(self) -> list[LedgerRow]:
+        return self.ledger.rows(self.spec.run, kinds=HEAD_KINDS)
+
+    def _states(self) -> list[MemoryState]:
+        folder = memory_folder(self.spec) if self.may_use else None
+        return [] if folder is None else read_states(folder)
+
+
+def _name_of(state: MemoryState) -> tuple[int, int, float]:
+    return state.first.attempt, state.first.step, state.first.saved_at
+
+
+def _head_of(fence: Fence, rows: list[LedgerRow]) -> CheckpointRow | None:
+    """Return the row of the head, an empty one before the first checkpoint, or None if the rows lack it."""
+    return CheckpointRow() if fence.head is None else checkpoint_rows(rows).get(fence.head)
+
+
+def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRow, *, replaced: int) -> bool:
+    """Return whether an attempt may resume from a whole state of a run with these rows, instead of the attempt `replaced`."""
+    first, before = state.first, claim_of(rows, replaced)
+    owner = claim_of(rows, first.attempt)
+    # An attempt that was replaced may still run, and write other states: only the one that was taken then counts.
+    is_taken_again = _name_of(state) == (before.memory_of, before.memory_step, before.memory_at)
+    is_of_replaced = before.trains and (first.attempt == before.attempt or is_taken_again)
+    is_of_its_launch = first.attempt > 0 and first.nonce == owner.nonce
+    is_named = (head.checkpoint_id or None) == first.head
+    is_committed_since = (head.attempt, head.nonce) == (first.attempt, first.nonce)
+    is_newer = first.step > head.step and state.trained_since(head.step) is not None
+    return is_of_replaced and is_of_its_launch and (is_named or is_committed_since) and is_newer

@@ -1,0 +1,101 @@
+"""The state that a rank resumes from: loaded into the script's engine from a checkpoint, or from memory, with the generators."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
+from dlac_pipeline.checkpoint.commit.ledger_rows import agreed_reader_state
+from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, read_slot
+from dlac_pipeline.checkpoint.rng import rng_state, set_rng_state
+from dlac_pipeline.lakehouse.errors import MemoryStateLost
+from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
+
+
+class RestoredGenerators:
+    """The random generators as they were when the state was loaded. Constructors of a trainer may draw numbers afterwards."""
+
+    def __init__(self) -> None:
+        self._kept = rng_state()
+
+    def reset(self) -> None:
+        """Set the random generators to that state."""
+        set_rng_state(self._kept)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredMemory:
+    """What an attempt takes from a memory state, beside the files."""
+
+    state: MemoryState
+    cursors: ReaderState
+    trained: Trained
+    """The steps since the head."""
+    advances: list[AdvanceRow]
+
+
+def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
+    """Return what a resume point in memory has, or None. Raise `MemoryStateLost` if it is gone, or does not fit the order."""
+    if not point.memory_of:
+        return None
+    state = read_slot(Path(str(point.folder)))
+    trained = None if state is None or state.first.step != point.step else state.trained_since(point.head_step)
+    if state is None or trained is None:
+        raise MemoryStateLost(
+            f"expected the memory state of step {point.step} in {point.folder!r}, found another one or none"
+        )
+    with _losing(state):
+        cursors = agreed_reader_state(order, state.votes(), point.step)
+    return RestoredMemory(
+        state=state,
+        cursors=[[Cursor(*cursor) for cursor in each] for each in cursors],
+        trained=trained,
+        advances=[row for row in parse_columns(trained.advances) if isinstance(row, AdvanceRow)],
+    )
+
+
+def load_state(
+    engine: Engine,
+    point: ResumePoint,
+    memory: RestoredMemory | None,
+    spec: JobSpec,
+    tree: RankTree,
+    *,
+    restores: bool,
+    check_weights: Callable[[], None],
+) -> tuple[float, float]:
+    """Load the state of a resume point, as `load_checkpoint` does. Collective.
+
+    A state from memory is checked as no checkpoint has to be: `check_weights` may raise. Raise `MemoryStateLost` if it cannot be
+    loaded, or changed meanwhile. Then it is removed, so that the next attempt reads a checkpoint.
+    """
+    if memory is None:
+        return load_checkpoint(engine, point, spec, tree, restores=restores)
+    with _losing(memory.state):
+        spent = load_checkpoint(engine, point, spec, tree, restores=restores)
+        with failing_together(tree, doing="checking the state from memory"):
+            check_weights()
+        if not check_unchanged(memory.state):
+            raise MemoryStateLost("another attempt wrote it meanwhile")
+    return spent
+
+
+@contextmanager
+def _losing(state: MemoryState) -> Iterator[None]:
+    """Turn a failure into `MemoryStateLost`, and remove the states of that attempt."""
+    try:
+        yield
+    except Exception as err:
+        shutil.rmtree(state.folder.parent, ignore_errors=True)
+        raise MemoryStateLost(
+            f"expected to resume from the memory state in {str(state.folder)!r}, found {type(err).__name__}: {err}"
+        ) from err

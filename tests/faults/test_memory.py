@@ -1,0 +1,213 @@
+"""A relaunch on the same node resumes from memory: it replays at most two batches, and reads no file of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
+from dlac_pipeline.checkpoint.stage.streamed_file import overwrite_state
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.launches import Launch
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+_BATCH = 32
+
+
+def spec_of(arena: Arena, run: str, program: str = "train_tiny.py", **changes: Any) -> JobSpec:
+    """Return a spec of a run that keeps a state after each step, and whose checkpoints are far between."""
+    chosen = {"memory": "/dev/shm", "memory_every_steps": 1, "every_steps": 40, "pause_s": 0.03, **changes}
+    return arena.spec(run, program, **chosen)
+
+
+def kill_rank(launch: Launch, rank: int, *, after: str, count: int = 1) -> dict[str, Any]:
+    """Kill a rank a while after an event, and return the recovery."""
+    launch.wait_for(after, count)
+    time.sleep(0.4)
+    os.kill(launch.ranks()[rank].pid, signal.SIGKILL)
+    return launch.wait_for("recovered", len(launch.of("recovered")) + 1)
+
+
+def check_run(arena: Arena, run: str, launch: Launch) -> None:
+    """Check that the run ended, exactly as the undisturbed run, and left nothing in memory."""
+    assert launch.wait() == 0, launch.stderr
+    assert arena.journal(run) == arena.journal("reference")
+    assert arena.losses(run) == arena.losses("reference")
+    assert audit_run(arena.lakehouse, run).exact
+    folder = memory_folder(spec_of(arena, run))
+    assert folder is not None
+    assert not folder.exists()
+
+
+def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
+    """A rank is killed before the first checkpoint, and after it, whose files are destroyed: nothing reads them."""
+    run = "memory"
+    launch = campaign.launch(spec_of(campaign, run))
+    first = kill_rank(launch, 1, after="step")
+    assert first["resumed_from"] is None
+    launch.wait_for("checkpoint")
+    (head,) = campaign.rows(run, CheckpointRow)
+    for path in (campaign.home / "checkpoints" / run).glob("attempt-*/step-*/*.pt"):
+        path.write_bytes(b"destroyed")
+    second = kill_rank(launch, 0, after="checkpoint")
+    assert (second["resumed_from"], second["resumed_step"] > head.step) == (head.checkpoint_id, True)
+    check_run(campaign, run, launch)
+    assert max(each["rows_replayed"] for each in (first, second)) <= 2 * _BATCH
+    assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
+
+
+def test_state_outlives_its_supervisor(campaign: Arena) -> None:
+    """Supervisor and ranks are killed. The next launch has one rank, and dies before it keeps a state of its own."""
+    run = "memory-alone"
+    launch = campaign.launch(spec_of(campaign, run))
+    launch.wait_for("step")
+    time.sleep(0.4)
+    launch.destroy()
+    again = campaign.launch(spec_of(campaign, run, world_size=1), takeover=True)
+    again.wait_for("attempt")
+    again.destroy()
+    last = campaign.launch(spec_of(campaign, run, world_size=1), takeover=True)
+    assert last.wait() == 0, last.stderr
+    first, second, third = campaign.rows(run, ClaimRow)
+    assert (first.memory_of, second.memory_of) == (0, 1)
+    assert third.memory_of in (1, 2)
+    assert third.memory_step >= second.memory_step > 0
+    assert {step: sorted(rows) for step, rows in campaign.journal(run).items()} == {
+        step: sorted(rows) for step, rows in campaign.journal("reference").items()
+    }
+    assert audit_run(campaign.lakehouse, run).exact
+
+
+def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
+    """The message that asks to stop may arrive while a state is kept: the run stops after a checkpoint of that step."""
+    run = "memory-stopped"
+    spec = spec_of(campaign, run)
+    launch = campaign.launch(spec)
+    launch.wait_for("step")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "stopped"
+    (checkpoint,) = campaign.rows(run, CheckpointRow)
+    assert checkpoint.step == launch.of("stopped")[0]["step"] == launch.of("ended")[0]["step"]
+    folder = memory_folder(spec)
+    assert folder is not None
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "damage", ["writable", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "file"))]
+)
+def test_damaged_state_is_not_used(campaign: Arena, damage: str) -> None:
+    """Without a seal, with a shorter file, or in a folder that others may write, the checkpoint is read."""
+    run = f"memory-{damage}"
+    spec = spec_of(campaign, run, every_steps=10)
+    launch = campaign.launch(spec)
+    launch.wait_for("checkpoint", 2)
+    time.sleep(0.2)
+    launch.signal_all(signal.SIGKILL)
+    launch.destroy()
+    folder = memory_folder(spec)
+    assert folder is not None
+    assert read_states(folder)
+    for slot in folder.glob("*/*-*"):
+        if damage == "seal":
+            (slot / "rank-00001.sealed").unlink()
+        elif damage == "file":
+            os.truncate(slot / "rng-00000.pt", 100)
+    if damage == "writable":
+        folder.parent.chmod(0o777)
+    try:
+        again = campaign.launch(spec, takeover=True)
+        again.wait_for("attempt")
+    finally:
+        folder.parent.chmod(0o700)
+    assert again.wait() == 0, again.stderr
+    assert campaign.rows(run, ClaimRow)[-1].memory_of == 0
+    assert again.of("attempt")[0]["step"] % 10 == 0
+    assert campaign.journal(run) == campaign.journal("reference")
+
+
+def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
+    """The first state does not fit: the run says so, keeps none, and a restart reads the last checkpoint."""
+    run = "memory-full"
+    subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
+    launch = campaign.launch(spec_of(campaign, run, memory=str(small_disk), every_steps=10))
+    launch.wait_for("checkpoint", 2)
+    recovered = kill_rank(launch, 1, after="checkpoint", count=2)
+    assert recovered["resumed_step"] % 10 == 0
+    assert launch.wait() == 0, launch.stderr
+    assert any("a restart reads the last checkpoint" in event["message"] for event in launch.of("warning"))
+    assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 0]
+    assert campaign.journal(run) == campaign.journal("reference")
+    assert audit_run(campaign.lakehouse, run).exact
+
+
+def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
+    """A state of the branch that a rewind abandons is not used, although it is newer than the new head."""
+    run = "memory-rewound"
+    spec = spec_of(campaign, run, every_steps=10)
+    launch = campaign.launch(spec)
+    launch.wait_for("checkpoint", 2)
+    time.sleep(0.2)
+    launch.destroy()
+    rewind_run(campaign.lakehouse, run, nonce="back", step=10, spec=spec)
+    again = campaign.launch(spec, takeover=True)
+    assert again.wait_for("attempt")["step"] == 10
+    check_run(campaign, run, again)
+
+
+def test_nonfinite_state_is_not_trained_on(campaign: Arena) -> None:
+    """A state whose weights became NaN is removed when it is read, and the checkpoint before is read."""
+    run = "memory-nan"
+    spec = spec_of(campaign, run, "train_tiny.py", every_steps=10)
+    launch = campaign.launch(spec)
+    launch.wait_for("checkpoint", 1)
+    time.sleep(0.2)
+    launch.destroy()
+    folder = memory_folder(spec)
+    assert folder is not None
+    for state in read_states(folder):
+        _poison(state.folder / "torch-state.pt")
+    again = campaign.launch(spec, takeover=True)
+    check_run(campaign, run, again)
+    assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 0]
+
+
+def _poison(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    state["model"]["weight"].fill_(float("nan"))
+    overwrite_state(state, path)
+
+
+@pytest.mark.parametrize(
+    "engine", ["zero1", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero0", "zero2", "zero3", "dcp"))]
+)
+def test_every_engine_resumes_from_memory(campaign: Arena, engine: str) -> None:
+    """Sharded states are kept by all ranks, and found whole."""
+    run = f"memory-{engine}"
+    program = "train_fsdp2.py" if engine == "dcp" else "train_deepspeed.py"
+    more = {} if engine == "dcp" else {"env": {"DS_ACCELERATOR": "cpu"}, "preload": ["deepspeed"], "stage": engine[-1]}
+    launch = campaign.launch(spec_of(campaign, run, program, every_steps=100, steps=40, passes=1, **more))
+    recovered = kill_rank(launch, 1, after="step", count=2)
+    assert recovered["resumed_step"] > 0
+    assert recovered["rows_replayed"] <= 2 * _BATCH
+    assert launch.wait() == 0, launch.stderr
+    reference = campaign.journal("reference")
+    assert campaign.journal(run) == {step: reference[step] for step in range(1, 41)}
+    tries: dict[int, dict[tuple[int, int], float]] = {}
+    for entry in campaign.entries(run):
+        tries.setdefault(entry["attempt"], {})[entry["rank"], entry["step"]] = entry["loss"]
+    repeated = tries[1].keys() & tries[2].keys()
+    assert {key: tries[1][key] for key in repeated} == {key: tries[2][key] for key in repeated}

@@ -1,0 +1,129 @@
+"""A memory state is taken only if it provably continues the head, for the attempt that replaces its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.memory.states import MemoryState, RankState, Trained
+from dlac_pipeline.lakehouse.ledger.run_rows import trained_by
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.supervise.claims import attempts_without_progress
+from dlac_pipeline.supervise.memory_choice import may_resume
+
+_HEAD = CheckpointRow(seq=2, attempt=1, nonce="a", checkpoint_id="c10", step=10)
+_ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow(seq=3, attempt=2, nonce="b")]
+
+
+def trained(since: int) -> Trained:
+    """Return three steps after `since`."""
+    return Trained(since=since, losses=[0.5] * 3, skipped=[], advances=[])
+
+
+STATE = RankState(
+    attempt=2,
+    nonce="b",
+    head="c10",
+    step=13,
+    rank=0,
+    world_size=1,
+    engine="torch",
+    leg="{}",
+    groups=[0],
+    cursors=[],
+    trained=[trained(10)],
+    rows=96,
+    saved_at=5.0,
+    files=[("a.pt", 3)],
+)
+
+
+def taken(state: RankState, rows: list[LedgerRow], head: CheckpointRow, replaced: int = 2) -> bool:
+    """Return whether a state of one rank may be resumed from."""
+    return may_resume(MemoryState(Path(), (state,)), rows, head, replaced=replaced)
+
+
+def test_state_of_replaced_attempt_is_taken() -> None:
+    """It names the head."""
+    assert taken(STATE, _ROWS, _HEAD)
+
+
+def test_state_before_first_checkpoint_is_taken() -> None:
+    """A run without a checkpoint has a state that names none."""
+    assert taken(replace(STATE, head=None, trained=[trained(0)]), _ROWS[::2], CheckpointRow())
+
+
+def test_checkpoint_committed_meanwhile_is_continued() -> None:
+    """The checkpoint in progress was committed after the state was kept: only the steps since count."""
+    head = CheckpointRow(seq=4, attempt=2, nonce="b", checkpoint_id="c12", parent="c10", step=12)
+    both = replace(STATE, trained=[Trained(since=10, losses=[0.1, 0.2], skipped=[11], advances=[]), trained(12)])
+    assert taken(both, [*_ROWS, head], head)
+    state = MemoryState(Path(), (both,))
+    assert state.trained_since(12) == trained(12)
+    assert state.trained_since(10) == Trained(since=10, losses=[0.1, 0.2, 0.5, 0.5, 0.5], skipped=[11], advances=[])
+    assert state.trained_since(11) is None
+
+
+def test_state_is_taken_twice() -> None:
+    """An attempt that resumed from memory died before it kept a state of its own."""
+    claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
+    assert taken(STATE, [*_ROWS, claim], _HEAD, replaced=3)
+    assert not taken(replace(STATE, step=14, saved_at=6.0), [*_ROWS, claim], _HEAD, replaced=3)
+
+
+@pytest.mark.parametrize(
+    ("state", "rows", "head", "replaced"),
+    [
+        pytest.param(replace(STATE, attempt=1, nonce="a"), _ROWS, _HEAD, 2, id="of an older attempt"),
+        pytest.param(replace(STATE, nonce="z"), _ROWS, _HEAD, 2, id="of another launch with the same number"),
+        pytest.param(replace(STATE, head="c09"), _ROWS, _HEAD, 2, id="of another branch"),
+        pytest.param(replace(STATE, step=10), _ROWS, _HEAD, 2, id="as old as the head"),
+        pytest.param(replace(STATE, trained=[trained(11)]), _ROWS, _HEAD, 2, id="without a step since the head"),
+        pytest.param(
+            STATE, [*_ROWS, ClaimRow(seq=4, attempt=3, nonce="c", purpose="rewinds", memory_of=2)], _HEAD, 3, id="before a rewind"
+        ),
+        pytest.param(STATE, [*_ROWS, ClaimRow(seq=4, attempt=3, nonce="c")], _HEAD, 3, id="before one that read the store"),
+    ],
+)  # fmt: skip
+def test_other_states_are_left(state: RankState, rows: list[LedgerRow], head: CheckpointRow, replaced: int) -> None:
+    """Each differs in one thing from a state that is taken."""
+    assert not taken(state, rows, head, replaced)
+
+
+def test_state_is_whole_or_none(tmp_path: Path) -> None:
+    """All ranks must have sealed the same step, and their files must have their size."""
+    folder = tmp_path / "dlac" / "run"
+    attempt = states.attempt_folder(folder, 2, "b")
+    states.make_folder(attempt)
+    slot = states.slot_of(attempt, 0)
+    slot.mkdir()
+    (slot / "a.pt").write_bytes(b"abc")
+    first, second = (replace(STATE, world_size=2, rank=rank) for rank in range(2))
+    states.write_seal(slot, first)
+    assert states.read_slot(slot) is None
+    states.write_seal(slot, replace(second, step=12))
+    assert states.read_slot(slot) is None
+    states.write_seal(slot, second)
+    state = states.read_slot(slot)
+    assert state == MemoryState(slot, (first, second))
+    assert states.read_states(folder) == [state]
+    assert states.check_unchanged(state)
+    (slot / "a.pt").write_bytes(b"abcd")
+    assert not states.check_unchanged(state)
+    states.seal_file(slot, 0).write_bytes(b"\xc1")
+    assert states.read_states(folder) == []
+
+
+def test_state_in_memory_is_progress() -> None:
+    """Attempts that die before a checkpoint count, but not those whose state a later one resumed from."""
+    claims: list[LedgerRow] = [
+        ClaimRow(seq=1, attempt=1),
+        ClaimRow(seq=2, attempt=2),
+        ClaimRow(seq=3, attempt=3, memory_of=2, memory_step=5),
+        ClaimRow(seq=4, attempt=4, memory_of=2, memory_step=5),
+    ]
+    assert [attempts_without_progress(claims[:count]) for count in range(5)] == [0, 1, 2, 1, 2]
+    assert [trained_by(claims, 4, step) for step in (5, 6)] == [2, 4]
