@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlac_pipeline.elastic.round import RESUME, Round
-from dlac_pipeline.lakehouse.errors import DlacError, LeftUnfinished
+from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
@@ -19,11 +19,10 @@ from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import Failure, end_ranks, failure_of_attempt, first_cause, planned_end, stuck_rank
-from dlac_pipeline.supervise.incident import AttemptMonitor, Incident, record_rejoined
+from dlac_pipeline.supervise.incident import AttemptMonitor, Incident, replace_dead
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
-from dlac_pipeline.supervise.ranks.replica_ranks import ReplicaRanks
 from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
 from dlac_pipeline.supervise.supervision import Supervision
 
@@ -180,28 +179,14 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
-            self._replace_dead(ranks)
+            for event in replace_dead(ranks.own, self._lakehouse, self._spec.run, self._nonce):
+                self._publish(event)
             ledger.check()
             for observation, cause in self._observe(ranks):
                 end = self._apply(observation, ranks, cause)
                 if end is not None:
                     return end
             time.sleep(POLL_S)
-
-    def _replace_dead(self, ranks: AllRanks) -> None:
-        """Start dead replica groups again, and record those that take part again."""
-        own = ranks.own
-        if not isinstance(own, ReplicaRanks):
-            return
-        for dead in own.replace_dead():
-            facts = {"cause": str(dead), "step": self.step, **own.log_end(dead.rank)}
-            self._publish({"event": "group_died", "group": dead.rank, **facts})
-        for rejoined in own.find_rejoined():
-            try:
-                event = record_rejoined(self._lakehouse, self._spec.run, self._nonce, rejoined)
-            except DlacError as err:
-                event = {"event": "warning", "message": f"the recovery could not be recorded: {err}"}
-            self._publish(event)
 
     def _observe(self, ranks: AllRanks) -> Iterator[tuple[Observation, Exit | None]]:
         """Yield what is observed now, with the rank to blame. An exit precedes what the ranks can no longer receive."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import Failure, HangDetector
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined
+from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined, ReplicaRanks
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 _STEP_EVENT_EVERY_S = 0.5
@@ -128,7 +129,22 @@ class Incident:
         return {"event": event, **facts, **times}
 
 
-def record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoined) -> Event:
+def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, run: str, nonce: str) -> Iterator[Event]:
+    """Start dead replica groups of an attempt again, and record those that take part again. Yield the events."""
+    if not isinstance(ranks, ReplicaRanks):
+        return
+    for dead in ranks.replace_dead():
+        last = read_heartbeat(ranks.folder, dead.rank)
+        facts = {"cause": str(dead), "step": 0 if last is None else last.step, **ranks.log_end(dead.rank)}
+        yield {"event": "group_died", "group": dead.rank, **facts}
+    for rejoined in ranks.find_rejoined():
+        try:
+            yield _record_rejoined(lakehouse, run, nonce, rejoined)
+        except DlacError as err:
+            yield {"event": "warning", "message": f"the recovery could not be recorded: {err}"}
+
+
+def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoined) -> Event:
     """Write the row of a replica group that takes part again in the attempt of `nonce`, and return it as an event."""
     replaced, heartbeat = rejoined.replaced, rejoined.heartbeat
     rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow,))

@@ -103,18 +103,7 @@ def open_attempt(
     state = begun if memory is None else memory.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
-    reader: Reader
-    if make_reader is None:
-        exchange = communicator.exchange(counted=opened.order.counted)
-        rank, world_size = communicator.rank, communicator.world_size
-        reader = opened.reader(rank=rank, world_size=world_size, step=point.step, state=state, exchange=exchange)
-    else:
-        reader = make_reader(opened)
-    cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
-    tracker = ReaderStateTracker(committed_step=point.head_step, step=point.step, groups=reader.groups, cursors=cursors)
-    if memory is not None:
-        tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
-        tracker.earlier = memory.advances if communicator.rank == 0 else []
+    reader = make_reader(opened) if make_reader is not None else _open_reader(opened, point.step, state, communicator)
     trained = AttemptLeg(
         attempt=attempt,
         leg=opened.leg,
@@ -138,11 +127,28 @@ def open_attempt(
         leg=opened.leg,
         order=opened.order,
         reader=reader,
-        tracker=tracker,
+        tracker=_begin_tracker(point, reader, state, memory, is_first=communicator.rank == 0),
         manager=manager,
         plans=plans,
         memory=memory,
     )
+
+
+def _open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Communicator) -> Reader:
+    exchange = communicator.exchange(counted=opened.order.counted)
+    rank, world_size = communicator.rank, communicator.world_size
+    return opened.reader(rank=rank, world_size=world_size, step=step, state=state, exchange=exchange)
+
+
+def _begin_tracker(
+    point: ResumePoint, reader: Reader, state: ReaderState, memory: RestoredMemory | None, *, is_first: bool
+) -> ReaderStateTracker:
+    cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
+    tracker = ReaderStateTracker(committed_step=point.head_step, step=point.step, groups=reader.groups, cursors=cursors)
+    if memory is not None:
+        tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
+        tracker.earlier = memory.advances if is_first else []
+    return tracker
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:

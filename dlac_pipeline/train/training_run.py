@@ -17,7 +17,6 @@ from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
-from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
@@ -83,10 +82,10 @@ class TrainingRun:
         rank, world_size = (0, 1) if spec.launch.replicas else (self.rank, int(os.environ.get("WORLD_SIZE", "1")))
         self._folder = folder
         self._events = EventWriter(folder, rank)
-        self._waits = Waits()
-        self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
+        self._heartbeat = HeartbeatWriter(folder, self.rank)
         prepare_process(spec)
-        self._communicator = Communicator(rank, world_size, self._waits, hang_timeout_s=spec.launch.hang_timeout_s)
+        hang_timeout_s = spec.launch.hang_timeout_s
+        self._communicator = Communicator(rank, world_size, self._heartbeat.waits, hang_timeout_s=hang_timeout_s)
         self.world_size = self._communicator.world_size
         self._policy = CheckpointPolicy(spec, rank, folder, self._events)
         held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
@@ -118,7 +117,7 @@ class TrainingRun:
         with failing_together(self._communicator.tree, doing="making the launch folder"):
             folder = startup.make_own_folder(self.spec, point.nonce)
             self._heartbeat.close()
-            self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
+            self._heartbeat = HeartbeatWriter(folder, self.rank, self._heartbeat.waits)
         self._events.open(folder)
         if self.rank == 0:
             start_listeners(self._plans, self.spec, point, self._events, folder, held)

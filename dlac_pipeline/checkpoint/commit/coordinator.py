@@ -110,9 +110,8 @@ class Committer:
         if not self._nodes_known:
             holders = () if self._tiers.store is None else holders_of(votes)
             checkpoint = replace(checkpoint, nodes=holders, rank_nodes=nodes_of_ranks(votes))
-        retention = self._retention
-        assert retention is not None, "made before the first commit"
-        retired = retention.due(checkpoint_id, taken.step, parent)
+        assert self._retention is not None, "made before the first commit"
+        retired = self._retention.due(checkpoint_id, taken.step, parent)
         rows = [
             *self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new),
             *self._maker.memberships(taken, checkpoint_id),
@@ -144,7 +143,7 @@ class Committer:
         mark_committed(manifest, self._tiers.durable_run(), self._tiers.files.hurried())
         self._nodes_known = True
         self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
-        retention.committed(checkpoint, retired)
+        self._retention.committed(checkpoint, retired)
         phases["commit"] = time.monotonic() - started
         sources = range(len(self._order.sources))
         rows_by_source = [sum(row.rows_consumed for row in advances if row.source == each) for each in sources]

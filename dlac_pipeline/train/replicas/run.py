@@ -73,7 +73,7 @@ class ReplicaRun(TrainingRun):
             self._plans,
             self.resume_point,
             self._communicator,
-            make_reader=lambda opened: GroupReader(opened, self._next_share),
+            make_reader=lambda opened: QuorumReader(opened, self._next_share),
             writer=f"-{self.rank}-{secrets.token_hex(2)}",
         )
         self._replica = ReplicaCheckpointing(
@@ -117,7 +117,7 @@ class ReplicaRun(TrainingRun):
         self._heartbeat.doing(Phase.DONE, self.step)
 
 
-class GroupReader:
+class QuorumReader:
     """Reader of a replica group. The next batch follows the last committed step of the next quorum."""
 
     def __init__(self, opened: OpenLeg, next_share: Callable[[], tuple[int, Share] | None]) -> None:
