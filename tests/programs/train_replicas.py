@@ -5,8 +5,9 @@ Params, each "GROUP:STEP", end a process by SIGKILL in a step:
 - `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
-`dies_healing` is "source" or "newcomer". With `awaits` = "GROUP:STEP" the new process of that group takes part after that step.
-With `dies_again` = "GROUP:STEP" that process dies as well. With `raises` = "STEP" every process raises an exception in that step.
+`dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `awaits` =
+"GROUP:STEP" the new process of that group takes part after that step. With `dies_again` = "GROUP:STEP" that process dies as well.
+With `raises` = "STEP" every process raises an exception in that step.
 
 The journal has a line for each share that a group read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -28,6 +29,7 @@ from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.train.replicas.peers import StateServer
 
 REJOINS = REJOINS_VARIABLE in os.environ
 
@@ -84,6 +86,11 @@ def is_now(run: dlac.TrainingRun, param: str, step: int) -> bool:
     return named and not REJOINS and run.resume_point.attempt == 1
 
 
+def lose_state(*_arguments: Any, **_options: Any) -> None:
+    """Fail in place of receiving a state."""
+    raise OSError("the network is away")
+
+
 def die_reducing() -> None:
     """Die in the second all-reduce from now on."""
     allreduce, calls = torchft.Manager.allreduce, []
@@ -129,6 +136,8 @@ def train(run: dlac.TrainingRun) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
+    if params.get("loses_states") and REJOINS and run.resume_point.attempt == 1:
+        StateServer.recv_checkpoint = lose_state
     run.restore(state)
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
     if REJOINS and run.rank == awaited:  # its peers do not know it yet

@@ -24,6 +24,8 @@ _COLLECTIVE_S = 60.0
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.05
 _BUCKET_BYTES = 25 * 2**20
+_MOST_FAILED = 10
+"""Quorums in a row in which a newcomer may fail to get a state. Its peers drop a step with each."""
 _NO_STATE = -1
 """Step of a group without a state. Any peer is ahead of it."""
 
@@ -100,7 +102,7 @@ class ReplicaGroup:
         """Make the group known to its peers."""
         from torchft import Manager  # optional
 
-        from dlac_pipeline.train.replicas.peers import Peers
+        from dlac_pipeline.train.replicas.peers import Peers, StateServer
 
         store = serve_store(LOOPBACK, 0)
         limit = timedelta(seconds=_COLLECTIVE_S)
@@ -110,6 +112,7 @@ class ReplicaGroup:
             pg=self._peers,
             load_state_dict=state.load_peer_state,
             state_dict=state.peer_state,
+            checkpoint_transport=StateServer(limit),
             min_replica_size=1,
             use_async_quorum=False,  # the share must be known before the batch is read
             timeout=limit,
@@ -137,10 +140,18 @@ class ReplicaGroup:
         """
         if self._manager is None and self._state is not None:
             self._start_manager(self._state)
+        failed = 0
         while not self.has_met:
             self._manager.start_quorum()
-            if self._manager.errored() is not None:  # a peer died while the quorum connected, or healed this group
+            error = self._manager.errored()
+            if error is not None:  # a peer died while the quorum connected, or healed this group
                 self._drop(())
+                failed += 1
+                if failed == _MOST_FAILED and not self.has_peers and self.rejoins:
+                    raise TrainingFailed(
+                        f"expected group {self.number} to get the state of a peer, found {failed} failures in a row, the last: "
+                        f"{error.original_exception}"
+                    )
             elif self._manager.current_step() == _NO_STATE:
                 raise TrainingFailed(
                     f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
