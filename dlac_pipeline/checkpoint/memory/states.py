@@ -99,9 +99,10 @@ class MemoryState:
 
 
 def memory_folder(spec: JobSpec) -> Path | None:
-    """Return the folder of a run's memory states on this node, or None where there are none: with ranks on other nodes."""
+    """Return the folder of a run's memory states on this node. None: there are none, with other nodes, or replica groups."""
     memory, ranks = Path(spec.checkpoint.memory), os.environ.get("WORLD_SIZE", "1")
     is_alone = spec.launch.max_nodes == 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") == ranks
+    is_alone = is_alone and not spec.launch.replicas  # the groups have the state
     if not spec.checkpoint.memory or not is_alone or not memory.is_dir():
         return None
     place = sha256(f"{Path(spec.checkpoint.local).resolve()}/{spec.run}".encode()).hexdigest()[:12]
