@@ -98,6 +98,7 @@ class CheckpointManager:
     ) -> None:
         """`background_tree` has the messages of commits in the background. One rank of a node `evicts` its local copies."""
         settings = spec.checkpoint
+        self._trained, self._spec, self._lakehouse = trained, spec, lakehouse
         self._attempt = trained.attempt
         self.head = trained.parent
         """The last checkpoint that this attempt committed, or resumed from."""
@@ -120,6 +121,12 @@ class CheckpointManager:
     def under_way(self) -> bool:
         """True if a checkpoint is being committed in the background."""
         return self._pending is not None and not self._pending.done()
+
+    def continue_after(self, parent: str | None, *, leg_is_new: bool) -> None:
+        """Continue after a checkpoint that another replica group of this attempt committed. None is in progress here."""
+        self._trained = replace(self._trained, parent=parent, is_new=leg_is_new)
+        self._committer = Committer(self._trained, self._spec, self._lakehouse, self._tiers)
+        self.head, self._failure = parent, None
 
     def in_progress(self) -> list[ReaderStateTracker]:
         """Return the record of the checkpoint that is being committed, if one is."""
@@ -181,7 +188,7 @@ class CheckpointManager:
         in_background: bool,
     ) -> _Staged:
         """Pass this rank's state to the writer. A rank that cannot write votes no."""
-        name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
+        name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._trained.nonce)
         folder = self._tiers.folder(name)
         sealer = DurableWriter(self._tiers, name, in_background=in_background)
         writer: Writer = Copies(self._memory, sealer.save) if in_background else Direct(sealer.save)

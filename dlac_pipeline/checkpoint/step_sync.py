@@ -7,6 +7,7 @@ has such a loss, the messages of all ranks cover the steps up to the one before 
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,20 @@ class _Sent:
     work: dist.Work | None
 
 
-class StepSyncs:
+class Syncs(Protocol):
+    """The messages of all ranks about their steps, as one rank sends and receives them."""
+
+    waits_for_losses: bool
+    """True if the host waits for every loss in its own step, so that a device error is raised in the step of its rows."""
+
+    def step_done(self, step: int, *, loss: torch.Tensor | float, report: RankReport) -> StepSync | None:
+        """Note a finished step. Return the message that has arrived."""
+
+    def flush(self) -> list[StepSync]:
+        """Return everything that was reported up to the last finished step. Waits for it."""
+
+
+class StepSyncs(Syncs):
     """The messages of one rank. `group` is None for a single rank. Its methods are collective, in step order."""
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None) -> None:
@@ -106,7 +120,6 @@ class StepSyncs:
         self._steps_per_sync = 1
         self._losses: list[ReadLoss] = []
         self.waits_for_losses = False
-        """True if the host waits for every loss in its own step, so that a device error is raised in the step of its rows."""
         self._late_steps = 0
         """Number of last losses for which no message waits: 1 if those of any rank come from an accelerator."""
         self._report = RankReport()

@@ -23,6 +23,8 @@ _LINES = {
     "attempt": "attempt {attempt} {begins}",
     "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows}, {bytes} in {duration}",
     "finished": "finished at step {step}",
+    "group_died": "[yellow]replica group {group} died:[/] {cause}",
+    "group_rejoined": "replica group {group} takes part again from step {step}",
     "interval": "[dim]a checkpoint every {interval} of training: {why}[/]",
     "preempted": "[yellow]preempted:[/] {message}",
     "straggler": "[yellow]straggler:[/] {message}",

@@ -58,12 +58,17 @@ class RankAgent(LocalElasticAgent):
         )
         super().__init__(workers, logs_specs=_OwnLogs(), start_method=_METHODS[launch.start])
         self._environment: Mapping[str, str] = {}
+        self._first_local_rank = 0
         self._has_started = False
 
-    def start_processes(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
-        """Start this node's ranks. Raise `TrainingFailed` if the fork server has ended, `OSError` if a process does not start."""
+    def start_processes(self, spec: JobSpec, folder: Path, share: Share, *, first_local_rank: int = 0) -> Processes:
+        """Start this node's ranks, or some of them.
+
+        Raise `TrainingFailed` if the fork server has ended, `OSError` if a process does not start.
+        """
         self._note_share(share)
         self._environment = environment_of_attempt(spec, share, folder)
+        self._first_local_rank = first_local_rank
         around = {} if fork_server.is_used(spec) else self._environment
         before = set(multiprocessing.active_children())
         try:
@@ -104,6 +109,7 @@ class RankAgent(LocalElasticAgent):
         worker_env.update(self._environment)
         fixed = ("CUDA_VISIBLE_DEVICES", *_IDENTITY) if spec.virtual_local_rank else _IDENTITY
         worker_env.update({name: value for name, value in by_torch.items() if name.startswith(fixed)})
+        worker_env["LOCAL_RANK"] = str(self._first_local_rank + local_rank)
 
 
 class _OwnLogs(LogsSpecs):

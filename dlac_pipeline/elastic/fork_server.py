@@ -22,6 +22,8 @@ _LOG_BYTES = 2**20
 """Size from which a log of earlier launches is started again."""
 _ENDS_WITHIN_S = 5.0
 _POLL_S = 0.01
+_OF_REPLICAS = ("torchft", "dlac_pipeline.train.replicas.run")
+"""Modules that the ranks of a job with replica groups import."""
 _LOCK = threading.Lock()
 _RUNNING: dict[str, object] = {}
 """Purpose of the running server, and its process id."""
@@ -105,7 +107,7 @@ def _preload_of(spec: JobSpec) -> dict[str, str | list[str]]:
         "log": str(log),
         "problem": str(problem),
         "folder": str(Path(spec.launch.script).parent),
-        "modules": spec.launch.preload,
+        "modules": [*spec.launch.preload, *(_OF_REPLICAS if spec.launch.replicas else ())],
     }
 
 

@@ -84,7 +84,8 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
 
 def current_failure(rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> str | None:
     """Return the cause of the last failure, unless a later attempt has committed a checkpoint or the run is finished."""
-    last = max(recoveries, key=lambda each: each.failed_at, default=None)
+    ended = [each for each in recoveries if each.outcome != "rejoined"]  # the attempt of the others went on
+    last = max(ended, key=lambda each: each.failed_at, default=None)
     if last is None or run_rows.finished_of_rows(rows):
         return None
     failed = last.attempt if last.outcome == "gave up" else last.replaced_attempt

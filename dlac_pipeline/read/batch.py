@@ -20,7 +20,7 @@ def _nothing(losses: torch.Tensor) -> None:
 class Batch:
     """One rank's part of a global batch: B/W slots. At the end of the last pass the last ones may be empty.
 
-    In host memory, or on the requested device.
+    Of a replica group B/W is rounded up or down. In host memory, or on the requested device.
     """
 
     step: int

@@ -1,6 +1,6 @@
 """One rank's reader: from the order and a reader state to batches of tensors.
 
-1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch. Slot s belongs to key group s // (B/G).
+1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch, rounded down. Slot s belongs to key group s // (B/G).
 2. Each of its key groups divides its slots among the sources, and fills them from one stream per source.
 3. Blocks are decoded and prepared ahead. A batch is gathered from them by index, directly into one array per column.
 
@@ -81,6 +81,11 @@ def groups_of_slots(low: int, high: int, per_group: int) -> range:
     return range(low // per_group, -(-high // per_group))
 
 
+def slots_of(rank: int, world_size: int, batch_size: int) -> range:
+    """Return the slots of a global batch that a rank works on. Two ranks differ by at most one slot."""
+    return range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadStart:
     """Start of one rank's reader: the rank of `world_size`, the step after which it reads, and the cursors there."""
@@ -89,6 +94,8 @@ class ReadStart:
     world_size: int
     step: int
     state: ReaderState
+    uneven: bool = False
+    """Allow a number of ranks that does not divide the batch size. Every rank still needs a slot."""
 
 
 class RankReader:
@@ -107,7 +114,7 @@ class RankReader:
         order = opened.order
         rank, world_size, step = start.rank, start.world_size, start.step
         batch_size, per_group = order.settings.batch_size, order.settings.samples_per_group
-        if batch_size % world_size:
+        if batch_size < world_size or (batch_size % world_size and not start.uneven):
             raise SpecInvalid(
                 f"expected a number of ranks that divides the batch size {batch_size}, found {world_size}"
             )
@@ -119,10 +126,10 @@ class RankReader:
         self._opened = opened
         self._world_size = world_size
         self._step = step
-        self._slots = batch_size // world_size
+        slots = slots_of(rank, world_size, batch_size)
+        low, high, self._slots = slots.start, slots.stop, len(slots)
         self.prefetch = prefetch
         self._exchange = exchange
-        low, high = rank * self._slots, (rank + 1) * self._slots
         self.groups = groups_of_slots(low, high, per_group)
         self._parts = [
             GroupReader(

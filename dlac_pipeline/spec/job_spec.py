@@ -326,6 +326,13 @@ class JobSpec(spec_problems.Section):
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> JobSpec:
+        if self.launch.replicas > self.order.batch_size:
+            raise ValueError(
+                f"expected at most {self.order.batch_size} replica groups, one for each sample of a batch, found "
+                f"{self.launch.replicas}: choose fewer"
+            )
+        if self.launch.replicas:
+            return self
         if not self.launch.nodes and self.order.batch_size % self.launch.world_size:
             raise ValueError(
                 f"batch_size {self.order.batch_size} is not a multiple of world_size {self.launch.world_size}: "

@@ -32,6 +32,9 @@ class LaunchSpec(Section):
     """Arguments of the script."""
     world_size: int = Field(default=1, ge=1, le=MOST_NODES)
     """Number of ranks. It divides the batch size. With `nodes` DLAC chooses it and ignores this value."""
+    replicas: int = Field(default=0, ge=0, le=MOST_NODES)
+    """Replica groups of one process on this node, each with the whole model. If one dies, the others train on without it, and its
+    replacement joins them at a step. The script restores a `TorchFTState`. Needs torchft. 0: none."""
     on: Literal["here", "slurm", "kubernetes"] = "here"
     """"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of that scheduler,
     with a supervisor on each node. See the cluster section."""
@@ -163,6 +166,22 @@ class LaunchSpec(Section):
                 f"expected launch.rendezvous = host:port, at which {self.nodes} nodes meet, found none: name one of them, with "
                 "a free port"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_are_ranks(self) -> "LaunchSpec":
+        """Start a rank for each replica group."""
+        if not self.replicas:
+            return self
+        unusable = ("nodes", "on_spike", "numa_binding", "virtual_local_rank")
+        found = [name for name in unusable if getattr(self, name)] + ["on"] * (self.on != "here")
+        if found:
+            raise ValueError(f"expected launch.replicas without launch.{found[0]}, found both: leave one out")
+        if self.world_size not in (1, self.replicas):
+            raise ValueError(
+                f"expected launch.replicas or launch.world_size, found {self.replicas} and {self.world_size}: leave one out"
+            )
+        object.__setattr__(self, "world_size", self.replicas)  # the model is frozen for everybody else
         return self
 
     @property

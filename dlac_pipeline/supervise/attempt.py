@@ -19,7 +19,7 @@ from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import Failure, end_ranks, failure_of_attempt, first_cause, planned_end, stuck_rank
-from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
+from dlac_pipeline.supervise.incident import AttemptMonitor, Incident, replace_dead
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -187,6 +187,8 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
+            for event in replace_dead(ranks.own, self._lakehouse, self._spec.run, self._nonce):
+                self._publish(event)
             ledger.check()
             for observation, cause in self._observe(ranks):
                 end = self._apply(observation, ranks, cause)

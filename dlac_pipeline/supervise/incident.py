@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -17,9 +17,11 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import Failure, HangDetector
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Event
+from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined, ReplicaRanks
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 _STEP_EVENT_EVERY_S = 0.5
@@ -125,6 +127,52 @@ class Incident:
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
         facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat(), "from_memory": point.memory_of > 0}
         return {"event": event, **facts, **times}
+
+
+def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, run: str, nonce: str) -> Iterator[Event]:
+    """Start dead replica groups of an attempt again, and record those that take part again. Yield the events."""
+    if not isinstance(ranks, ReplicaRanks):
+        return
+    for dead in ranks.replace_dead():
+        last = read_heartbeat(ranks.folder, dead.rank)
+        facts = {"cause": str(dead), "step": 0 if last is None else last.step, **ranks.log_end(dead.rank)}
+        yield {"event": "group_died", "group": dead.rank, **facts}
+    for rejoined in ranks.find_rejoined():
+        try:
+            yield _record_rejoined(lakehouse, run, nonce, rejoined)
+        except DlacError as err:
+            yield {"event": "warning", "message": f"the recovery could not be recorded: {err}"}
+
+
+def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoined) -> Event:
+    """Write the row of a replica group that takes part again in the attempt of `nonce`, and return it as an event."""
+    replaced, heartbeat = rejoined.replaced, rejoined.heartbeat
+    rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow,))
+    claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
+    started = heartbeat.spent.began
+    recovery = Recovery(
+        run=run,
+        seq=claim.seq,
+        attempt=claim.attempt,
+        replaced_attempt=claim.attempt,
+        cause=f"group {replaced.exit.rank}: {replaced.exit}, while {replaced.doing}",
+        noticed_by="supervisor",
+        failed_at=datetime.fromtimestamp(replaced.failed_at, UTC),
+        resumed_from=None,
+        resumed_step=heartbeat.step,
+        rows_replayed=0,
+        detect_s=replaced.noticed_at - replaced.failed_at,
+        stop_s=0.0,
+        claim_s=0.0,
+        verify_s=0.0,
+        load_s=started - replaced.noticed_at,
+        first_step_s=heartbeat.at - started,
+        total_s=heartbeat.at - replaced.failed_at,
+        outcome="rejoined",
+    )
+    write_recovery(lakehouse, recovery)
+    group, took_s = replaced.exit.rank, recovery.total_s
+    return {"event": "group_rejoined", "group": group, "step": heartbeat.step, "took_s": took_s}
 
 
 def rows_replayed(

@@ -40,6 +40,8 @@ class ReaderStateTracker:
     """Global loss of each step since the last checkpoint, filled as they become known."""
     skipped: list[int] = field(default_factory=list)
     """Steps since then that the engine did not apply."""
+    memberships: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Of replica groups: (first step, numbers of the groups) of each change since then."""
     earlier: list[AdvanceRow] = field(default_factory=list)
     """Moves since then that other ranks reported before this attempt."""
     _moved: dict[tuple[int, int], list[_Moved]] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class ReaderStateTracker:
         """Return the record since the last checkpoint was taken, and begin the record for the next one."""
         taken = copy.copy(self)
         self.committed_step = self.step
-        self.losses, self.skipped, self.earlier, self._moved = [], [], [], {}
+        self.losses, self.skipped, self.memberships, self.earlier, self._moved = [], [], [], [], {}
         return taken
 
     def _add(self, moves: list[_Moved], step: int, applied: bool, advance: BlockAdvance) -> None:

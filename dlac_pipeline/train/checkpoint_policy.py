@@ -70,6 +70,11 @@ class CheckpointPolicy:
             self._interval.taken(time.monotonic() - self._age_s)
             self._report_interval(self._interval)
 
+    @property
+    def notice(self) -> str | None:
+        """The notice that this rank received, if any."""
+        return None if self._notices.first is None else self._notices.first.name
+
     def step_done(self, step: int, *, in_background: bool) -> RankReport:
         """Return this rank's report of the step that it has just finished. `in_background`: a checkpoint is in progress."""
         now, notice = time.monotonic(), self._notices.first

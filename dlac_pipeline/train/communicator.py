@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.step_sync import StepSyncs
+from dlac_pipeline.checkpoint.step_sync import StepSyncs, Syncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.read.reader import Exchange, Waits, summing_over
 
@@ -19,14 +19,14 @@ _BACKGROUND_TAG = 1
 class Communicator:
     """All ranks of an attempt, as one rank reaches them. Making it joins the process group, and is collective."""
 
-    def __init__(self, rank: int, waits: Waits, *, hang_timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, waits: Waits, *, hang_timeout_s: float) -> None:
         """`waits` counts the waits of reading for other ranks."""
         self.rank = rank
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.is_first_of_node = int(os.environ.get("LOCAL_RANK", rank)) == 0
+        self.world_size = world_size
+        self.is_first_of_node = world_size == 1 or int(os.environ.get("LOCAL_RANK", rank)) == 0
         self.ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         """Number of ranks on this node, as the launcher says."""
-        self.is_on_one_node = self.world_size <= self.ranks_here
+        self.is_on_one_node = world_size <= self.ranks_here
         self._waits = waits
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
         self._group: dist.ProcessGroup | None = None
@@ -37,7 +37,7 @@ class Communicator:
             self._group = self._new_group()
         self.tree = RankTree(self.rank, self.world_size, self._group)
         self.background_tree = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
-        self.step_syncs = StepSyncs(self.world_size, self._group)
+        self.step_syncs: Syncs = StepSyncs(self.world_size, self._group)
 
     def exchange(self, *, counted: bool) -> Exchange:
         """Return the exchange of the lengths of batches. Collective, unless they are `counted` beforehand.

@@ -4,7 +4,9 @@ import logging
 import math
 import os
 import shutil
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -34,6 +36,8 @@ _STATE_PER_WEIGHT = 4
 """Bytes of a state for each byte of its weights, before the first one has shown them."""
 _NOT_WANTED = "-"
 """No states are kept, and no warning says so."""
+_COSTS = 3
+"""Number of last costs whose median counts. After a single high one no state would be saved, and so none measured, for long."""
 _SMOOTHING = 0.2
 """Share of the newest time in a mean."""
 
@@ -53,15 +57,16 @@ class MemorySaves:
         self._folder: Path | None = None
         """Folder of this attempt. None: no states are kept."""
         self._every = self._fixed = spec.checkpoint.memory_every_steps
-        """Steps between two states. 0: not known yet. The first step of the attempt shows what a state costs."""
+        """Steps between two states. 0: not known yet. The first steps of the attempt show what a state costs."""
         self._number = 0
-        self._step = 0
-        """The last step that was saved."""
+        self._saved_step = 0
+        """Step of the last state."""
         self._copied = False
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
         self._has_buddy = not communicator.is_on_one_node
         self._failed = False
-        self._cost_s = 0.0
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        """Seconds that the last states took."""
         self._step_s = math.inf
         self._stepped_at: float | None = None
         self._due_at = 0.0
@@ -71,7 +76,8 @@ class MemorySaves:
         if isinstance(engine, TrainerFiles) or not self._is_wanted:  # another program writes its files
             self._run_folder, problem = None, _NOT_WANTED
         elif self._run_folder is None:
-            problem = f"expected a folder of shared memory on {gethostname()}, found none: set checkpoint.memory"
+            found = f"expected a folder of shared memory on {gethostname()} as on other nodes, found none"
+            problem = found if self._has_buddy else _NOT_WANTED
         else:
             point, problem = self._attempt.point, ""
             folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
@@ -98,8 +104,8 @@ class MemorySaves:
     def report(self, report: RankReport) -> RankReport:
         """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept."""
         steps = 0
-        if self._communicator.rank == 0 and not self._fixed and self._cost_s and math.isfinite(self._step_s):
-            steps = math.ceil(self._cost_s / (MOST_OVERHEAD * self._step_s))
+        if self._communicator.rank == 0 and not self._fixed and self._costs and math.isfinite(self._step_s):
+            steps = math.ceil(statistics.median(self._costs) / (MOST_OVERHEAD * self._step_s))
         return replace(report, memory_steps=steps, memory_failed=self._failed, memory_copied=self._is_copied())
 
     def on_sync(self, sync: StepSync) -> None:
@@ -118,7 +124,11 @@ class MemorySaves:
         """Return whether a state is to be saved after this step, equal on all ranks."""
         if self._folder is None:
             return False
-        return self._number == 0 or (self._every > 0 and step % self._every == 0)
+        if self._fixed:
+            return self._number == 0 or step % self._fixed == 0
+        # The first state of a slot takes longer, because its memory is new. The next one shows the cost.
+        passed = step - self._saved_step
+        return self._number <= states.SLOTS or (self._every > 0 and passed >= self._every and passed % self._every == 0)
 
     def save(self, engine: Engine, *, rows: int) -> None:
         """Save this rank's part of the state after the last step, if the one before is copied. All losses up to it are known."""
@@ -150,11 +160,12 @@ class MemorySaves:
             failure = failure or err
         if failure is not None:
             self._give_up(slot, files, failure)
-        self._number, self._step, self._copied = self._number + 1, self._attempt.tracker.step, False
+        self._number, self._saved_step, self._copied = self._number + 1, self._attempt.step, False
         self._stepped_at = time.monotonic()
         # the first state of a slot is written to new memory, which takes longer
-        cost_s = self._stepped_at - self._due_at
-        self._cost_s = cost_s if self._number <= states.SLOTS + 1 else _mean(self._cost_s, cost_s)
+        if self._number <= states.SLOTS + 1:
+            self._costs.clear()
+        self._costs.append(self._stepped_at - self._due_at)
 
     def end(self, *, committed: bool) -> None:
         """Remove the states at the end of the attempt, if its last checkpoint has everything."""
@@ -203,7 +214,7 @@ class MemorySaves:
         """Return whether this rank has sealed its last state, and its node has copied it to the buddy, if it has one."""
         if self._folder is None or not self._number or self._failed:
             return False
-        return not self._has_buddy or states.copied_step(self._folder) >= self._step
+        return not self._has_buddy or states.copied_step(self._folder) >= self._saved_step
 
     def _weights_here(self, engine: Engine) -> int:
         """Return the bytes of the weights whose states this node may keep, with those of the node whose buddy it is."""

@@ -1,6 +1,8 @@
 """An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -13,13 +15,26 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.read.opening.open_leg import open_leg
-from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
+
+
+class Reader(Protocol):
+    """Reader of an attempt."""
+
+    groups: range
+    """Key groups whose cursors this rank reports."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the remaining batches."""
+
+    def close(self) -> None:
+        """End the background threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +45,7 @@ class OpenAttempt:
     point: ResumePoint
     leg: Leg
     order: LegOrder
-    reader: RankReader
+    reader: Reader
     tracker: ReaderStateTracker
     manager: CheckpointManager
     plans: Plans
@@ -68,8 +83,19 @@ class OpenAttempt:
         return "finished" if finished else "stopped" if stopped else "caught_up"
 
 
-def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: Communicator) -> OpenAttempt:
-    """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`."""
+def open_attempt(
+    spec: JobSpec,
+    plans: Plans,
+    point: ResumePoint,
+    communicator: Communicator,
+    *,
+    make_reader: Callable[[OpenLeg], Reader] | None = None,
+    writer: str = "",
+) -> OpenAttempt:
+    """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`.
+
+    A replica group has a reader of its own, which `make_reader` returns, and a name as the `writer` of checkpoints.
+    """
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
     memory = read_memory(point, opened.order)
@@ -77,15 +103,7 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
     state = begun if memory is None else memory.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
-    exchange = communicator.exchange(counted=opened.order.counted)
-    reader = opened.reader(
-        rank=communicator.rank, world_size=communicator.world_size, step=point.step, state=state, exchange=exchange
-    )
-    cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
-    tracker = ReaderStateTracker(committed_step=point.head_step, step=point.step, groups=reader.groups, cursors=cursors)
-    if memory is not None:
-        tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
-        tracker.earlier = memory.advances if communicator.rank == 0 else []
+    reader = make_reader(opened) if make_reader is not None else _open_reader(opened, point.step, state, communicator)
     trained = AttemptLeg(
         attempt=attempt,
         leg=opened.leg,
@@ -93,6 +111,7 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         order=opened.order_apart(),
         parent=point.checkpoint_id,
         parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+        writer=writer,
     )
     manager = CheckpointManager(
         spec,
@@ -108,11 +127,28 @@ def open_attempt(spec: JobSpec, plans: Plans, point: ResumePoint, communicator: 
         leg=opened.leg,
         order=opened.order,
         reader=reader,
-        tracker=tracker,
+        tracker=_begin_tracker(point, reader, state, memory, is_first=communicator.rank == 0),
         manager=manager,
         plans=plans,
         memory=memory,
     )
+
+
+def _open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Communicator) -> Reader:
+    exchange = communicator.exchange(counted=opened.order.counted)
+    rank, world_size = communicator.rank, communicator.world_size
+    return opened.reader(rank=rank, world_size=world_size, step=step, state=state, exchange=exchange)
+
+
+def _begin_tracker(
+    point: ResumePoint, reader: Reader, state: ReaderState, memory: RestoredMemory | None, *, is_first: bool
+) -> ReaderStateTracker:
+    cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
+    tracker = ReaderStateTracker(committed_step=point.head_step, step=point.step, groups=reader.groups, cursors=cursors)
+    if memory is not None:
+        tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
+        tracker.earlier = memory.advances if is_first else []
+    return tracker
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:

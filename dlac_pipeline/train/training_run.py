@@ -17,7 +17,6 @@ from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
-from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
@@ -26,7 +25,7 @@ from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.open_attempt import open_attempt
+from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader
 
@@ -47,7 +46,9 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
-        run = TrainingRun(folder, startup.job_spec(folder, spec), takeover=takeover, held=held)
+        job = startup.job_spec(folder, spec)
+        kind = _replica_run() if job.launch.replicas else TrainingRun
+        run = kind(folder, job, takeover=takeover, held=held)
         try:
             yield run
             run.leave()
@@ -64,6 +65,12 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
             run.close()
 
 
+def _replica_run() -> "type[TrainingRun]":
+    from dlac_pipeline.train.replicas.run import ReplicaRun  # imports this module
+
+    return ReplicaRun
+
+
 class TrainingRun:
     """One rank of one attempt."""
 
@@ -71,13 +78,16 @@ class TrainingRun:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
         self.rank = int(os.environ.get("RANK", "0"))
-        self._events = EventWriter(folder, self.rank)
-        self._waits = Waits()
-        self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
+        # A replica group trains with a process group of its own.
+        rank, world_size = (0, 1) if spec.launch.replicas else (self.rank, int(os.environ.get("WORLD_SIZE", "1")))
+        self._folder = folder
+        self._events = EventWriter(folder, rank)
+        self._heartbeat = HeartbeatWriter(folder, self.rank)
         prepare_process(spec)
-        self._communicator = Communicator(self.rank, self._waits, hang_timeout_s=spec.launch.hang_timeout_s)
+        hang_timeout_s = spec.launch.hang_timeout_s
+        self._communicator = Communicator(rank, world_size, self._heartbeat.waits, hang_timeout_s=hang_timeout_s)
         self.world_size = self._communicator.world_size
-        self._policy = CheckpointPolicy(spec, self.rank, folder, self._events)
+        self._policy = CheckpointPolicy(spec, rank, folder, self._events)
         held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
         self._plans = startup.open_plans(spec, supervised=folder is not None)
         self._lakehouse = self._plans.lakehouse
@@ -86,14 +96,17 @@ class TrainingRun:
             self._claim_itself(takeover=takeover, held=held)
         else:
             self.resume_point = startup.await_resume_point(folder)
-        self._attempt = open_attempt(spec, self._plans, self.resume_point, self._communicator)
+        self._attempt, self._checkpointing = self._open()
         self._policy.resumed(self.resume_point, self._lakehouse)
-        self._checkpointing = Checkpointing(
-            spec, self._attempt, self._communicator, self._policy, self._heartbeat, self._events.write
-        )
         self._batch: Batch | None = None
         self._due_reason: str | None = None
         self._over = False
+
+    def _open(self) -> tuple[OpenAttempt, Checkpointing]:
+        """Open this rank's part of the attempt."""
+        spec, communicator = self.spec, self._communicator
+        attempt = open_attempt(spec, self._plans, self.resume_point, communicator)
+        return attempt, Checkpointing(spec, attempt, communicator, self._policy, self._heartbeat, self._events.write)
 
     def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
         """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""
@@ -104,7 +117,7 @@ class TrainingRun:
         with failing_together(self._communicator.tree, doing="making the launch folder"):
             folder = startup.make_own_folder(self.spec, point.nonce)
             self._heartbeat.close()
-            self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
+            self._heartbeat = HeartbeatWriter(folder, self.rank, self._heartbeat.waits)
         self._events.open(folder)
         if self.rank == 0:
             start_listeners(self._plans, self.spec, point, self._events, folder, held)
@@ -297,7 +310,7 @@ class TrainingRun:
         self._events.write({"event": ending, "step": attempt.step})
         self._heartbeat.doing(Phase.DONE, attempt.step)
         self._recoveries.observe(self._heartbeat, Phase.DONE)
-        if ending == "caught_up" and self.rank == 0:
+        if ending == "caught_up" and self._communicator.rank == 0:
             self._plans.release_old_pins(self.spec.run, [source.table for source in self.spec.sources])
 
     def _end_rehearsal(self) -> None:

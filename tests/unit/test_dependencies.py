@@ -50,8 +50,10 @@ PRIVATE_NAMES = {
     },
     "python": {"_HANDLER", "_exit", "_forkserver", "_run_exitfuncs", "_shutdown"},
     "torch": {
+        "_get_backend",
         "_pc",
         "_pcontext",
+        "_set_default_timeout",
         "_set_local_rank_env",
         "_start_workers",
         "_worker_group",
@@ -62,6 +64,7 @@ PRIVATE_NAMES = {
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     },
+    "torchft": {"_create_pg"},
 }
 """Distribution -> its private names that the product imports, reads or overrides."""
 

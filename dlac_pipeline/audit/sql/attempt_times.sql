@@ -77,13 +77,14 @@ failures AS (
     FROM recoveries AS r
     LEFT JOIN signs AS t ON t.run = r.run AND t.kind = 'checkpoint' AND t.checkpoint_id = r.resumed_from
     LEFT JOIN remembered AS m ON m.run = r.run AND m.attempt = r.replaced_attempt
+    WHERE r.outcome <> 'rejoined'
     GROUP BY r.run, r.replaced_attempt
 ),
 recovering AS (
     SELECT run, attempt, bool_or(outcome = 'failed again') AS in_vain,
         min(epoch_us(failed_at) + (1e6 * total_s)::BIGINT) FILTER (outcome = 'resumed') AS stepped_us
     FROM recoveries
-    WHERE outcome <> 'gave up'
+    WHERE outcome NOT IN ('gave up', 'rejoined')
     GROUP BY run, attempt
 ),
 lasts AS (

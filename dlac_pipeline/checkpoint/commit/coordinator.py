@@ -49,7 +49,7 @@ class Committer:
     """Commits of one attempt's checkpoints, one after the other."""
 
     def __init__(self, trained: AttemptLeg, spec: JobSpec, lakehouse: Lakehouse, tiers: Tiers) -> None:
-        self._attempt = trained.attempt
+        self._attempt, self._nonce = trained.attempt, trained.nonce
         self._order = trained.order
         self._leg = trained.leg
         self._leg_is_new = trained.is_new
@@ -104,17 +104,17 @@ class Committer:
                 raise failure_named(vote["failure"])
         taken, parent = prepared.taken, self._parent
         reader_state = agreed_reader_state(self._order, votes, taken.step)
-        checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
+        checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._nonce}"
         advances = self._maker.advances(taken, votes)
         checkpoint = self._maker.checkpoint(taken, checkpoint_id=checkpoint_id, parent=parent, world_size=len(votes))
         if not self._nodes_known:
             holders = () if self._tiers.store is None else holders_of(votes)
             checkpoint = replace(checkpoint, nodes=holders, rank_nodes=nodes_of_ranks(votes))
-        retention = self._retention
-        assert retention is not None, "made before the first commit"
-        retired = retention.due(checkpoint_id, taken.step, parent)
+        assert self._retention is not None, "made before the first commit"
+        retired = self._retention.due(checkpoint_id, taken.step, parent)
         rows = [
             *self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new),
+            *self._maker.memberships(taken, checkpoint_id),
             *(typed_rows.RetireRow(checkpoint_id=each) for each in retired),
             *(replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows),
         ]
@@ -143,7 +143,7 @@ class Committer:
         mark_committed(manifest, self._tiers.durable_run(), self._tiers.files.hurried())
         self._nodes_known = True
         self._seq += 1  # not the last seq read: the answer of this commit may come late, after rows of others
-        retention.committed(checkpoint, retired)
+        self._retention.committed(checkpoint, retired)
         phases["commit"] = time.monotonic() - started
         sources = range(len(self._order.sources))
         rows_by_source = [sum(row.rows_consumed for row in advances if row.source == each) for each in sources]

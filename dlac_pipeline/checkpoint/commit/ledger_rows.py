@@ -7,7 +7,14 @@ from typing import Any
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow, LegRow, QuarantinedRowsRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    AdvanceRow,
+    CheckpointRow,
+    LedgerRow,
+    LegRow,
+    MembershipRow,
+    QuarantinedRowsRow,
+)
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.slices import SliceWriter
@@ -28,6 +35,13 @@ class AttemptLeg:
     """Id of the checkpoint, or None at the beginning."""
     parent_folder: str | None = None
     """Name of the checkpoint in the store."""
+    writer: str = ""
+    """Name of this process, where several processes of an attempt may commit checkpoints of one step."""
+
+    @property
+    def nonce(self) -> str:
+        """Name in the names of checkpoints, which no other process uses."""
+        return self.attempt.nonce + self.writer
 
 
 class RowMaker:
@@ -49,6 +63,13 @@ class RowMaker:
             losses=list(taken.losses),
             **facts,
         )
+
+    def memberships(self, taken: ReaderStateTracker, checkpoint_id: str) -> list[LedgerRow]:
+        """Return a row for each change of the replica groups."""
+        return [
+            MembershipRow(checkpoint_id=checkpoint_id, leg=self._leg.index, first_step=step, groups=groups)
+            for step, groups in taken.memberships
+        ]
 
     def rows(self, checkpoint: CheckpointRow, advances: Sequence[AdvanceRow], *, leg_is_new: bool) -> list[LedgerRow]:
         """Return the other rows of the checkpoint: the leg's if it is new, and the advances, whose slices are written."""

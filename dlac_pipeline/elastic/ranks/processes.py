@@ -92,6 +92,11 @@ class RankProcesses:
             return None
         return 1 if self._aborted_by is None else -self._aborted_by
 
+    def replace(self, rank: int, process: BaseProcess) -> None:
+        """Watch another process as a rank, whose own has ended."""
+        with self._lock:
+            self._processes = {**self._processes, rank: process}
+
     def signal(self, number: signal.Signals) -> None:
         """Signal the process group of every rank that runs. Ranks that have not started never start."""
         if not self._started.is_set():

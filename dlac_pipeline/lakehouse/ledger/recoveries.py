@@ -51,7 +51,8 @@ class Recovery:
     first_step_s: float
     total_s: float
     outcome: str
-    """One of: resumed, failed again (before its first step), gave up (no attempt followed)."""
+    """One of: resumed, failed again (before its first step), gave up (no attempt followed), rejoined (a replica group in
+    the same attempt)."""
     format_version: int = FORMAT_VERSION
     work_lost_s: float | None = 0.0
     """Training of the failed attempt that is not in any checkpoint."""
@@ -72,7 +73,8 @@ def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
 
     def is_written() -> bool:
         known = recoveries_of(lakehouse, recovery.run)
-        return any((found.attempt, found.outcome) == (recovery.attempt, recovery.outcome) for found in known)
+        wanted = (recovery.attempt, recovery.outcome, recovery.failed_at)
+        return any((found.attempt, found.outcome, found.failed_at) == wanted for found in known)
 
     append_own(lakehouse, "recoveries", recoveries_to_arrow([recovery]), unless=is_written)
 

@@ -298,6 +298,17 @@ class QuarantinedRowsRow(LedgerRow, kind="quarantined_rows"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MembershipRow(LedgerRow, kind="membership"):
+    """The replica groups that took part in the steps from `first_step` on, in the append of the next checkpoint."""
+
+    checkpoint_id: str = ""
+    leg: int = 0
+    first_step: int = 0
+    groups: Sequence[int] = ()
+    """Numbers of the groups."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RetireRow(LedgerRow, kind="retire"):
     """A checkpoint that is never restored again. Its files are removed."""
 

@@ -51,12 +51,13 @@ class OpenLeg:
         state: ReaderState | None = None,
         exchange: Exchange = alone,
         budget_bytes: int | None = None,
+        uneven: bool = False,
     ) -> RankReader:
         """Return the reader of one rank, from after `step` (unset: the leg's beginning). A streamed leg needs `state`.
 
         `budget_bytes` defaults to that of the spec.
 
-        Raises `SpecInvalid` if the number of ranks does not divide the batch size.
+        Raises `SpecInvalid` if the number of ranks does not divide the batch size, unless shares may be `uneven`.
         """
         step = self.leg.start_step if step is None else step
         if state is None:
@@ -75,7 +76,7 @@ class OpenLeg:
             open_streams(self, prefetch),
             prefetch,
             batches,
-            ReadStart(rank=rank, world_size=world_size, step=step, state=state),
+            ReadStart(rank=rank, world_size=world_size, step=step, state=state, uneven=uneven),
             exchange=exchange,
         )
 

@@ -13,11 +13,12 @@ from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Ran
 
 
 class HeartbeatWriter:
-    """Writer of the heartbeat of one rank in its launch folder, if any. `waits` counts the waits of reading for other ranks."""
+    """Writer of the heartbeat of one rank in its launch folder, if any."""
 
-    def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
+    def __init__(self, folder: Path | None, rank: int, waits: Waits | None = None) -> None:
         self._writer = HeartbeatFile(folder, rank)
-        self._waits = waits
+        self.waits = waits or Waits()
+        """Waits of reading for other ranks."""
         self._step, self._loss_step, self._loss = 0, 0, 0.0
         self._phase = Phase.STARTING
         self._since = self._forward_s = 0.0
@@ -43,13 +44,13 @@ class HeartbeatWriter:
     def reading(self) -> None:
         """Note that the rank requests a batch."""
         self._spent.in_hand = 0
-        self._since, self._waits.seconds = time.monotonic(), 0.0
+        self._since, self.waits.seconds = time.monotonic(), 0.0
         self._write()
 
     def handed(self, batch: Batch, *, counted: bool) -> Batch:
         """Note that the rank has a batch until its step is done. `counted`: its samples are rows."""
         now = time.monotonic()
-        self._spent.reading_us += int(max(0.0, now - self._since - self._waits.seconds) * 1e6)
+        self._spent.reading_us += int(max(0.0, now - self._since - self.waits.seconds) * 1e6)
         self._since, self._forward_s = now, 0.0
         self._spent.in_hand = batch.step
         moved = sum(advance.rows_consumed for _, _, advance in batch.moved)

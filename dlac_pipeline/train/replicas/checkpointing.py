@@ -1,0 +1,167 @@
+"""Checkpoints of a replica group: the committer takes them, and a group that becomes the committer continues after the head."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from dlac_pipeline.checkpoint.engines import adapt
+from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
+from dlac_pipeline.checkpoint.manager import Committed
+from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync, Syncs
+from dlac_pipeline.lakehouse.errors import HeadMoved, ScriptInvalid
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
+from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.train.checkpointing import Checkpointing
+from dlac_pipeline.train.replicas.group import ReplicaGroup
+from dlac_pipeline.train.replicas.history import StepHistory
+
+_log = logging.getLogger(__name__)
+
+
+class GroupSyncs(Syncs):
+    """Message of every committed step, which the group's reduction has brought. It takes the place of `StepSyncs`."""
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.waits_for_losses = False
+        self._group = group
+
+    def step_done(self, step: int, *, loss: object, report: RankReport) -> StepSync:
+        """Return the message of the step that has just committed."""
+        reduced = self._group.reduced
+        assert reduced is not None, "the step committed"
+        return StepSync(
+            step=step,
+            losses=[reduced.loss],
+            notice=reduced.notice,
+            notice_age_s=report.notice_age_s,
+            due=report.due,
+            needed_s=report.needed_s,
+        )
+
+    def flush(self) -> list[StepSync]:
+        """Return nothing: no message is in flight after a step."""
+        return []
+
+
+class ReplicaCheckpointing(Checkpointing):
+    """Engine, history and checkpoints of one replica group."""
+
+    def __init__(self, group: ReplicaGroup, *parts: Any) -> None:
+        """`parts` are the arguments of `Checkpointing`."""
+        super().__init__(*parts)
+        self.ends = False
+        """True once this group, or the peer that healed it, has no step left to train."""
+        self.history = StepHistory()
+        self._group = group
+        self._owns_head = False
+        """True if the manager's head is the ledger's, as far as this group knows."""
+
+    @property
+    def step(self) -> int:
+        """The last committed step."""
+        return self._tracker.step
+
+    def restore(self, engine: object, parts: Mapping[str, Any]) -> None:
+        """Take the group's state, and load the resume point into it, unless a peer has a newer state. Then join the peers."""
+        if isinstance(engine, TorchFTState) and self._group.rejoins:
+            self.engine = adapt(engine, self._spec.checkpoint.engine, **parts)
+        else:
+            super().restore(engine, parts)
+        if not isinstance(self.engine, TorchFTState):
+            raise ScriptInvalid(
+                f"expected run.restore(dlac_pipeline.TorchFTState(model=..., optimizer=...)) with launch.replicas, found "
+                f"{type(self.engine).__name__}: wrap the state of the script in it"
+            )
+        self.engine.join(self._group.reduce)
+        self._group.join(self)
+
+    def peer_state(self) -> dict[str, Any]:
+        """Return the state of this group, for a newcomer."""
+        run = {"step": self.step, "head_step": self._group.head_step, "ends": self.ends}
+        return {"parts": self._torchft_state().peer_state(), "run": run, "history": self.history.to_records()}
+
+    def load_peer_state(self, state: dict[str, Any]) -> None:
+        """Load the state of a peer. The reader follows, because each batch is read by its step."""
+        self._torchft_state().load_peer_state(state["parts"])
+        self.history.load(state["history"])
+        self._tracker.step, self._tracker.cursors = state["run"]["step"], None
+        self._group.head_step, self.ends = state["run"]["head_step"], state["run"]["ends"]
+        self._owns_head = False
+
+    def committed(self) -> None:
+        """Note the step that has just committed in the history, and forget what the committer has recorded."""
+        reduced = self._group.reduced
+        assert reduced is not None, "the step committed"
+        self.history.add(self.step, reduced)
+        self._group.head_step = max(self._group.head_step, reduced.head_step)
+        self.history.forget(self._group.head_step)
+        self._owns_head = self._owns_head and self._group.commits
+        self._tracker.losses = []  # `take` sets those that its checkpoint records
+
+    def due_reason(self) -> str | None:
+        """Return the policy's reason for a checkpoint after the last committed step, or None."""
+        try:
+            return super().due_reason()
+        except HeadMoved as err:
+            self._lose_head(err)
+            return self._policy.reason()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint in progress, if one exists. Its rows are in the next one if another group was faster."""
+        try:
+            super().settle()
+        except HeadMoved as err:
+            self._lose_head(err)
+
+    def take(self, reason: str, *, wait: bool = False) -> None:
+        """Take a checkpoint after the last committed step, if this group is the committer. Repeat it after another group's."""
+        if not self._group.commits:
+            self._policy.taken()
+            return
+        done = False
+        while not done:
+            try:
+                self._take(reason, wait=wait)
+                done = True
+            except HeadMoved as err:
+                self._lose_head(err)
+
+    def _take(self, reason: str, *, wait: bool) -> None:
+        if not self._owns_head:
+            self._take_over()
+        tracker = self._tracker
+        if tracker.step <= tracker.committed_step:  # a dead group has committed these rows
+            self.settle()
+            self._policy.taken()
+            return
+        tracker.losses = self.history.losses(tracker.committed_step)
+        tracker.memberships = list(self.history.memberships(tracker.committed_step))
+        super().take(reason, wait=wait)
+
+    def _take_over(self) -> None:
+        """Continue after the ledger's head, which another group may have committed."""
+        self.settle()  # of an earlier time as the committer
+        attempt = self._attempt
+        rows = Ledger(attempt.plans.lakehouse).rows(attempt.name.run, kinds=HEAD_KINDS)
+        head = fence_of_rows(rows).head
+        is_new = attempt.point.leg_is_new and (head is None or leg_of(rows, head).index != attempt.leg.index)
+        self._manager.continue_after(head, leg_is_new=is_new)
+        self._tracker.committed_step = attempt.point.step if head is None else checkpoint_rows(rows)[head].step
+        self._group.head_step = self._tracker.committed_step
+        self._owns_head = True
+
+    def _report(self, committed: Committed | None) -> None:
+        super()._report(committed)
+        if committed is not None:
+            self._group.head_step = committed.step
+
+    def _lose_head(self, err: HeadMoved) -> None:
+        _log.info("another replica group committed a checkpoint: %s", err)
+        self._owns_head = False
+        self._tracker.committed_step = self._group.head_step
+
+    def _torchft_state(self) -> TorchFTState:
+        assert isinstance(self.engine, TorchFTState), "checked when it was restored"
+        return self.engine

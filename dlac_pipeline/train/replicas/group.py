@@ -1,0 +1,228 @@
+"""One replica group among its peers: quorums, reductions and healing by torchft's manager.
+
+In: the state of the group, and the gradients of a step. Out: the group's share of each step, and the reduced step if it commits.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ReduceOp
+
+from dlac_pipeline.checkpoint.step_sync import NOTICES
+from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
+from dlac_pipeline.elastic.ranks.process_group import serve_store
+from dlac_pipeline.elastic.ranks.replicas import LIGHTHOUSE_VARIABLE, REJOINS_VARIABLE
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.read.share_reader import Share
+
+_COLLECTIVE_S = 60.0
+"""Seconds in a collective after which its step is dropped. Connections of dead peers break at once."""
+_CONNECT_S = 10.0
+_HEARTBEAT_S = 0.05
+_BUCKET_BYTES = 25 * 2**20
+_MOST_FAILED = 10
+"""Quorums in a row in which a newcomer may fail to get a state. Its peers drop a step with each."""
+_NO_STATE = -1
+"""Step of a group without a state. Any peer is ahead of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduced:
+    """Facts of a step that committed, equal in all groups that took part."""
+
+    loss: float
+    """Mean over the samples of the global batch."""
+    notice: str | None
+    """One of NOTICES, if any group was asked to stop."""
+    head_step: int
+    """Step of the last checkpoint that the committer knows."""
+    groups: tuple[int, ...]
+    """Numbers of the groups that took part."""
+
+
+class State(Protocol):
+    """The state that a newcomer gets from a peer."""
+
+    @property
+    def step(self) -> int:
+        """The last committed step."""
+
+    def peer_state(self) -> dict[str, Any]:
+        """Return it, for a peer."""
+
+    def load_peer_state(self, state: dict[str, Any]) -> None:
+        """Load that of a peer."""
+
+
+class ReplicaGroup:
+    """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
+
+    def __init__(self, number: int, groups: int, *, hang_timeout_s: float) -> None:
+        """`number` is that of the group, of `groups` that there can be."""
+        self.number = number
+        self.rejoins = REJOINS_VARIABLE in os.environ
+        """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
+        self.notice: Callable[[], str | None] = lambda: None
+        """Returns this group's own notice."""
+        self.head_step = 0
+        """Step of the last checkpoint that this group knows."""
+        self.share: Share = (number, groups)
+        """Place in the last quorum, and number of groups in it."""
+        self.reduced: Reduced | None = None
+        """The last step, if it committed."""
+        self.has_peers = False
+        """True once a quorum was formed."""
+        self._groups = groups
+        self._hang_timeout_s = hang_timeout_s
+        self.has_met = False
+        """True if the last quorum has not been used by a step."""
+        self._state: State | None = None
+        self._manager: Any = None
+        self._peers: Any = None
+
+    @property
+    def commits(self) -> bool:
+        """True if this group takes the checkpoints of its attempt."""
+        return self.share[0] == 0
+
+    def join(self, state: State) -> None:
+        """Take part with this state. A process that rejoins has none until its first quorum.
+
+        It becomes known to its peers then, because they wait for a group that is known. Groups that start together wait anyway.
+        """
+        self._state = state
+        if not self.rejoins:
+            self._start_manager(state)
+
+    def _start_manager(self, state: State) -> None:
+        """Make the group known to its peers."""
+        from torchft import Manager  # optional
+
+        from dlac_pipeline.train.replicas.peers import Peers, StateServer
+
+        store = serve_store(LOOPBACK, 0)
+        limit = timedelta(seconds=_COLLECTIVE_S)
+        self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
+        self._peers.collective_timeout = limit
+        self._manager = Manager(
+            pg=self._peers,
+            load_state_dict=state.load_peer_state,
+            state_dict=state.peer_state,
+            checkpoint_transport=StateServer(limit),
+            min_replica_size=1,
+            use_async_quorum=False,  # the share must be known before the batch is read
+            timeout=limit,
+            quorum_timeout=timedelta(seconds=self._hang_timeout_s),
+            connect_timeout=timedelta(seconds=_CONNECT_S),
+            rank=0,
+            world_size=1,
+            store_addr=LOOPBACK,
+            store_port=store.port,
+            lighthouse_addr=os.environ[LIGHTHOUSE_VARIABLE],
+            replica_id=f"group-{self.number:05d}",  # quorums are in the order of these names
+            hostname=LOOPBACK,
+            heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
+            init_sync=False,  # the groups begin with the same state
+        )
+        self._store = store
+        step = _NO_STATE if self.rejoins else state.step
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def meet(self) -> Share:
+        """Form the next quorum, unless the last one was not used, and return this group's share.
+
+        If the group's last step is not that of its peers, it loads the state of a peer.
+        Raise `TrainingFailed` if no group has the state.
+        """
+        if self._manager is None and self._state is not None:
+            self._start_manager(self._state)
+        failed = 0
+        while not self.has_met:
+            self._manager.start_quorum()
+            error = self._manager.errored()
+            if error is not None:  # a peer died while the quorum connected, or healed this group
+                self._drop(())
+                failed += 1
+                if failed == _MOST_FAILED and not self.has_peers and self.rejoins:
+                    raise TrainingFailed(
+                        f"expected group {self.number} to get the state of a peer, found {failed} failures in a row, the last: "
+                        f"{error.original_exception}"
+                    )
+            elif self._manager.current_step() == _NO_STATE:
+                raise TrainingFailed(
+                    f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
+                )
+            else:
+                self.share = (self._manager.participating_rank(), self._manager.num_participants())
+                self.has_met = self.has_peers = True
+        return self.share
+
+    def reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
+        """Average gradients in place over the groups present. Return True if the step commits here."""
+        own = self.notice()
+        facts = [float(loss.detach()), float(self.head_step * self.commits), *(float(own == each) for each in NOTICES)]
+        present = [float(number == self.number) for number in range(self._groups)]
+        control = torch.tensor([*facts, *present], dtype=torch.float64)
+        buckets = list(_buckets(gradients))
+        flat = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
+        works = [self._manager.allreduce(each) for each in flat]
+        works.append(self._manager.allreduce(control, reduce_op=ReduceOp.SUM))
+        self.reduced = None
+        if not self._commit(works):
+            return False
+        for bucket, means in zip(buckets, flat, strict=True):
+            start = 0
+            for gradient in bucket:
+                gradient.copy_(means[start : start + gradient.numel()].view_as(gradient))
+                start += gradient.numel()
+        total, head_step, *rest = control.tolist()
+        notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) :]
+        groups = tuple(number for number, count in enumerate(numbers) if count)
+        notice = next((name for name, count in zip(NOTICES, notices, strict=True) if count), None)
+        self.reduced = Reduced(loss=total / len(groups), notice=notice, head_step=int(head_step), groups=groups)
+        return True
+
+    def part(self) -> bool:
+        """Wait for the groups present, which have nothing left to do. Return False if one died, and the rest must meet again."""
+        return self._commit([self._manager.allreduce(torch.ones(1))])
+
+    def close(self) -> None:
+        """Leave the peers."""
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+
+    def _commit(self, works: list[Any]) -> bool:
+        """Wait for the reductions since the quorum. Return True if they succeeded in this group."""
+        self.has_met = False
+        for index in range(len(works)):
+            works[index].wait()
+        error = self._manager.errored()
+        if error is not None:
+            error.original_exception.__traceback__ = None  # its frames refer to the reductions, and they to connections
+            self._drop(works)
+            return False
+        return bool(self._manager.should_commit())
+
+    def _drop(self, works: Sequence[Any]) -> None:
+        """Drop the step. Peers that wait for this group drop it too, because its connections close."""
+        self._peers.drop(works)
+        self._manager.should_commit()
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield consecutive tensors of one type and device, together at most as large as a bucket, or one that is larger."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        alike = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
+        if bucket and (not alike or size + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,51 @@
+"""Committed steps since the head, as every replica group keeps them: the next committer records them, whichever group it is."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dlac_pipeline.train.replicas.group import Reduced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    step: int
+    loss: float
+    groups: tuple[int, ...]
+
+
+class StepHistory:
+    """Losses and groups of the committed steps after a checkpoint, in step order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque()
+
+    def add(self, step: int, reduced: Reduced) -> None:
+        """Add the step after the last one."""
+        self._steps.append(_Step(step=step, loss=reduced.loss, groups=reduced.groups))
+
+    def forget(self, head_step: int) -> None:
+        """Forget what a checkpoint has recorded. Its own step stays: the groups of the next step are compared with it."""
+        while self._steps and self._steps[0].step < head_step:
+            self._steps.popleft()
+
+    def losses(self, head_step: int) -> list[float]:
+        """Return the losses of the steps after a checkpoint."""
+        return [each.loss for each in self._steps if each.step > head_step]
+
+    def memberships(self, head_step: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield (first step, groups) where the groups changed after a checkpoint, or are those of the attempt's first step."""
+        before: tuple[int, ...] = ()
+        for each in self._steps:
+            if each.groups != before and each.step > head_step:
+                yield each.step, each.groups
+            before = each.groups
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Return the steps as plain values, for a peer."""
+        return [asdict(each) for each in self._steps]
+
+    def load(self, records: list[dict[str, Any]]) -> None:
+        """Replace the steps by those of a peer."""
+        self._steps = deque(_Step(**{**each, "groups": tuple(each["groups"])}) for each in records)

@@ -1,0 +1,142 @@
+"""Training run of a replica group: the groups of an attempt divide each global batch among those present.
+
+Made by `training_run()` if the job spec has `launch.replicas`. One step is: a quorum, this group's share of the batch, the
+script's `state.reduce(loss)`, and `run.step_done(loss)`. A step that did not commit leaves no trace, and its batch is read again.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from dlac_pipeline.checkpoint.rng import seed_rng
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.opening.open_leg import OpenLeg
+from dlac_pipeline.read.reader import groups_of_slots, slots_of
+from dlac_pipeline.read.share_reader import Share, ShareReader
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeats
+from dlac_pipeline.train.checkpointing import Checkpointing
+from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
+from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
+from dlac_pipeline.train.replicas.group import ReplicaGroup
+from dlac_pipeline.train.training_run import TrainingRun
+
+_START_TOGETHER_S = 60.0
+"""Seconds for which a group waits for those that start with it. A quorum without them would be followed by another one."""
+_LOOK_S = 0.01
+
+
+class ReplicaRun(TrainingRun):
+    """One replica group of one attempt. `rank` is the number of the group."""
+
+    def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
+        """Join the run, for `training_run`. Raise `SpecInvalid` without a supervisor."""
+        if folder is None:
+            raise SpecInvalid(
+                "expected `dlac train` to start the replica groups of launch.replicas, found another launcher: leave replicas out"
+            )
+        super().__init__(folder, spec, takeover=takeover, held=held)
+
+    def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
+        """Record the step if it committed. Return True if a checkpoint is due. A step that did not commit is read again."""
+        if self._batch is not None and self._group.has_met:
+            raise ScriptInvalid(
+                "expected state.reduce(loss) before run.step_done(loss), found a step that the groups have not reduced"
+            )
+        if self._batch is not None and self._group.reduced is None:
+            self._batch = None
+            return False
+        self._attempt.tracker.groups = self._attempt.reader.groups
+        due = super().record_step(loss, applied=applied)
+        self._replica.committed()
+        return due
+
+    def close(self) -> None:
+        """Leave the peers, close the reader and the heartbeat."""
+        self._group.close()
+        super().close()
+
+    def _open(self) -> tuple[OpenAttempt, Checkpointing]:
+        spec, launch = self.spec, self.spec.launch
+        self._group = ReplicaGroup(self.rank, launch.replicas, hang_timeout_s=launch.hang_timeout_s)
+        self._group.notice = lambda: self._policy.notice
+        self._group.head_step = self.resume_point.step
+        self._communicator.step_syncs = GroupSyncs(self._group)
+        self._events.open(self._folder if self._group.commits and not self._group.rejoins else None)
+        attempt = open_attempt(
+            spec,
+            self._plans,
+            self.resume_point,
+            self._communicator,
+            make_reader=lambda opened: QuorumReader(opened, self._next_share),
+            writer=f"-{self.rank}-{secrets.token_hex(2)}",
+        )
+        self._replica = ReplicaCheckpointing(
+            self._group, spec, attempt, self._communicator, self._policy, self._heartbeat, self._events.write
+        )
+        return attempt, self._replica
+
+    def _next_share(self) -> tuple[int, Share] | None:
+        """Form the next quorum. Return the step that follows, and this group's share of it. None: the groups have ended."""
+        self._wait_for_all()
+        share = self._meet()
+        return None if self._replica.ends else (self.step + 1, share)
+
+    def _meet(self) -> Share:
+        share = self._group.meet()
+        self._events.open(self._folder if self._group.commits else None)
+        return share
+
+    def _wait_for_all(self) -> None:
+        """Before the first quorum, wait until all groups that start with this one are ready to meet."""
+        if self._folder is None or self._group.has_peers or self._group.rejoins:
+            return
+        deadline = time.monotonic() + _START_TOGETHER_S
+        while time.monotonic() < deadline:
+            ready = sum(each.phase >= Phase.TRAINING for each in read_heartbeats(self._folder))
+            if ready == self.spec.launch.replicas:
+                return
+            time.sleep(_LOOK_S)
+
+    def _end(self) -> None:
+        """Meet the groups that have ended too. The committer commits the rest before it parts from them."""
+        self._replica.ends, parted = True, False
+        while not parted:
+            self._meet()
+            if self._group.commits:
+                self.settle()
+                if self.step > self._attempt.tracker.committed_step:
+                    self._replica.take("end", wait=True)
+                super()._end()
+            parted = self._group.part()
+        self._heartbeat.doing(Phase.DONE, self.step)
+
+
+class QuorumReader:
+    """Reader of a replica group. The next batch follows the last committed step of the next quorum."""
+
+    def __init__(self, opened: OpenLeg, next_share: Callable[[], tuple[int, Share] | None]) -> None:
+        self.groups = range(0)
+        """Key groups of the last batch."""
+        self._settings, self._seed = opened.order.settings, opened.leg.seed
+        self._shares = ShareReader(opened)
+        self._next_share = next_share
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the remaining batches, and again those of steps that did not commit."""
+        while (found := self._next_share()) is not None and self._shares.has(found[0]):
+            step, share = found
+            slots = slots_of(*share, self._settings.batch_size)
+            self.groups = groups_of_slots(slots.start, slots.stop, self._settings.samples_per_group)
+            batch = self._shares.read(step, share)
+            seed_rng(self._seed, step, share[0])  # a step depends on its membership only
+            yield batch
+
+    def close(self) -> None:
+        """End the background threads."""
+        self._shares.close()

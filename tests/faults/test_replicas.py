@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch, Steps
+
+pytest.importorskip("torchft")
+STEPS = 60
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of three replica groups that has ended."""
+
+    launch: Launch
+    entries: list[dict[str, Any]]
+
+    @property
+    def journal(self) -> Steps:
+        """Row ids of each step in slot order: the shares of the groups of its last try that committed in one of them."""
+        steps: Steps = {}
+        for entry in sorted(self.entries, key=lambda each: each["at"]):
+            if entry["event"] == "committed":
+                shares = [
+                    each
+                    for each in self.entries
+                    if (each["event"], each["step"], each["groups"]) == ("share", entry["step"], entry["groups"])
+                ]
+                latest = {each["group"]: each for each in sorted(shares, key=lambda each: each["at"])}
+                assert len(latest) == entry["groups"], f"step {entry['step']}: the shares of groups {sorted(latest)}"
+                steps[entry["step"]] = [row for group in sorted(latest) for row in latest[group]["rows"]]
+        return steps
+
+    @property
+    def processes(self) -> dict[int, set[int]]:
+        """Process ids by group."""
+        found: dict[int, set[int]] = {}
+        for entry in self.entries:
+            found.setdefault(entry["group"], set()).add(entry["pid"])
+        return found
+
+
+def launch_groups(campaign: Arena, run: str, *, replicas: int = 3, **changes: Any) -> Launch:
+    """Start a run with replica groups."""
+    settings = {"replicas": replicas, "world_size": 1, "steps": STEPS, **changes}
+    return campaign.launch(campaign.spec(run, "train_replicas.py", **settings))
+
+
+def train(campaign: Arena, run: str, **changes: Any) -> Trained:
+    """Train a run with replica groups, three unless named otherwise, to its end."""
+    launch = launch_groups(campaign, run, **changes)
+    assert launch.wait() == 0, launch.stderr + str(launch.events[-3:])
+    assert launch.of("ended")[0]["ending"] == "finished"
+    paths = (campaign.home / "journal").glob(f"{run}-*.jsonl")
+    return Trained(launch, [json.loads(line) for path in paths for line in path.read_text().splitlines()])
+
+
+@pytest.fixture(scope="module")
+def calm(campaign: Arena) -> Trained:
+    """A run of three groups without a failure."""
+    return train(campaign, "calm")
+
+
+DEATHS = {
+    "forward": {"dies_forward": "1:23"},
+    "reducing": {"dies_reducing": "1:23"},
+    "committer-reducing": {"dies_reducing": "0:23"},
+    "committed": {"dies_committed": "1:23"},
+    "committer-committed": {"dies_committed": "0:20"},
+    "saving": {"dies_saving": "0:20"},
+    "recorded": {"dies_recorded": "0:20"},
+    "healing-source": {"dies_forward": "1:23", "dies_healing": "source"},
+    "healing-newcomer": {"dies_forward": "1:23", "dies_healing": "newcomer"},
+}
+
+
+SOAKED = ("reducing", "committer-committed", "recorded", "healing-newcomer")
+"""Deaths that others of the list resemble. They are in the soak."""
+
+
+@pytest.mark.parametrize(
+    "death", [pytest.param(each, marks=pytest.mark.soak if each in SOAKED else ()) for each in DEATHS]
+)
+def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: str) -> None:
+    """Each row is in the ledger and in the committed batches once, and only dead processes are replaced."""
+    run = f"dies-{death}"
+    trained = train(campaign, run, pause_s=0.02, **DEATHS[death])
+    assert trained.journal == calm.journal
+    assert audit_run(campaign.lakehouse, run).exact
+    recorded = campaign.recorded(run)
+    last = 0
+    for checkpoint in campaign.lineage(run):
+        steps = range(last + 1, checkpoint.step + 1)
+        assert recorded[checkpoint.step] == sorted(row for step in steps for row in calm.journal[step])
+        last = checkpoint.step
+    assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1]
+    died = [event["group"] for event in trained.launch.of("group_died")]
+    assert len(died) == (2 if "healing" in death else 1)
+    assert {group for group, pids in trained.processes.items() if len(pids) > 1} <= set(died)
+    assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
+
+
+def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Trained) -> None:
+    """Three groups read the batches of the ordinary run, in whose 32 samples three does not divide."""
+    reference = campaign.journal("reference")
+    assert calm.journal == {step: reference[step] for step in range(1, STEPS + 1)}
+    assert {len(each["rows"]) for each in calm.entries if each["event"] == "share"} == {10, 11}
+    assert [(row.first_step, tuple(row.groups)) for row in campaign.rows("calm", MembershipRow)] == [(1, (0, 1, 2))]
+
+
+def test_same_memberships_give_identical_losses(campaign: Arena) -> None:
+    """Two runs whose groups die and rejoin at the same steps have bit-identical losses, and rows for each change."""
+    runs = ("twin-1", "twin-2")
+    for run in runs:
+        train(campaign, run, dies_forward="1:23", awaits="1:40", dropout=0.1)
+    first, second = (campaign.rows(run, MembershipRow) for run in runs)
+    expected = [(1, (0, 1, 2)), (23, (0, 2)), (41, (0, 1, 2))]
+    assert [(row.first_step, tuple(row.groups)) for row in first] == expected
+    assert [(row.first_step, tuple(row.groups)) for row in second] == expected
+    assert campaign.losses("twin-1") == campaign.losses("twin-2")
+
+
+def test_death_is_an_incident(campaign: Arena) -> None:
+    """`dlac incidents` reads the cause, the step from which the group takes part again, and the time from its recoveries."""
+    run = "incident"
+    train(campaign, run, dies_forward="2:23", awaits="2:40")
+    (found,) = recoveries_of(campaign.lakehouse, run)
+    assert found.outcome == "rejoined"
+    assert found.cause == "group 2: rank 2 was killed by SIGKILL, while computing"
+    assert 41 <= found.resumed_step <= STEPS
+    assert found.total_s > found.detect_s > 0
+
+
+def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -> None:
+    """A stop ends all groups after one checkpoint at the same step. Two groups train the rest, with the same batches."""
+    launch = launch_groups(campaign, "stopped", pause_s=0.02)
+    launch.wait_for("checkpoint")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    trained = train(campaign, "stopped", replicas=2)
+    assert trained.journal == calm.journal
+    assert audit_run(campaign.lakehouse, "stopped").exact
+    assert campaign.losses("stopped") == pytest.approx(campaign.losses("calm"), rel=1e-5)
+
+
+def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained) -> None:
+    """Without a group that has the state, the next attempt resumes from the last checkpoint."""
+    trained = train(campaign, "all-die", dies_forward="*:23")
+    assert trained.journal == calm.journal
+    assert [row.attempt for row in campaign.rows("all-die", ClaimRow)] == [1, 2]
+    assert audit_run(campaign.lakehouse, "all-die").exact
+
+
+def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Trained) -> None:
+    """A newcomer that never gets a state stops no run: its peers would drop each step with it. The next attempt trains."""
+    trained = train(campaign, "no-state", dies_forward="1:23", loses_states=True)
+    assert trained.journal == calm.journal
+    assert [row.attempt for row in campaign.rows("no-state", ClaimRow)] == [1, 2]
+    assert audit_run(campaign.lakehouse, "no-state").exact
+
+
+def test_repeated_exception_ends_the_run(campaign: Arena) -> None:
+    """Groups that raise the same exception are not replaced for ever."""
+    launch = launch_groups(campaign, "wrong", raises=23)
+    assert launch.wait() != 0
+    assert "the script is wrong" in str(launch.of("error")[0])
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_committer_changes_to_and_fro(campaign: Arena, calm: Trained, mode: str) -> None:
+    """Group 1 commits while group 0 is dead, group 0 after it rejoins, and group 1 again after its second death."""
+    run = f"to-and-fro-{mode}"
+    trained = train(campaign, run, mode=mode, every_steps=5, dies_forward="0:12", awaits="0:21", dies_again="0:38")
+    assert trained.journal == calm.journal
+    assert audit_run(campaign.lakehouse, run).exact
+    assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
+    committers = [row.checkpoint_id.split("-")[-2] for row in campaign.lineage(run)]
+    assert [key for key, _ in itertools.groupby(committers)][:4] == ["0", "1", "0", "1"]

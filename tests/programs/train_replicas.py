@@ -1,0 +1,179 @@
+"""A tiny model trained by replica groups on a table of (row_id, x), with a journal of its own.
+
+Params, each "GROUP:STEP", end a process by SIGKILL in a step:
+
+- `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
+- `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
+
+`dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `awaits` =
+"GROUP:STEP" the new process of that group takes part after that step. With `dies_again` = "GROUP:STEP" that process dies as well.
+With `raises` = "STEP" every process raises an exception in that step.
+
+The journal has a line for each share that a group read, and one for each step that it committed, as evidence that is independent
+of DLAC.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchft
+
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.commit import coordinator
+from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
+from dlac_pipeline.lakehouse.ledger import commits
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.train.replicas.peers import StateServer
+
+REJOINS = REJOINS_VARIABLE in os.environ
+
+
+def die() -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingState(dlac.TorchFTState):
+    """State whose process may die while it is saved, or sent to a newcomer."""
+
+    dies_saving = False
+    healing = ""
+
+    def save(self, *arguments: Any) -> None:
+        """Save, or die half-way."""
+        super().save(*arguments)
+        if self.dies_saving:
+            die()
+
+    def peer_state(self) -> dict[str, Any]:
+        """Return the state, or die while a newcomer waits for it. Only one process does."""
+        if self.healing == "source" and not REJOINS and first_to_claim("source"):
+            die()
+        return super().peer_state()
+
+    def load_peer_state(self, state: Any) -> None:
+        """Load half of the state, or all of it."""
+        if self.healing == "newcomer" and first_to_claim("newcomer"):
+            die()
+        super().load_peer_state(state)
+
+
+def first_to_claim(name: str) -> bool:
+    """Return True in one process of the run."""
+    try:
+        (Path(os.environ["DLAC_LAUNCH"]) / f"claimed-{name}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def write(run: dlac.TrainingRun, **facts: Any) -> None:
+    """Append a line to this process's journal."""
+    path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{run.rank}-{os.getpid()}.jsonl"
+    with path.open("a") as stream:
+        stream.write(json.dumps({"group": run.rank, **facts}) + "\n")
+
+
+def is_now(run: dlac.TrainingRun, param: str, step: int) -> bool:
+    """Return True in the group (or * for all) and step that a param names, before its process or attempt was replaced."""
+    named = run.spec.params.get(param) in (f"{run.rank}:{step}", f"*:{step}")
+    return named and not REJOINS and run.resume_point.attempt == 1
+
+
+def lose_state(*_arguments: Any, **_options: Any) -> None:
+    """Fail in place of receiving a state."""
+    raise OSError("the network is away")
+
+
+def die_reducing() -> None:
+    """Die in the second all-reduce from now on."""
+    allreduce, calls = torchft.Manager.allreduce, []
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            die()
+        return allreduce(*arguments, **options)
+
+    torchft.Manager.allreduce = dying
+
+
+def die_recorded() -> None:
+    """Die after the next commit of the ledger, before this process has its answer."""
+    commit = commits.commit_checkpoint
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        commit(*arguments, **options)
+        die()
+
+    vars(coordinator)["commit_checkpoint"] = dying
+
+
+def wait_for(group: int, ready: Callable[[RankHeartbeat], bool]) -> None:
+    """Wait for a heartbeat of a group."""
+    folder = Path(os.environ["DLAC_LAUNCH"])
+    while (found := read_heartbeat(folder, group)) is None or not ready(found):
+        time.sleep(0.01)
+
+
+def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
+    """Return True for a process that has not trained, and wants to."""
+    return heartbeat.phase == Phase.TRAINING and not heartbeat.spent.rows and heartbeat.spent.in_hand == 0
+
+
+def train(run: dlac.TrainingRun) -> None:
+    """Train to the end of the order."""
+    params = run.spec.params
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Dropout(float(params.get("dropout", "0"))), torch.nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = DyingState(model=model, optimizer=optimizer)
+    state.healing = params.get("dies_healing", "")
+    if params.get("loses_states") and REJOINS and run.resume_point.attempt == 1:
+        StateServer.recv_checkpoint = lose_state
+    run.restore(state)
+    awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
+    if REJOINS and run.rank == awaited:  # its peers do not know it yet
+        wait_for((awaited + 1) % 3, lambda peer: max(peer.spent.in_hand, peer.step) >= at)
+    for batch in run.batches():
+        step, rows = batch.step, batch["row_id"][batch.valid].tolist()
+        if step == at and not REJOINS:
+            wait_for(awaited, is_about_to_meet)
+        if is_now(run, "dies_forward", step):
+            die()
+        if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):
+            die()
+        if params.get("raises") == str(step):
+            raise RuntimeError("the script is wrong")
+        if is_now(run, "dies_reducing", step):
+            die_reducing()
+        if is_now(run, "dies_recorded", step):
+            die_recorded()
+        features = batch["x"].to(torch.float32)
+        target = features.sum(-1) + torch.sin(
+            7.0 * batch["row_id"]
+        )  # no model predicts it, so the loss does not vanish
+        loss = batch.mean((model(features).squeeze(-1) - target) ** 2)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        write(run, event="share", step=step, rows=rows, groups=batch.world_size, pid=os.getpid(), at=time.time())
+        time.sleep(float(params.get("pause_s", "0")))
+        if state.reduce(loss):
+            if is_now(run, "dies_committed", step):
+                die()
+            optimizer.step()
+            write(run, event="committed", step=step, groups=batch.world_size, pid=os.getpid(), at=time.time())
+        state.dies_saving = is_now(run, "dies_saving", step)
+        run.step_done(loss)
+
+
+if __name__ == "__main__":
+    with dlac.training_run() as the_run:
+        train(the_run)
