@@ -109,10 +109,10 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
 @pytest.mark.parametrize(
     "damage", ["writable", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "file"))]
 )
-def test_damaged_state_is_not_used(campaign: Arena, damage: str) -> None:
+def test_damaged_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path) -> None:
     """Without a seal, with a shorter file, or in a folder that others may write, the checkpoint is read."""
     run = f"memory-{damage}"
-    spec = spec_of(campaign, run, every_steps=10)
+    spec = spec_of(campaign, run, every_steps=10, memory=str(tmp_path))  # other tests share the user's folder
     launch = campaign.launch(spec)
     launch.wait_for("checkpoint", 2)
     time.sleep(0.2)
