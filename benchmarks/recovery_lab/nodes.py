@@ -213,11 +213,11 @@ class _Run:
         return False
 
     def repeated_steps(self) -> list[int]:
-        """Return the number of steps that rank 0 had finished and repeated, at each recovery."""
+        """Return the number of batches that rank 0 had worked on and repeated, at each recovery, and the one in hand."""
         attempts = [
             [step for _, step, _ in lines] for _, lines in itertools.groupby(self.lines(), lambda line: line[0])
         ]
-        return [max(0, before[-1] - after[0] + 1) for before, after in itertools.pairwise(attempts)]
+        return [max(0, before[-1] - after[0] + 1) + 1 for before, after in itertools.pairwise(attempts)]
 
     def median_step_s(self) -> float:
         """Return the median time of a step."""
