@@ -178,12 +178,37 @@ def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
                 copies._copy(slot, server.address)
         server.accept(2, "b", [1], guards.take())
         guards.take()
-        with pytest.raises(TransferRefused, match="another attempt began"):
+        with pytest.raises(TransferRefused, match="another attempt or copy began"):
             copies._copy(slot, server.address)
         assert states.read_parts(found.folders[1]) == []
         server.accept(2, "b", [1], guards.take())
         copies._copy(slot, server.address)
         assert [part.state for part in states.read_parts(found.folders[1])] == [part_of(0)]
+
+
+def test_new_copy_ends_the_one_before(tmp_path: Path) -> None:
+    """A sender that was given up tries again: what arrives of its first copy later is not written."""
+    folder = tmp_path / "mine" / "run"
+    attempt = states.attempt_folder(folder, 2, "b")
+    states.make_folder(attempt)
+    slot = states.slot_of(attempt, 0)
+    part = part_of(0)
+    with turns(folder) as server, ExitStack() as stack:
+        server.accept(2, "b", [1], WriteTurn().take())
+        first, second = (stack.enter_context(Connection.open(server.address, KEY, timeout_s=10)) for _ in range(2))
+        for connection in (first, second):
+            connection.send(op="store", slot=states.slot_name(slot), home="elsewhere")
+            connection.receive()
+            connection.send(seals=[states.pack_seal(part)])
+            connection.receive()
+        second._socket.sendall(bytes([7]) * part.files[0][1])
+        second.send()
+        second.receive()
+        first._socket.sendall(bytes([9]) * part.files[0][1])
+        with pytest.raises(TransferRefused, match="another attempt or copy began"):
+            first.receive()
+    assert (slot / part.files[0][0]).read_bytes() == bytes([7]) * part.files[0][1]
+    assert [found.state for found in states.read_parts(folder)] == [part]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,9 @@ _POLL_S = 0.1
 class WriteTurn:
     """Right to write memory states of other ranks on this node. Another turn ends the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: Guard = nullcontext) -> None:
+        """`within` is the context of a longer turn, in which these are taken."""
+        self._within = within
         self._lock = threading.Lock()
         self._turn = 0
 
@@ -40,9 +42,9 @@ class WriteTurn:
 
         @contextmanager
         def guard() -> Iterator[None]:
-            with self._lock:
+            with self._within(), self._lock:
                 if turn != self._turn:
-                    raise TransferRefused("another attempt began")
+                    raise TransferRefused("another attempt or copy began")
                 yield
 
         return guard
@@ -55,7 +57,8 @@ class _Accepted:
     attempt: int
     nonce: str
     own: Sequence[int]
-    guard: Guard
+    turns: WriteTurn
+    """A copy ends the one before: its sender tries again, and what the network still has of it must not be written."""
 
     def check(self, parts: Sequence[RankState]) -> None:
         """Raise `ValueError` for parts of another attempt, or of this node's ranks."""
@@ -81,7 +84,7 @@ class MemoryServer:
     def accept(self, attempt: int, nonce: str, own: Sequence[int], guard: Guard) -> None:
         """Take copies of an attempt, while the turn of `guard` lasts, but for the ranks of this node (`own`)."""
         with suppress(TransferRefused), guard():
-            self._accepted = _Accepted(attempt=attempt, nonce=nonce, own=own, guard=guard)
+            self._accepted = _Accepted(attempt=attempt, nonce=nonce, own=own, turns=WriteTurn(guard))
 
     def close(self) -> None:
         """Stop listening."""
@@ -110,7 +113,7 @@ class MemoryServer:
             if accepted is None:
                 raise TransferRefused("this node trains no attempt yet")
             connection.send(is_same=False)
-            receive_parts(connection, slot, accepted.guard, accepted.check)
+            receive_parts(connection, slot, accepted.turns.take(), accepted.check)
             connection.send()
 
 
