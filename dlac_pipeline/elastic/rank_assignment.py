@@ -58,13 +58,15 @@ class Member:
     offer: Offer
     first_rank: int
     ranks: int
+    buddy: int = 0
+    """Place of the node that has copies of its states in memory: the next one on another host, or else the next one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlan:
     """One round: its size, the port of the process group's store at the leader, and its members, the leader first.
 
-    The leader knows all members. Any other node reads its own part, which has the leader, itself, and the node in the next place.
+    The leader knows all members. Any other node reads its own part, which has the leader, itself, and its buddy.
     """
 
     number: int
@@ -77,6 +79,7 @@ class RoundPlan:
     def form(cls, members: tuple[Member, ...], *, number: int, port: int) -> "RoundPlan":
         """Return the plan of a round with all its members."""
         ranks = sum(member.ranks for member in members)
+        members = tuple(replace(member, buddy=_buddy_of(member, members)) for member in members)
         return cls(number=number, port=port, nodes=len(members), world_size=ranks, members=members)
 
     @property
@@ -85,8 +88,8 @@ class RoundPlan:
         return len(self.members) == self.nodes
 
     def part(self, place: int) -> "RoundPlan":
-        """Return the plan with the leader, one member and the next one, of the same size however many nodes there are."""
-        places = sorted({0, place, (place + 1) % self.nodes})
+        """Return the plan with the leader, one member and its buddy, of the same size however many nodes there are."""
+        places = sorted({0, place, self.members[place].buddy})
         return replace(self, members=tuple(self.members[each] for each in places))
 
     def place_of(self, slot: int, id_: str) -> int | None:
@@ -112,6 +115,12 @@ class RoundPlan:
         """Return the plan that `asdict` made a message of."""
         members = tuple(Member(**{**member, "offer": Offer(**member["offer"])}) for member in message["members"])
         return cls(**{**message, "members": members})
+
+
+def _buddy_of(member: Member, members: tuple[Member, ...]) -> int:
+    after = [*members[member.place + 1 :], *members[: member.place]]
+    apart = [each for each in after if each.offer.host != member.offer.host]
+    return (apart or after or [member])[0].place
 
 
 def usable_ranks(batch_size: int, available: int) -> int:

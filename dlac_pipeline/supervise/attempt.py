@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlac_pipeline.elastic.round import RESUME, Round
-from dlac_pipeline.lakehouse.errors import LeftUnfinished, MemoryStateLost
+from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
@@ -78,6 +78,10 @@ class SupervisedAttempt:
         self._ending: Ending | None = None
         """The ending that rank 0 has reported."""
         self._head_step = self._resumed_step = 0
+        self._from_memory = False
+        """True if it resumed from memory."""
+        self._has_point = False
+        """True once the ranks of this node have the resume point."""
 
     @property
     def step(self) -> int:
@@ -114,7 +118,7 @@ class SupervisedAttempt:
         if self._replaces is None:
             current = self._retry(self._supervision.ledger.state, self._spec.run).fence.attempt
         found = self._supervision.memory.find(self._round)
-        has_lost_state = self._failure is not None and self._failure.kind == MemoryStateLost.__name__
+        distrusts = self._failure is not None and (self._failure.lost_memory or self._failure.distrusts_memory)
         request = ClaimRequest(
             nonce=self._nonce,
             replaces=self._replaces,
@@ -122,7 +126,7 @@ class SupervisedAttempt:
             options=self._options,
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
-            from_memory=not has_lost_state,
+            from_memory=not distrusts,
             find_states=found.read,
         )
         point: ResumePoint = self._retry(
@@ -151,21 +155,29 @@ class SupervisedAttempt:
         return replace(point, memory_sources=found.sources_of(point))
 
     def _resume(self, point: ResumePoint) -> None:
-        """Hand the resume point to the ranks of all nodes."""
+        """Announce the resume point to all nodes, and begin to fetch its state in memory."""
         self.number = point.attempt
         self._monitor.step = self._resumed_step = point.step
-        self._head_step = point.head_step
+        self._head_step, self._from_memory = point.head_step, point.memory_of > 0
         self.leg = leg = Leg.from_json(point.leg)
         rows = [self._retry(self._supervision.plans.row, source.plan_id) for source in leg.sources]
         self._supervision.publish_start(point, self._round.share, self.folder)
         for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
         self._round.announce(RESUME, json.loads(point.to_json()))
-        memory = self._supervision.memory
-        memory.begin(point, self._round)
-        while (local := memory.local_point()) is None:
-            time.sleep(POLL_S / 10)
-        write_resume_point(self.folder, local.to_json())
+        self._supervision.memory.begin(point, self._round)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Hand the resume point to this node's ranks, once its state in memory is on this node."""
+        local = None if self._has_point else self._supervision.memory.local_point()
+        if local is not None:
+            self._has_point = True
+            write_resume_point(self.folder, local.to_json())
+
+    def _wait(self) -> None:
+        self._hand_over()
+        time.sleep(POLL_S if self._has_point else POLL_S / 10)
 
     def _report_verification(self, step: int, done: int, total: int) -> None:
         if self._supervision.stop.is_set():
@@ -181,7 +193,7 @@ class SupervisedAttempt:
             if ranks.stop_requested or self._supervision.stop.is_set():
                 self._supervision.stop.set()
                 self._apply(Observation.STOP_REQUESTED, ranks)
-            time.sleep(POLL_S)
+            self._wait()
         return ranks.own.processes.pids
 
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
@@ -194,7 +206,7 @@ class SupervisedAttempt:
                 end = self._apply(observation, ranks, cause)
                 if end is not None:
                     return end
-            time.sleep(POLL_S)
+            self._wait()
 
     def _observe(self, ranks: AllRanks) -> Iterator[tuple[Observation, Exit | None]]:
         """Yield what is observed now, with the rank to blame. An exit precedes what the ranks can no longer receive."""
@@ -287,6 +299,8 @@ class SupervisedAttempt:
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
         failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step)
+        is_untrained = failure.last_step <= self._resumed_step
+        failure = replace(failure, distrusts_memory=self._from_memory and is_untrained)
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})

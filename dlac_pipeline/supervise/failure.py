@@ -53,6 +53,8 @@ class Failure(RankError):
     """The rank that failed, or -1 if it is unknown."""
     trained: bool = False
     """True if the failed rank had finished a step in this attempt."""
+    distrusts_memory: bool = False
+    """True if the attempt resumed from memory and finished no step. The next one reads a checkpoint."""
     log: str = ""
     """File of the failed rank's output, on its own node."""
 
@@ -60,6 +62,11 @@ class Failure(RankError):
     def script_raised(self) -> bool:
         """True if the script is to blame: it raised the exception, or passed values that DLAC could not compute with."""
         return bool(self.place) and (self.origin == "script" or (self.origin == "dlac" and self.in_hand > 0))
+
+    @property
+    def lost_memory(self) -> bool:
+        """True if the attempt could not load the state in memory that its claim names."""
+        return self.kind == errors.MemoryStateLost.__name__
 
     @property
     def blames_script(self) -> bool:

@@ -170,6 +170,7 @@ class Supervisor:
             else:
                 error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
+        self._forget_memory(launch, verdict)
         if verdict.restart is None and not self._leaving.is_set():
             # before this node exits, because it may serve the rendezvous
             launch.membership.end_run(asdict(verdict))
@@ -180,12 +181,19 @@ class Supervisor:
             raise error
         return verdict
 
+    def _forget_memory(self, launch: _Launch, verdict: AttemptVerdict) -> None:
+        """Remove this node's states in memory if a loss of them ended the attempt. No rank of the node is left."""
+        kinds = {verdict.error[0] if verdict.error else "", verdict.restart.kind if verdict.restart else ""}
+        if kinds & {errors.LossNotFinite.__name__, errors.LossSpiked.__name__}:
+            launch.supervision.memory.forget()
+
     def _follow(self, launch: _Launch, round_: Round) -> AttemptVerdict:
         """Run an attempt that another node leads. Return the leader's verdict."""
         takeover = launch.takeover
         takeover.follow()
         self._attempts += 1
         verdict = FollowerAttempt(launch.supervision, round_, attempt=takeover.replaces or 0).run()
+        self._forget_memory(launch, verdict)
         takeover.replaces = verdict.attempt or takeover.replaces
         self._failure, self._step = verdict.restart, verdict.step
         return verdict

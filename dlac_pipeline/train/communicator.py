@@ -24,6 +24,7 @@ class Communicator:
         self.rank = rank
         self.world_size = world_size
         self.is_first_of_node = world_size == 1 or int(os.environ.get("LOCAL_RANK", rank)) == 0
+        self.first_rank_here = 0 if world_size == 1 else rank - int(os.environ.get("LOCAL_RANK", rank))
         self.ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         """Number of ranks on this node, as the launcher says."""
         self.is_on_one_node = world_size <= self.ranks_here

@@ -73,6 +73,7 @@ class MemorySaves:
 
     def begin(self, engine: Engine) -> None:
         """Make the folder on each node, if all have room for states of this engine. Earlier states were loaded. Collective."""
+        self._free_fetched()
         if isinstance(engine, TrainerFiles) or not self._is_wanted:  # another program writes its files
             self._run_folder, problem = None, _NOT_WANTED
         elif self._run_folder is None:
@@ -84,11 +85,16 @@ class MemorySaves:
             if self._communicator.is_first_of_node:
                 problem = self._make(folder, engine)
         tree = self._communicator.tree
-        problem = tree.broadcast(tree.lowest(problem.encode())).decode()
+        agreed = tree.broadcast(f"{self._fixed} {tree.lowest(problem.encode()).decode()}".encode()).decode()
+        fixed, _, problem = agreed.partition(" ")
+        self._every = self._fixed = int(fixed)  # nodes may have different settings
         if not problem:
             self._folder = folder
-        elif self._communicator.rank == 0 and problem != _NOT_WANTED:
+            return
+        if self._communicator.rank == 0 and problem != _NOT_WANTED:
             self._warn(f"{problem}; no memory states are kept, and a restart reads the last checkpoint")
+        if self._communicator.is_first_of_node and self._run_folder is not None:
+            states.forget_states(self._run_folder, before=self._attempt.point.attempt + 1)
 
     def step_done(self) -> None:
         """Note that a step is done, with the time since the one before or since a state was saved."""
@@ -127,6 +133,8 @@ class MemorySaves:
         if self._fixed:
             return self._number == 0 or step % self._fixed == 0
         # The first state of a slot takes longer, because its memory is new. The next one shows the cost.
+        if self._has_buddy and 0 < self._number <= states.SLOTS and not self._copied:
+            return False  # to ask in each step until the copy is done would cost more than a late state
         passed = step - self._saved_step
         return self._number <= states.SLOTS or (self._every > 0 and passed >= self._every and passed % self._every == 0)
 
@@ -155,7 +163,8 @@ class MemorySaves:
         try:  # collective, even if this rank cannot write
             engine.save(slot, write)
             save_rng(slot, rank, write)
-            states.write_seal(slot, rank, states.pack_seal(self._sealed(engine, files, rows)))
+            if failure is None:
+                states.write_seal(slot, rank, states.pack_seal(self._sealed(engine, files, rows)))
         except (OSError, DlacError) as err:
             failure = failure or err
         if failure is not None:
@@ -172,6 +181,15 @@ class MemorySaves:
         if self._run_folder is not None and committed:
             states.forget_states(self._run_folder, before=self._attempt.point.attempt + 1)
 
+    def _free_fetched(self) -> None:
+        """Remove what was fetched of the state that the attempt resumed from, once all ranks have loaded it. Collective."""
+        point, tree = self._attempt.point, self._communicator.tree
+        if point.memory_of and self._has_buddy:
+            tree.broadcast(tree.lowest(b""))
+            if self._communicator.is_first_of_node and self._run_folder is not None:
+                folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
+                shutil.rmtree(states.fetched_folder(folder, self._communicator.first_rank_here), ignore_errors=True)
+
     def _make(self, folder: Path, engine: Engine) -> str:
         """Make the folder of this attempt's states, or return why none are kept. The states of old runs are removed."""
         try:
@@ -180,7 +198,6 @@ class MemorySaves:
             needed = states.SLOTS * _STATE_PER_WEIGHT * self._weights_here(engine)
             if needed <= (room := states.room_for_states(folder)):
                 return ""
-            states.forget_states(folder.parent, before=self._attempt.point.attempt + 1)
         except Exception as err:  # the other ranks wait for an answer
             return f"expected to make {str(folder)!r} for states in memory, found {type(err).__name__}: {err}"
         return (
@@ -214,7 +231,10 @@ class MemorySaves:
         """Return whether this rank has sealed its last state, and its node has copied it to the buddy, if it has one."""
         if self._folder is None or not self._number or self._failed:
             return False
-        return not self._has_buddy or states.copied_step(self._folder) >= self._saved_step
+        copied = (
+            states.copied_step(self._folder, self._communicator.first_rank_here) if self._has_buddy else states.ALWAYS
+        )
+        return copied >= self._saved_step
 
     def _weights_here(self, engine: Engine) -> int:
         """Return the bytes of the weights whose states this node may keep, with those of the node whose buddy it is."""

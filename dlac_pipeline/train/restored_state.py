@@ -1,6 +1,5 @@
 """The state that a rank resumes from: loaded into the script's engine from a checkpoint, or from memory, with the generators."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +8,9 @@ from pathlib import Path
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.commit.ledger_rows import agreed_reader_state
 from dlac_pipeline.checkpoint.engines import Engine
-from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, read_slot
-from dlac_pipeline.checkpoint.rng import rng_state, set_rng_state
+from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, read_slot, remove_state
+from dlac_pipeline.checkpoint.rng import rng_file, rng_state, set_rng_state
+from dlac_pipeline.elastic.ranks.script_errors import describe_exception
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
@@ -76,13 +76,16 @@ def load_state(
     """Load the state of a resume point, as `load_checkpoint` does. Collective.
 
     A state from memory is checked as no checkpoint has to be: `check_weights` may raise. Raise `MemoryStateLost` if it cannot be
-    loaded, or changed meanwhile. Then it is removed, so that the next attempt reads a checkpoint.
+    loaded, or changed meanwhile. Then it is removed, so that the next attempt reads a checkpoint. The error of a connection to
+    another rank is raised as it is.
     """
     if memory is None:
         return load_checkpoint(engine, point, spec, tree, restores=restores)
     with _losing(memory.state):
         spent = load_checkpoint(engine, point, spec, tree, restores=restores)
         with failing_together(tree, doing="checking the state from memory"):
+            if point.world_size == tree.world_size and not rng_file(memory.state.folder, tree.rank).exists():
+                raise MemoryStateLost(f"the random generators of rank {tree.rank} are missing")
             check_weights()
         if not check_unchanged(memory.state):
             raise MemoryStateLost("another attempt wrote it meanwhile")
@@ -91,11 +94,13 @@ def load_state(
 
 @contextmanager
 def _losing(state: MemoryState) -> Iterator[None]:
-    """Turn a failure into `MemoryStateLost`, and remove the states of that attempt."""
+    """Turn a failure into `MemoryStateLost`, and remove the states of that attempt. They stay if another rank was lost."""
     try:
         yield
     except Exception as err:
-        shutil.rmtree(state.folder.parent, ignore_errors=True)
+        if describe_exception(err)["origin"] in ("peer", "passing"):
+            raise
+        remove_state(state)
         raise MemoryStateLost(
             f"expected to resume from the memory state in {str(state.folder)!r}, found {type(err).__name__}: {err}"
         ) from err

@@ -75,7 +75,8 @@ class Nodes:
         def has_copied() -> bool:
             folders = [folder for name in self.launches if (folder := memory_folder(self.spec_of(name)))]
             newest = [max(each.glob("*/"), default=each) for each in folders]
-            return min(map(copied_step, newest)) >= step and len({each.name for each in newest}) == 1
+            copied = [max(copied_step(each, rank) for rank in range(8)) for each in newest]
+            return min(copied) >= step and len({each.name for each in newest}) == 1
 
         wait_until(lambda: self.train_together() and has_copied(), what="copies of all nodes")
 
@@ -273,7 +274,7 @@ def test_node_hangs_while_states_are_copied(nodes: Callable[..., Nodes]) -> None
 
 @pytest.mark.soak
 def test_full_memory_of_one_node(nodes: Callable[..., Nodes], small_disk: Path) -> None:
-    """A node that has no room for the state that a claim names: its ranks fail, and the next claim reads the store."""
+    """A node that has no room for the state: no claim names it, and the store is read."""
     run = nodes("memory-full-node")
     run.start("a", "b")
     run.wait_for_copies(27)
@@ -284,7 +285,7 @@ def test_full_memory_of_one_node(nodes: Callable[..., Nodes], small_disk: Path) 
     run.start("full")
     for launch in run.launches.values():
         assert launch.wait() == 0, launch.stderr
-    assert run.claims() == [0, 1, 0]
+    assert run.claims() == [0, 0]
     assert audit_run(run.arena.lakehouse, run.spec.run).exact
     warnings = [event["message"] for launch in run.launches.values() for event in launch.of("warning")]
     assert any("of free memory" in each for each in warnings), warnings

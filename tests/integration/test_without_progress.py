@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.lakehouse.errors import NoProgress
+from dlac_pipeline.lakehouse.errors import MemoryStateLost, NoProgress
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.plan import Plans
@@ -58,3 +59,13 @@ def test_planned_end_after_commit_is_progress(arena: Arena) -> None:
     on_purpose.committed = True
     policy.note_rescale(on_purpose)
     assert policy.plan_restart(last, planned_end("it died again", step=1)) == ()
+
+
+def test_lost_memory_is_no_failed_attempt(arena: Arena) -> None:
+    """The attempt after it reads a checkpoint, and is the one that counts."""
+    policy, (first, lost, last) = attempts(arena, 3)
+    policy.plan_restart(first, planned_end("it died", step=1))
+    assert policy.plan_restart(lost, replace(planned_end("lost", step=1), kind=MemoryStateLost.__name__)) == ()
+    assert (policy._fruitless, policy._failed) == (1, 1)
+    with pytest.raises(NoProgress, match="committed nothing"):
+        policy.plan_restart(last, planned_end("it died again", step=1))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -113,6 +113,8 @@ def test_largest_dividing_world_size() -> None:
     assert [(member.slot, member.id) for member in largest] == [(1, "a"), (2, "b"), (4, "d")]
     plan = RoundPlan.form(members, number=3, port=5)
     assert RoundPlan.of(asdict(plan)) == plan
+    hosts = [replace(plan.members[0], place=place, offer=offer(host)) for place, host in enumerate("aabbb")]
+    assert [member.buddy for member in RoundPlan.form(tuple(hosts), number=3, port=5).members] == [2, 2, 0, 0, 0]
     assert [plan.share(place).node for place in range(2)] == [0, 1]
     assert RoundPlan.form(largest, number=3, port=5).part(2).share(2).nodes == 3
     assert (plan.place_of(3, "c"), plan.place_of(3, "b"), plan.place_of(1, "a")) == (1, None, None)

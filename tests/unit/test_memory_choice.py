@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.states import MemoryState, RankState, Trained
+from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState, Trained
 from dlac_pipeline.lakehouse.ledger.run_rows import trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.supervise.claims import attempts_without_progress
@@ -127,3 +127,13 @@ def test_state_in_memory_is_progress() -> None:
     ]
     assert [attempts_without_progress(claims[:count]) for count in range(5)] == [0, 1, 2, 1, 2]
     assert [trained_by(claims, 4, step) for step in (5, 6)] == [2, 4]
+
+
+def test_newest_state_has_latest_step(tmp_path: Path) -> None:
+    """The clocks of nodes differ: the step decides."""
+    found = [replace(STATE, step=14, saved_at=4.0), STATE]
+    parts = [
+        Part(f"000002-b/{number}-000002-b", states.pack_seal(replace(each, files=[])))
+        for number, each in enumerate(found)
+    ]
+    assert [state.first.step for state in states.find_states(tmp_path, reversed(parts))] == [14, 13]

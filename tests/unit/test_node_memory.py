@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,12 +16,12 @@ import pytest
 
 from dlac_pipeline.checkpoint.memory import states, transfer
 from dlac_pipeline.checkpoint.memory.states import Part, RankState
-from dlac_pipeline.checkpoint.memory.transfer import Connection, TransferRefused, key_of
+from dlac_pipeline.checkpoint.memory.transfer import Address, Connection, TransferRefused, key_of
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.memory import buddy
+from dlac_pipeline.supervise.memory import buddy, node_memory, server
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
 from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.memory.server import MemoryServer, WriteTurn
@@ -81,7 +82,8 @@ def nodes(home: Path, count: int) -> Iterator[Nodes]:
     folders = [folder for spec in specs if (folder := states.memory_folder(spec)) is not None]
     with ExitStack() as stack:
         memories = [stack.enter_context(closing(NodeMemory(spec, name="r@ledger"))) for spec in specs]
-        offers = [Offer(host="h", address=HERE, ranks=1, memory_port=each.serve(HERE)) for each in memories]
+        ports = [each.serve(HERE) for each in memories]
+        offers = [Offer(host=f"h{port}", address=HERE, ranks=1, memory_port=port) for port in ports]
         members = tuple(
             Member(slot=place + 1, id="i", place=place, offer=offer, first_rank=place, ranks=1)
             for place, offer in enumerate(offers)
@@ -126,6 +128,7 @@ def test_whole_state_is_found_and_fetched(tmp_path: Path) -> None:
             replace(state, folder=each) for each in places
         ]
         assert (places[0] / "part/2.pt").read_bytes() == (places[2] / "part/2.pt").read_bytes()
+        assert places[0].relative_to(found.folders[0]).parts[0] == "000003-c"
         assert [list(memory.take_warnings()) for memory in found.memories] == [[], [], []]
 
 
@@ -156,16 +159,27 @@ def test_nodes_copy_to_their_buddies(tmp_path: Path) -> None:
                 keep(folder, part, slot=number % 2)
             for folder in found.folders:
                 attempt = states.attempt_folder(folder, 3, "c")
-                wait_until(lambda: states.copied_step(attempt) == 20 + number, what="a copy")  # noqa: B023 - called here
+                wait_until(lambda: has_copied(attempt, 20 + number), what="a copy")  # noqa: B023 - called here
         assert found.steps() == [[22, 21], [22, 21]] or found.steps() == [[21, 22], [21, 22]]
+
+
+def has_copied(attempt: Path, step: int) -> bool:
+    """Return whether a node of one rank has marked the copy of a step."""
+    return any(states.copied_step(attempt, rank) == step for rank in range(3))
+
+
+def copy(copies: BuddyCopies) -> None:
+    """Copy a state that is not copied yet."""
+    found = copies._find_new()
+    assert found is not None
+    copies._copy(*found)
 
 
 def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
     """A node takes copies of the attempt that it trains, and once it has ended of none."""
-    with nodes(tmp_path, 2) as found, turns(found.folders[1]) as server:
+    with nodes(tmp_path, 2) as found, turns(found.folders[1]) as serving:
         keep(found.folders[0], part_of(0))
-        copies = BuddyCopies(states.attempt_folder(found.folders[0], 2, "b"), [0], server.address, KEY)
-        slot = states.slot_of(states.attempt_folder(found.folders[0], 2, "b"), 0)
+        copies = BuddyCopies(states.attempt_folder(found.folders[0], 2, "b"), [0], serving.address, KEY)
         states.make_folder(states.attempt_folder(found.folders[1], 2, "b"))
         guards = WriteTurn()
         for attempt, nonce, own, reason in (
@@ -173,16 +187,16 @@ def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
             (2, "z", [1], "expected a state of attempt 2, found"),
             (2, "b", [0, 1], "expected ranks of another node, found rank 0"),
         ):
-            server.accept(attempt, nonce, own, guards.take())
+            serving.accept(attempt, nonce, own, guards.take())
             with pytest.raises(TransferRefused, match=reason):
-                copies._copy(slot, server.address)
-        server.accept(2, "b", [1], guards.take())
+                copy(copies)
+        serving.accept(2, "b", [1], guards.take())
         guards.take()
         with pytest.raises(TransferRefused, match="another attempt or copy began"):
-            copies._copy(slot, server.address)
+            copy(copies)
         assert states.read_parts(found.folders[1]) == []
-        server.accept(2, "b", [1], guards.take())
-        copies._copy(slot, server.address)
+        serving.accept(2, "b", [1], guards.take())
+        copy(copies)
         assert [part.state for part in states.read_parts(found.folders[1])] == [part_of(0)]
 
 
@@ -195,20 +209,25 @@ def test_new_copy_ends_the_one_before(tmp_path: Path) -> None:
     part = part_of(0)
     with turns(folder) as server, ExitStack() as stack:
         server.accept(2, "b", [1], WriteTurn().take())
-        first, second = (stack.enter_context(Connection.open(server.address, KEY, timeout_s=10)) for _ in range(2))
+        first, second = (stack.enter_context(connect(server.address, "store")) for _ in range(2))
         for connection in (first, second):
-            connection.send(op="store", slot=states.slot_name(slot), home="elsewhere")
+            connection.send(slot=states.slot_name(slot), home="elsewhere", first_rank=0)
             connection.receive()
             connection.send(seals=[states.pack_seal(part)])
             connection.receive()
         second._socket.sendall(bytes([7]) * part.files[0][1])
-        second.send()
+        second.send(checksums=[zlib.crc32(bytes([7]) * part.files[0][1])])
         second.receive()
         first._socket.sendall(bytes([9]) * part.files[0][1])
         with pytest.raises(TransferRefused, match="another attempt or copy began"):
             first.receive()
     assert (slot / part.files[0][0]).read_bytes() == bytes([7]) * part.files[0][1]
     assert [found.state for found in states.read_parts(folder)] == [part]
+
+
+def connect(address: Address, operation: str = "list") -> Connection:
+    """Connect to a node, as another one of the tests' run."""
+    return Connection.open(address, KEY, operation, timeout_s=10)
 
 
 @contextmanager
@@ -223,9 +242,9 @@ def test_other_secret_is_refused(tmp_path: Path) -> None:
     with turns(tmp_path) as server:
         for key in (key_of("another secret of nodes", "r@ledger"), key_of("a secret of two nodes", "s@ledger")):
             with pytest.raises(OSError, match=r"closed|reset"):
-                Connection.open(server.address, key, timeout_s=10)
-        with Connection.open(server.address, KEY, timeout_s=10) as connection:
-            connection.send(op="list")
+                Connection.open(server.address, key, "list", timeout_s=10)
+        with connect(server.address) as connection:
+            connection.send()
             assert connection.receive()["parts"] == []
 
 
@@ -237,13 +256,13 @@ def test_stranger_is_not_taken_for_node() -> None:
             connected, _ = stranger.accept()
             with connected:
                 connected.sendall(bytes(32))
-                connected.recv(64)
+                connected.recv(72)
                 connected.sendall(bytes(32))
 
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(TransferRefused, match="another key"):
-            Connection.open(stranger.getsockname(), KEY, timeout_s=10)
+            connect(stranger.getsockname())
         thread.join()
 
 
@@ -277,7 +296,7 @@ def offer_parts(slot: Path, seals: Sequence[bytes], *, content: bytes = b"") -> 
     problem: list[OSError] = []
 
     def receive() -> None:
-        with Connection(theirs) as connection:
+        with Connection(theirs, "store") as connection:
             try:
                 transfer.receive_parts(connection, slot, nullcontext, lambda parts: None)
             except OSError as err:
@@ -285,7 +304,7 @@ def offer_parts(slot: Path, seals: Sequence[bytes], *, content: bytes = b"") -> 
 
     thread = threading.Thread(target=receive)
     thread.start()
-    with Connection(ours) as connection:
+    with Connection(ours, "store") as connection:
         connection.send(seals=seals)
         try:
             connection.receive()
@@ -321,13 +340,13 @@ def test_overwritten_state_is_not_sent(tmp_path: Path, monkeypatch: pytest.Monke
     states.make_folder(target.parent)
     sent = Connection.send_file
 
-    def send_file(self: Connection, path: Path, size: int) -> None:
-        sent(self, path, size)
+    def send_file(self: Connection, path: Path, size: int) -> int:
         states.seal_file(slot, 0).write_bytes(states.pack_seal(part_of(0, step=15)))
+        return sent(self, path, size)
 
     monkeypatch.setattr(Connection, "send_file", send_file)
-    with turns(folder) as server, Connection.open(server.address, KEY, timeout_s=10) as connection:
-        connection.send(op="fetch", slot=states.slot_name(slot), ranks=[0])
+    with turns(folder) as server, connect(server.address, "fetch") as connection:
+        connection.send(slot=states.slot_name(slot), ranks=[0])
         with pytest.raises(TransferRefused, match="overwritten"):
             transfer.receive_parts(connection, target, nullcontext, lambda parts: None)
     assert states.read_parts(mine) == []
@@ -343,7 +362,7 @@ def test_name_of_slot_is_checked(tmp_path: Path, name: str) -> None:
 
 
 def test_node_without_buddy_keeps_own_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buddy does not answer: after a while the ranks are free to keep states on their own node, and a warning says so."""
+    """The buddy does not answer: after a while the ranks are free to keep states on their own node, until it answers."""
     monkeypatch.setattr(buddy, "_RETRY_S", 0.01)
     folder = tmp_path / "mine" / "run"
     keep(folder, part_of(0))
@@ -351,8 +370,16 @@ def test_node_without_buddy_keeps_own_states(tmp_path: Path, monkeypatch: pytest
     warnings: list[str] = []
     with socket.create_server((HERE, 0)) as unused:
         nowhere = unused.getsockname()
-    BuddyCopies(attempt, [0], nowhere, KEY).run(threading.Event(), patience_s=0.1, warn=warnings.append)
-    assert states.copied_step(attempt) == states.ALWAYS
+    monkeypatch.setattr(buddy, "_LATER_S", 0.01)
+    ended, copies = threading.Event(), BuddyCopies(attempt, [0], nowhere, KEY)
+    thread = threading.Thread(target=copies.run, args=(ended,), kwargs={"patience_s": 0.1, "warn": warnings.append})
+    thread.start()
+    wait_until(lambda: states.copied_step(attempt, 0) == states.ALWAYS, what="ranks that do not wait")
+    monkeypatch.setattr(BuddyCopies, "_copy", lambda self, slot, step, mark: states.mark_copied(attempt, 0, step))
+    wait_until(lambda: states.copied_step(attempt, 0) == 13, what="a copy")
+    ended.set()
+    thread.join()
+    assert len(warnings) == 1
     assert "are kept on this node only" in warnings[0]
 
 
@@ -362,7 +389,7 @@ def test_shared_memory_is_not_copied(tmp_path: Path) -> None:
     keep(folder, part_of(0))
     attempt = states.attempt_folder(folder, 2, "b")
     with turns(folder) as server:
-        BuddyCopies(attempt, [0], server.address, KEY)._copy(states.slot_of(attempt, 0), server.address)
+        copy(BuddyCopies(attempt, [0], server.address, KEY))
     assert [part.state for part in states.read_parts(folder)] == [part_of(0)]
 
 
@@ -379,3 +406,155 @@ def test_unfinished_copies_are_removed(tmp_path: Path) -> None:
         found.memories[0].end()
         assert len(states.read_parts(found.folders[0])) == 1
         assert os.listdir(found.folders[0]) == ["000003-c"]
+
+
+def test_fetched_state_is_not_overwritten(tmp_path: Path) -> None:
+    """An old launch still writes its slot after the fetch: the seal of this node's own part changes, and the state is lost."""
+    with nodes(tmp_path, 2) as found:
+        for rank in range(2):
+            keep(found.folders[1 - rank], part_of(rank, world_size=2))
+        state, place = fetch(found)
+        assert states.check_unchanged(replace(state, folder=place))
+        keep(found.folders[0], part_of(1, world_size=2, step=15))
+        assert not states.check_unchanged(replace(state, folder=place))
+        assert (place / "part/0.pt").read_bytes() == bytes([0, 13]) * 506 + bytes(1)
+        states.remove_state(replace(state, folder=place))
+        assert states.read_parts(found.folders[0]) == []
+        found.memories[0].end()
+        assert not found.folders[0].exists()
+
+
+def fetch(found: Nodes) -> tuple[states.MemoryState, Path]:
+    """Return the newest state of all nodes, and its place on the first one after the fetch."""
+    gathered = found.memories[0].find(found.rounds[0])
+    state = gathered.read()[0]
+    point = replace(point_of(state), engine=state.first.engine)
+    found.memories[0].begin(replace(point, memory_sources=gathered.sources_of(point)), found.rounds[0])
+    wait_until(lambda: found.memories[0].local_point() is not None, what="the resume point")
+    return state, Path(str((found.memories[0].local_point() or point).folder))
+
+
+def test_only_needed_files_are_fetched(tmp_path: Path) -> None:
+    """A rank loads its own files and those of rank 0. Of the others the seals are fetched. With other ranks it is everything."""
+    with nodes(tmp_path, 3) as found:
+        for rank in range(3):
+            keep(found.folders[2 - rank], part_of(rank))
+        state, place = fetch(found)
+        assert sorted(path.name for path in place.glob("part/*")) == ["0.pt", "2.pt"]
+        fetched = states.read_slot(place)
+        assert fetched is not None
+        assert (fetched.votes(), fetched.trained_since(10)) == (state.votes(), state.trained_since(10))
+        found.memories[0].end()
+        assert not list(found.folders[0].rglob("1.pt"))
+        for folder in found.folders[:2]:
+            keep(folder, part_of(0 if folder == found.folders[0] else 1, world_size=2, step=14), slot=1)
+        _, place = fetch(found)
+        assert sorted(path.name for path in place.glob("part/*")) == ["0.pt", "1.pt"]
+
+
+@pytest.mark.parametrize("lacks", ["port", "room"])
+def test_node_without_memory_takes_no_state(tmp_path: Path, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state is whole, but one node has no memory to fetch it to: the checkpoint is read."""
+    with nodes(tmp_path, 2) as found:
+        for rank in range(2):
+            keep(found.folders[1], part_of(rank, world_size=2))
+        assert found.memories[0].find(found.rounds[0]).read()
+        if lacks == "room":
+            monkeypatch.setattr(states, "room_for_states", lambda memory: 1012)
+        else:
+            member = found.rounds[0].members[1]
+            offer = replace(member.offer, memory_port=0)
+            found.rounds[0].members = {**found.rounds[0].members, 1: replace(member, offer=offer)}
+        assert found.memories[0].find(found.rounds[0]).read() == []
+
+
+def test_slow_fetch_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have less time than to start, and read a checkpoint then."""
+    monkeypatch.setattr(node_memory, "_FETCH_SHARE", 0.0)
+    with nodes(tmp_path, 2) as found:
+        for rank, folder in enumerate(found.folders):
+            keep(folder, part_of(rank, world_size=2))
+        _, place = fetch(found)
+        assert states.read_slot(place) is None
+        assert "it took too long" in next(found.memories[0].take_warnings())
+
+
+def test_changed_content_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit changes on the way: the checksum finds it."""
+    monkeypatch.setattr(transfer.zlib, "crc32", lambda content, before=0: before + os.getpid() + next(numbers))
+    numbers = iter(range(99))
+    folder = tmp_path / "mine" / "run"
+    keep(folder, part_of(0))
+    target = tmp_path / "theirs" / "run" / "000002-b" / "0-000002-b"
+    states.make_folder(target.parent)
+    with turns(folder) as server, connect(server.address, "fetch") as connection:
+        connection.send(slot=states.slot_name(target), ranks=[0])
+        with pytest.raises(TransferRefused, match="changed on its way"):
+            transfer.receive_parts(connection, target, nullcontext, lambda parts: None)
+    assert states.read_slot(target) is None
+
+
+@pytest.mark.parametrize("changed", ["address", "operation"])
+def test_relayed_proof_is_refused(changed: str) -> None:
+    """A proof counts for one address and one operation only."""
+    ours, theirs = socket.socketpair()
+    problem: list[OSError] = []
+
+    def accept() -> None:
+        try:
+            Connection.accept(theirs, (HERE, 2), KEY, timeout_s=10)
+        except OSError as err:
+            problem.append(err)
+            theirs.close()
+
+    thread = threading.Thread(target=accept)
+    with ours, theirs:
+        thread.start()
+        agreed = ours.recv(32) + bytes(32) + b"list    "
+        proof = transfer._proof(KEY, b"client", (HERE, 1 if changed == "address" else 2), agreed)
+        ours.sendall(bytes(32) + (b"store   " if changed == "operation" else b"list    ") + proof)
+        thread.join()
+    assert "another key" in str(problem[0])
+
+
+def test_slow_handshake_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger sends a byte now and then: the whole handshake has one deadline. More connections than the limit are closed."""
+    monkeypatch.setattr(server, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 1)
+    with turns(tmp_path) as serving, socket.create_connection(serving.address) as slow:
+        slow.settimeout(10)
+        assert len(slow.recv(32)) == 32
+        with socket.create_connection(serving.address) as refused:
+            refused.settimeout(10)
+            assert refused.recv(32) == b""
+        with pytest.raises(OSError, match=r"Broken|reset"):  # noqa: PT012 - several bytes
+            while True:
+                slow.sendall(b"x")
+                wait_until(lambda: True, what="nothing")
+
+
+def test_failed_mark_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is full for a moment when a copy is to be marked: the thread does not end."""
+    monkeypatch.setattr(buddy, "_RETRY_S", 0.01)
+    mark, failures = states.mark_copied, iter([OSError("no space"), RuntimeError("a defect")])
+
+    def fail_first(folder: Path, first_rank: int, step: int) -> None:
+        for failure in failures:
+            raise failure
+        mark(folder, first_rank, step)
+
+    monkeypatch.setattr(states, "mark_copied", fail_first)
+    with nodes(tmp_path, 2) as found:
+        for memory, round_, folder in zip(found.memories, found.rounds, found.folders, strict=True):
+            memory.begin(point_of(), round_)
+            states.make_folder(states.attempt_folder(folder, 3, "c"))
+        keep(found.folders[0], part_of(0, world_size=2, step=20, attempt=3, nonce="c"))
+        wait_until(lambda: states.copied_step(states.attempt_folder(found.folders[0], 3, "c"), 0) == 20, what="a copy")
+
+
+def test_ended_run_leaves_no_state(tmp_path: Path) -> None:
+    """A loss ends the run: its states on all nodes are removed."""
+    with nodes(tmp_path, 2) as found:
+        keep(found.folders[0], part_of(0))
+        found.memories[0].forget()
+        assert not found.folders[0].exists()

@@ -1,14 +1,17 @@
 """Memory states of a run on this node: the states of ranks after one step, as files in a folder of shared memory.
 
     <memory>/dlac-<user>/<run>-<digest of its local folder>/<attempt>-<nonce>/
-        copied
+        copied.<first rank of a node>
         <slot>-<attempt>-<nonce>/
             <the files of the engine and of the random generators, as in a checkpoint>
             rank-<rank>.sealed
+        fetched.<first rank of a node>/<attempt>-<nonce>/<slot>-<attempt>-<nonce>/
+            <the same of an earlier attempt: fetched from other nodes, and links to what this node has>
 
 Ranks write two slots in turns. A rank removes its seal before it writes a slot, and seals it afterwards. All ranks have sealed a
 slot before any of them writes the other one. With several nodes a slot also has copies of another node's ranks, and `copied` has
-the last step whose state another node has of this node's ranks.
+the last step whose state another node has of a node's ranks. The attempt that resumes from a state fetches what its node lacks
+into its own folder, because the earlier attempt may still write, and removes that once its ranks have loaded it.
 """
 
 import os
@@ -36,7 +39,7 @@ _FORGET_S = 86_400.0
 _CGROUP = Path("/sys/fs/cgroup")
 _SLOT = re.compile(r"([0-9]{6,}-[0-9a-z]+)/[0-9]-\1")
 ALWAYS = 2**62
-"""A step after all others: this node's states are not copied, and no rank waits for that."""
+"""A step after all others: the states of a node are not copied, and no rank waits for that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +223,8 @@ def find_states(folder: Path, parts: Iterable[Part]) -> list[MemoryState]:
         for key, ranks in by_state.items()
         if 0 in ranks and ranks.keys() == set(range(ranks[0].world_size))
     ]
-    return sorted(found, key=lambda state: state.first.saved_at, reverse=True)
+    # nodes have different clocks
+    return sorted(found, key=lambda state: (state.first.step, state.first.attempt, state.first.saved_at), reverse=True)
 
 
 def read_states(folder: Path) -> list[MemoryState]:
@@ -241,18 +245,38 @@ def _parts_in(slot: Path) -> Iterator[Part]:
                 yield part
 
 
-def mark_copied(folder: Path, step: int) -> None:
-    """Note the last step whose state of this node's ranks another node has, in the folder of an attempt."""
-    temporary = folder / "copied.tmp"
+def mark_copied(folder: Path, first_rank: int, step: int) -> None:
+    """Note the last step whose state of a node's ranks another node has, in the folder of an attempt."""
+    temporary = folder / f"copied.{first_rank:05d}.tmp"
     temporary.write_text(str(step))
-    temporary.rename(folder / "copied")
+    temporary.rename(temporary.with_suffix(""))
 
 
-def copied_step(folder: Path) -> int:
+def copied_step(folder: Path, first_rank: int) -> int:
     """Return the step that `mark_copied` noted, or 0."""
     with suppress(OSError, ValueError):
-        return int((folder / "copied").read_text())
+        return int((folder / f"copied.{first_rank:05d}").read_text())
     return 0
+
+
+def fetched_folder(folder: Path, first_rank: int) -> Path:
+    """Return the folder of the state that a node fetches, in that of the new attempt. It is like the folder of a run."""
+    return folder / f"fetched.{first_rank:05d}"
+
+
+def link_part(part: Part, slot: Path, target: Path) -> None:
+    """Make links in another slot to a rank's files and seal. What is written over them is seen there."""
+    for path in [*(slot / name for name, _ in part.state.files), seal_file(slot, part.state.rank)]:
+        link = target / path.relative_to(slot)
+        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        link.symlink_to(path)
+
+
+def remove_state(state: MemoryState) -> None:
+    """Remove the states of the attempt of a state on this node, also those to which a fetched one has links."""
+    for seal in [seal_file(state.folder, rank.rank).resolve() for rank in state.ranks]:
+        shutil.rmtree(seal.parent.parent, ignore_errors=True)
+    shutil.rmtree(state.folder.parent, ignore_errors=True)
 
 
 def forget_states(folder: Path, *, before: int) -> None:

@@ -1,8 +1,8 @@
 """Transfer of memory states between the nodes of a run: authenticated connections, and files with their seals over them.
 
-Both ends prove that they have the run's key, by a challenge. Content is neither encrypted nor authenticated, as that of Gloo and
-NCCL between ranks. A message is a msgpack map after its length. A part of a state is sent as its seal, the content of its files,
-and a message that the seal is still the same.
+Both ends prove that they have the run's key, by a challenge to which the server's address and the operation belong. Content is
+neither encrypted nor authenticated, as that of Gloo and NCCL between ranks. A message is a msgpack map after its length. A part
+of a state is sent as its seal, the content of its files, and a message with their checksums, if the seal is still the same.
 """
 
 import hashlib
@@ -11,8 +11,11 @@ import os
 import secrets
 import socket
 import struct
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,10 +29,12 @@ Address = tuple[str, int]
 Guard = Callable[[], AbstractContextManager[object]]
 """Context of each write to this node's memory. It raises `TransferRefused` once another transfer may write there."""
 _CHALLENGE_BYTES = 32
+_OPERATION_BYTES = 8
 _LENGTH = struct.Struct(">Q")
 _MOST_MESSAGE_BYTES = 1 << 28
 _MOST_FILES = 100_000
 _BUFFER_BYTES = 1 << 20
+_LEAST_WAIT_S = 0.001
 
 
 class TransferRefused(OSError):
@@ -42,39 +47,43 @@ def key_of(secret: str, run: str) -> bytes:
 
 
 class Connection:
-    """An authenticated connection to another node."""
+    """An authenticated connection to another node, for one operation."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, operation: str) -> None:
+        self.operation = operation
         self._socket = connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def open(cls, address: Address, key: bytes, *, timeout_s: float) -> "Connection":
+    def open(cls, address: Address, key: bytes, operation: str, *, timeout_s: float) -> "Connection":
         """Connect to a node. Raise `OSError` if it does not answer, or has another key."""
-        connected = socket.create_connection(address, timeout_s)
+        connected, until = socket.create_connection(address, timeout_s), time.monotonic() + timeout_s
         try:
-            theirs, mine = _receive_exactly(connected, _CHALLENGE_BYTES), secrets.token_bytes(_CHALLENGE_BYTES)
-            connected.sendall(mine + _proof(key, b"client", theirs, mine))
-            proof = _receive_exactly(connected, hashlib.sha256().digest_size)
-            if not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine)):
+            mine, named = secrets.token_bytes(_CHALLENGE_BYTES), operation.encode().ljust(_OPERATION_BYTES)
+            agreed = _receive_exactly(connected, _CHALLENGE_BYTES, until=until) + mine + named
+            connected.sendall(mine + named + _proof(key, b"client", address, agreed))
+            proof = _receive_exactly(connected, hashlib.sha256().digest_size, until=until)
+            if not hmac.compare_digest(proof, _proof(key, b"server", address, agreed)):
                 raise TransferRefused(f"expected a node of this run at {address!r}, found one with another key")
+            connected.settimeout(timeout_s)
         except BaseException:
             connected.close()
             raise
-        return cls(connected)
+        return cls(connected, operation)
 
     @classmethod
-    def accept(cls, connected: socket.socket, key: bytes, *, timeout_s: float) -> "Connection":
-        """Answer a node that has connected. Raise `OSError` if it has another key."""
+    def accept(cls, connected: socket.socket, address: Address, key: bytes, *, timeout_s: float) -> "Connection":
+        """Answer a node that has connected to this address. Raise `OSError` if it does not show the key in time."""
         connected.settimeout(timeout_s)
-        mine = secrets.token_bytes(_CHALLENGE_BYTES)
+        mine, until = secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + timeout_s
         connected.sendall(mine)
-        theirs = _receive_exactly(connected, _CHALLENGE_BYTES)
-        proof = _receive_exactly(connected, hashlib.sha256().digest_size)
-        if not hmac.compare_digest(proof, _proof(key, b"client", mine, theirs)):
+        answer = _receive_exactly(connected, _CHALLENGE_BYTES + _OPERATION_BYTES, until=until)
+        proof = _receive_exactly(connected, hashlib.sha256().digest_size, until=until)
+        if not hmac.compare_digest(proof, _proof(key, b"client", address, mine + answer)):
             raise TransferRefused("another node has connected with another key")
-        connected.sendall(_proof(key, b"server", mine, theirs))
-        return cls(connected)
+        connected.settimeout(timeout_s)
+        connected.sendall(_proof(key, b"server", address, mine + answer))
+        return cls(connected, answer[_CHALLENGE_BYTES:].decode().strip())
 
     def __enter__(self) -> "Connection":
         return self
@@ -101,16 +110,22 @@ class Connection:
             raise TransferRefused(str(refused))
         return message
 
-    def send_file(self, path: Path, size: int) -> None:
-        """Send the first `size` bytes of a file. Raise `OSError` if it is shorter."""
-        with path.open("rb") as file:
-            sent = self._socket.sendfile(file, 0, size) if size else 0
-        if sent != size:
-            raise OSError(f"expected {size} bytes in {str(path)!r}, found {sent}")
+    def send_file(self, path: Path, size: int) -> int:
+        """Send the first `size` bytes of a file, and return their checksum. Raise `OSError` if it is shorter."""
+        buffer, done, checksum = memoryview(bytearray(min(size, _BUFFER_BYTES))), 0, 0
+        with path.open("rb", buffering=0) as file:
+            while done < size:
+                count = file.readinto(buffer[: size - done])
+                if not count:
+                    raise OSError(f"expected {size} bytes in {str(path)!r}, found {done}")
+                checksum = zlib.crc32(buffer[:count], checksum)
+                self._socket.sendall(buffer[:count])
+                done += count
+        return checksum
 
-    def receive_file(self, path: Path, size: int, guard: Guard) -> None:
-        """Write `size` bytes over a file, whose pages are used again."""
-        buffer = memoryview(bytearray(min(size, _BUFFER_BYTES)))
+    def receive_file(self, path: Path, size: int, guard: Guard) -> int:
+        """Write `size` bytes over a file, whose pages are used again, and return their checksum."""
+        buffer, checksum = memoryview(bytearray(min(size, _BUFFER_BYTES))), 0
         with guard():
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -123,24 +138,29 @@ class Connection:
                     written = 0
                     while written < count:
                         written += os.pwrite(descriptor, buffer[written:count], done + written)
+                checksum = zlib.crc32(buffer[:count], checksum)
                 done += count
             with guard():
                 os.ftruncate(descriptor, size)
         finally:
             os.close(descriptor)
+        return checksum
 
 
-def send_parts(connection: Connection, slot: Path, ranks: Sequence[int]) -> None:
-    """Send the parts of some ranks in a slot. Raise `OSError` if one was written since then, or `TransferRefused`."""
+def send_parts(connection: Connection, slot: Path, ranks: Sequence[int], *, with_files: bool = True) -> None:
+    """Send the parts of some ranks in a slot. Raise `OSError` if one was written since then, or `TransferRefused`.
+
+    Without files the seals name none.
+    """
     paths = [states.seal_file(slot, rank) for rank in ranks]
     seals = [path.read_bytes() for path in paths]
-    connection.send(seals=seals)
+    found = [states.parse_seal(seal) for seal in seals]
+    connection.send(seals=seals if with_files else [states.pack_seal(replace(each, files=[])) for each in found])
     connection.receive()
-    for seal in seals:
-        for name, size in states.parse_seal(seal).files:
-            connection.send_file(slot / name, size)
+    files = [file for each in found for file in each.files] if with_files else []
+    checksums = [connection.send_file(slot / name, size) for name, size in files]
     is_same = [path.read_bytes() for path in paths] == seals
-    connection.send(refused="" if is_same else "the state was overwritten")
+    connection.send(refused="" if is_same else "the state was overwritten", checksums=checksums)
     if not is_same:
         raise OSError(f"expected the state in {str(slot)!r} to stay, found that it was overwritten")
 
@@ -169,9 +189,9 @@ def receive_parts(
             connection.send(refused=str(err))
         raise TransferRefused(str(err)) from err
     connection.send()
-    for path, size in files:
-        connection.receive_file(path, size, guard)
-    connection.receive()
+    checksums = [connection.receive_file(path, size, guard) for path, size in files]
+    if connection.receive().get("checksums") != checksums:
+        raise TransferRefused("the content changed on its way")
     for each, seal in zip(found, seals, strict=True):
         with guard():
             states.write_seal(slot, each.rank, seal)
@@ -199,13 +219,16 @@ def _check_room(slot: Path, files: Sequence[tuple[Path, int]]) -> None:
         raise ValueError(f"expected {needed >> 20} MiB of free memory in {str(slot)!r}, found {room >> 20} MiB")
 
 
-def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
-    return hmac.digest(key, role + server + client, hashlib.sha256)
+def _proof(key: bytes, role: bytes, server: Address, agreed: bytes) -> bytes:
+    return hmac.digest(key, role + agreed + f"{server[0]}:{server[1]}".encode(), hashlib.sha256)
 
 
-def _receive_exactly(connected: socket.socket, count: int) -> bytes:
+def _receive_exactly(connected: socket.socket, count: int, *, until: float = 0.0) -> bytes:
+    """Receive bytes. `until` is a moment of the monotonic clock by which all have to be there, or 0."""
     content = bytearray()
     while len(content) < count:
+        if until:
+            connected.settimeout(max(_LEAST_WAIT_S, until - time.monotonic()))
         piece = connected.recv(min(count - len(content), _BUFFER_BYTES))
         if not piece:
             raise ConnectionError("the other node closed the connection")

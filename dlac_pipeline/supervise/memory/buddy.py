@@ -1,18 +1,23 @@
-"""Copies of a node's memory states on its buddy, the node in the next place of the round."""
+"""Copies of a node's memory states on its buddy, the next node of the round on another host."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.transfer import Address, Connection, send_parts
-from dlac_pipeline.supervise.memory.server import TIMEOUT_S, home_of
+from dlac_pipeline.supervise.memory.server import STORE, TIMEOUT_S, home_of
 
 _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.002, 0.05
+_SLOWER = 1.05
+"""Factor of the time between two looks of which one found nothing."""
 _RETRY_S = 0.5
+_LATER_S = 30.0
+"""Seconds between two tries while the ranks do not wait for copies."""
 _Mark = list[tuple[int, int]]
 
 
@@ -30,34 +35,37 @@ class BuddyCopies:
         self._look_s = _LEAST_LOOK_S
 
     def run(self, ended: threading.Event, *, patience_s: float, warn: Callable[[str], None]) -> None:
-        """Copy each state once it is sealed, until `ended` is set. Give up if that fails for `patience_s`."""
-        copied_at, failing_since, problem = time.monotonic(), 0.0, "this node's buddy keeps no states in memory"
+        """Copy each state once it is sealed, until `ended` is set. If that fails for `patience_s`, the ranks do not wait."""
+        copied_at, failing_since, is_alone = time.monotonic(), 0.0, False
         while not ended.wait(self._look_s):
-            found = self._find_new()
-            if found is None:
-                continue
-            slot, step, mark = found
-            if self._buddy is not None:
-                try:
-                    self._copy(slot, self._buddy)
-                except (OSError, ValueError) as err:
-                    failing_since, problem = failing_since or time.monotonic(), str(err)
-                    if time.monotonic() < failing_since + patience_s:
-                        ended.wait(_RETRY_S)
-                        continue
-                else:
-                    self._marks[int(slot.name[0])] = mark
-                    states.mark_copied(self._folder, step)
-                    now, failing_since = time.monotonic(), 0.0
-                    self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, (now - copied_at) / _LOOKS_PER_STATE))
-                    copied_at = now
+            try:
+                found = self._find_new()
+                if found is None:
+                    self._look_s = min(_MOST_LOOK_S, self._look_s * _SLOWER)
                     continue
-            states.mark_copied(self._folder, states.ALWAYS)
-            warn(
-                f"expected to copy the states in memory to another node, found {problem}: they are kept on this node only, and "
-                "if it is lost, the last checkpoint is read"
-            )
-            return
+                self._copy(*found)
+            except Exception as err:  # the ranks wait for copies
+                failing_since = failing_since or time.monotonic()
+                if self._buddy is not None and time.monotonic() < failing_since + patience_s:
+                    ended.wait(_RETRY_S)
+                    continue
+                if not is_alone:
+                    self._warn_alone(err, warn)
+                    is_alone = True
+                with suppress(OSError):
+                    states.mark_copied(self._folder, self._ranks[0], states.ALWAYS)
+                ended.wait(_LATER_S)
+            else:
+                now, failing_since, is_alone = time.monotonic(), 0.0, False
+                self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, (now - copied_at) / _LOOKS_PER_STATE))
+                copied_at = now
+
+    @staticmethod
+    def _warn_alone(problem: Exception, warn: Callable[[str], None]) -> None:
+        warn(
+            f"expected to copy the states in memory to another node, found {problem}: they are kept on this node only, and if it "
+            "is lost, the last checkpoint is read"
+        )
 
     def _find_new(self) -> tuple[Path, int, _Mark] | None:
         """Return a slot that all ranks of this node have sealed after the same step, and that is not copied yet."""
@@ -75,9 +83,14 @@ class BuddyCopies:
                 continue
         return None
 
-    def _copy(self, slot: Path, buddy: Address) -> None:
-        with Connection.open(buddy, self._key, timeout_s=TIMEOUT_S) as connection:
-            connection.send(op="store", slot=states.slot_name(slot), home=home_of(self._folder.parent))
+    def _copy(self, slot: Path, step: int, mark: _Mark) -> None:
+        """Copy a slot, and note that it is copied. Raise `OSError` if the buddy does not take it."""
+        if self._buddy is None:
+            raise OSError("this node's buddy keeps no states in memory")
+        with Connection.open(self._buddy, self._key, STORE, timeout_s=TIMEOUT_S) as connection:
+            connection.send(slot=states.slot_name(slot), home=home_of(self._folder.parent), first_rank=self._ranks[0])
             if not connection.receive()["is_same"]:
                 send_parts(connection, slot, self._ranks)
                 connection.receive()
+        states.mark_copied(self._folder, self._ranks[0], step)
+        self._marks[int(slot.name[0])] = mark

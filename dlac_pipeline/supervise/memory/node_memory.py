@@ -1,61 +1,93 @@
 """Memory states of a run on the nodes of a round, as the supervisor of one node serves, copies and fetches them."""
 
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from socket import gethostname
 
 from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.states import MemoryState, Part
-from dlac_pipeline.checkpoint.memory.transfer import Address, Connection, Guard, key_of, receive_parts
-from dlac_pipeline.elastic.rank_assignment import Member
+from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState
+from dlac_pipeline.checkpoint.memory.transfer import (
+    Address,
+    Connection,
+    Guard,
+    TransferRefused,
+    key_of,
+    receive_parts,
+)
+from dlac_pipeline.elastic.rank_assignment import Member, Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import shared_secret
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
-from dlac_pipeline.supervise.memory.server import TIMEOUT_S, MemoryServer, WriteTurn
+from dlac_pipeline.supervise.memory.server import FETCH, FETCH_SEALS, LIST, TIMEOUT_S, MemoryServer, WriteTurn
 
 _MOST_THREADS = 32
+_FETCH_SHARE = 0.5
+"""Share of `start_timeout_s` that ranks wait for a state in memory."""
+_OWN_FILES = ("torch", "deepspeed")
+"""Engines whose ranks load only their own files and those of rank 0, if they are as many as those that saved them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStates:
+    """Memory states on one node of a round."""
+
+    ranks: range
+    """Ranks of the node in the round."""
+    parts: Sequence[Part]
+    room: int
+    """Bytes of free memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundStates:
-    """Parts of memory states on the nodes of a round. Those of this node are read when they are asked for."""
+    """Memory states on the nodes of a round. The parts of this node are read when they are asked for."""
 
     folder: Path | None
-    """Folder of the run on this node, or None without memory states."""
-    elsewhere: Mapping[Address, Sequence[Part]]
+    """Folder of the run on this node, or None if no state is to be taken."""
+    here: NodeStates
+    elsewhere: Mapping[Address, NodeStates] = field(default_factory=dict)
     address: Address | None = None
     """Address at which this node serves its states."""
 
     def read(self) -> list[MemoryState]:
-        """Return the whole memory states, the newest first."""
+        """Return the whole memory states that all nodes have room for, the newest first."""
         if self.folder is None:
             return []
-        others = [part for parts in self.elsewhere.values() for part in parts]
-        return states.find_states(self.folder, [*states.read_parts(self.folder), *others])
+        nodes = self._nodes()
+        found = states.find_states(self.folder, [part for node in nodes for part in node.parts])
+        world_size = sum(len(node.ranks) for node in nodes)
+        return [state for state in found if all(_has_room(node, state, world_size) for node in nodes)]
 
     def sources_of(self, point: ResumePoint) -> list[tuple[str, int, list[int]]]:
         """Return the addresses and ports of nodes that have parts of the state of a resume point, with their ranks."""
         if not point.memory_of or not point.folder or self.folder is None or self.address is None:
             return []
         name = states.slot_name(Path(point.folder))
-        parts = {self.address: states.read_parts(self.folder), **self.elsewhere}
-        found = {address: _ranks_in(each, name, point.step) for address, each in parts.items()}
+        nodes = zip([self.address, *self.elsewhere], self._nodes(), strict=True)
+        found = {address: _ranks_in(node.parts, name, point.step) for address, node in nodes}
         return [(*address, sorted(ranks)) for address, ranks in found.items() if ranks]
+
+    def _nodes(self) -> list[NodeStates]:
+        parts = [] if self.folder is None else states.read_parts(self.folder)
+        return [replace(self.here, parts=parts), *self.elsewhere.values()]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Attempt:
     """The attempt whose states this node copies and takes."""
 
-    ranks: Sequence[int]
+    ranks: range
     """Ranks of this node."""
     folder: Path | None
     guard: Guard
@@ -73,6 +105,7 @@ class NodeMemory:
         self._launch = spec.launch
         self._name = name
         self._server: MemoryServer | None = None
+        self._warned_of_host = False
         self._turns = WriteTurn()
         self._current: _Attempt | None = None
         self._warnings: SimpleQueue[str] = SimpleQueue()
@@ -84,41 +117,59 @@ class NodeMemory:
         if self._server is None or self._server.address[0] != address:
             self.close()
             with suppress(OSError):
-                self._server = MemoryServer(address, self._folder, self._key())
+                self._server = MemoryServer(address, self._folder, self._key)
         return 0 if self._server is None else self._server.address[1]
 
     def find(self, round_: Round) -> FoundStates:
-        """Return the memory states on all nodes of a round. A node that does not answer has none."""
-        others = [round_.members[place] for place in round_.others]
-        served = [_address_of(member) for member in others if member.offer.memory_port]
-        if self._folder is None or self._server is None or not served:
-            return FoundStates(folder=self._folder, elsewhere={})
-        with ThreadPoolExecutor(min(_MOST_THREADS, len(served))) as pool:
-            elsewhere = dict(zip(served, pool.map(self._list, served), strict=True))
-        return FoundStates(folder=self._folder, elsewhere=elsewhere, address=self._server.address)
+        """Return the memory states on all nodes of a round. A node that does not answer has none.
+
+        If a node cannot serve its memory, it cannot fetch a state either, and none is to be taken.
+        """
+        share, others = round_.share, [round_.members[place] for place in round_.others]
+        is_served = self._folder is not None and all(member.offer.memory_port for member in others)
+        here = NodeStates(ranks=_ranks_of(share), parts=[], room=self._room())
+        if not others or not is_served or self._server is None:
+            return FoundStates(folder=None if others else self._folder, here=here)
+        with ThreadPoolExecutor(min(_MOST_THREADS, len(others))) as pool:
+            elsewhere = dict(zip(map(_address_of, others), pool.map(self._list, others), strict=True))
+        return FoundStates(folder=self._folder, here=here, elsewhere=elsewhere, address=self._server.address)
 
     def begin(self, point: ResumePoint, round_: Round) -> None:
         """Fetch the state of a resume point, if it is in memory, and then copy the states of its attempt. Returns at once."""
         self.end()
-        share, folder = round_.share, self._folder
+        folder = self._folder
         self._current = current = _Attempt(
-            ranks=range(share.first_rank, share.first_rank + share.ranks),
+            ranks=_ranks_of(round_.share),
             folder=None if folder is None else states.attempt_folder(folder, point.attempt, point.nonce),
             guard=self._turns.take(),
             point=None if point.memory_of else point,
         )
 
         def work() -> None:
-            current.point = self._fetch(point, current.guard) if point.memory_of else point
-            if self._server is not None:
-                self._server.accept(point.attempt, point.nonce, current.ranks, current.guard)
-            if current.folder is not None and share.nodes > 1:
-                buddy = round_.members[(share.node + 1) % share.nodes]
-                address = _address_of(buddy) if buddy.offer.memory_port else None
-                copies = BuddyCopies(current.folder, current.ranks, address, self._key())
-                copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=self._warnings.put)
+            try:
+                current.point = self._fetch(point, current, round_.share.world_size) if point.memory_of else point
+                if self._server is not None:
+                    self._server.accept(point.attempt, point.nonce, current.ranks, current.guard)
+                self._copy(current, round_)
+            except Exception as err:  # nothing joins this thread
+                self._warnings.put(f"expected to copy the states in memory, found {type(err).__name__}: {err}")
 
         threading.Thread(target=work, name="memory states", daemon=True).start()
+
+    def _copy(self, current: _Attempt, round_: Round) -> None:
+        share = round_.share
+        if current.folder is None or share.nodes == 1:
+            return
+        mine = round_.members[share.node]
+        buddy = round_.members[mine.buddy]
+        if buddy.offer.host == mine.offer.host and not self._warned_of_host:
+            self._warned_of_host = True
+            self._warnings.put(
+                f"expected nodes on several hosts, found all on {mine.offer.host}: their states in memory are lost together"
+            )
+        address = _address_of(buddy) if buddy.offer.memory_port else None
+        copies = BuddyCopies(current.folder, current.ranks, address, self._key)
+        copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=self._warnings.put)
 
     def local_point(self) -> ResumePoint | None:
         """Return the resume point for the ranks of this node, once its state is on this node. They fail if it was lost."""
@@ -137,6 +188,8 @@ class NodeMemory:
         if current is None:
             return
         current.ended.set()
+        if current.folder is not None:
+            shutil.rmtree(states.fetched_folder(current.folder, current.ranks[0]), ignore_errors=True)
         slots = [] if current.folder is None else [states.slot_of(current.folder, each) for each in range(states.SLOTS)]
         has_own = any(states.seal_file(slot, rank).exists() for slot in slots for rank in current.ranks)
         if current.folder is not None and not has_own:
@@ -144,60 +197,95 @@ class NodeMemory:
             with suppress(OSError):  # it has other attempts, or does not exist
                 current.folder.parent.rmdir()
 
+    def forget(self) -> None:
+        """Remove the memory states of the run on this node."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def close(self) -> None:
         """Stop serving."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
+    @cached_property
     def _key(self) -> bytes:
         return key_of(shared_secret(self._launch), self._name)
 
-    def _list(self, address: Address) -> list[Part]:
-        found = []
+    def _room(self) -> int:
+        return 0 if self._folder is None else states.room_for_states(self._folder.parents[1])
+
+    def _list(self, member: Member) -> NodeStates:
+        ranks, found, room = range(member.first_rank, member.first_rank + member.ranks), [], 0
         with (
-            suppress(OSError, KeyError, TypeError),
-            Connection.open(address, self._key(), timeout_s=TIMEOUT_S) as other,
+            suppress(Exception),  # a node of which nothing is known has nothing
+            Connection.open(_address_of(member), self._key, LIST, timeout_s=TIMEOUT_S) as other,
         ):
-            other.send(op="list")
-            for slot, seal in other.receive()["parts"]:
+            other.send()
+            answer = other.receive()
+            room = int(answer["room"])
+            for slot, seal in answer["parts"]:
                 with suppress(ValueError):  # another version
                     found.append(Part(str(slot), bytes(seal)))
-        return found
+        return NodeStates(ranks=ranks, parts=found, room=room)
 
-    def _fetch(self, point: ResumePoint, guard: Guard) -> ResumePoint:
-        """Return a resume point with a folder of this node, after all parts of its state have been fetched, or not."""
-        if self._folder is None or not point.folder:
-            return replace(point, folder="", host=gethostname())
+    def _fetch(self, point: ResumePoint, current: _Attempt, world_size: int) -> ResumePoint:
+        """Return a resume point with a folder of this node, after all parts of its state that its ranks need have been fetched.
+
+        Without them the ranks find no whole state, and fail.
+        """
+        fetched = None
         try:
-            slot = states.slot_at(self._folder, states.slot_name(Path(point.folder)))
-            name = states.slot_name(slot)
-            missing = set(range(point.world_size)) - _ranks_in(states.read_parts(self._folder), name, point.step)
-            if missing:
-                states.make_folder(slot.parent)
-            own = None if self._server is None else self._server.address
-            for host, port, ranks in point.memory_sources:
-                wanted = sorted(missing.intersection(ranks))
-                if wanted and (host, port) != own:
-                    try:
-                        self._fetch_from((host, port), slot, wanted, point.step, guard)
-                        missing -= set(wanted)
-                    except OSError as err:
-                        self._warnings.put(
-                            f"expected ranks {wanted} of the state in memory from {host}:{port}, found {err}"
-                        )
+            fetched = self._find_or_fetch(point, current, world_size)
         except Exception as err:  # the ranks wait for the resume point
             self._warnings.put(f"expected to fetch the state in memory of step {point.step}, found {err}")
-            return replace(point, folder="", host=gethostname())
-        return replace(point, folder=str(slot), host=gethostname())
+        return replace(point, folder="" if fetched is None else str(fetched), host=gethostname())
 
-    def _fetch_from(self, address: Address, slot: Path, ranks: list[int], step: int, guard: Guard) -> None:
-        def check(parts: Sequence[states.RankState]) -> None:
+    def _find_or_fetch(self, point: ResumePoint, current: _Attempt, world_size: int) -> Path | None:
+        """Return the slot of a state: that of its attempt if this node has all of it. Otherwise fetch what is missing."""
+        if self._folder is None or current.folder is None or not point.folder:
+            return None
+        slot = states.slot_at(self._folder, states.slot_name(Path(point.folder)))
+        name, until = states.slot_name(slot), time.monotonic() + _FETCH_SHARE * self._launch.start_timeout_s
+        own = [part for part in states.read_parts(self._folder) if (part.slot, part.state.step) == (name, point.step)]
+        if len(own) == point.world_size:
+            return slot
+        home, guard = states.fetched_folder(current.folder, current.ranks[0]), _until(current.guard, until)
+        target = states.slot_at(home, name)
+        with guard():
+            states.make_folder(current.folder)
+            target.mkdir(mode=0o700, parents=True)
+            for part in own:
+                states.link_part(part, slot, target)
+        missing = set(range(point.world_size)) - {part.state.rank for part in own}
+        needed = missing & _needed_ranks(point.engine, current.ranks, saved=point.world_size, now=world_size)
+        self._fetch_all(point, target, FETCH, needed, guard)
+        self._fetch_all(point, target, FETCH_SEALS, missing - needed, guard)
+        return target
+
+    def _fetch_all(self, point: ResumePoint, target: Path, operation: str, ranks: set[int], guard: Guard) -> None:
+        """Fetch the parts of ranks, or only their seals, from the nodes that have them. Other nodes are asked after a failure."""
+        own = None if self._server is None else self._server.address
+        for host, port, found in point.memory_sources:
+            wanted = sorted(ranks.intersection(found))
+            if wanted and (host, port) != own:
+                try:
+                    self._fetch_from((host, port), target, operation, wanted, point.step, guard)
+                    ranks = ranks - set(wanted)
+                except OSError as err:
+                    self._warnings.put(
+                        f"expected ranks {wanted} of the state in memory from {host}:{port}, found {err}"
+                    )
+
+    def _fetch_from(
+        self, address: Address, slot: Path, operation: str, ranks: list[int], step: int, guard: Guard
+    ) -> None:
+        def check(parts: Sequence[RankState]) -> None:
             if [part.rank for part in parts] != ranks or {part.step for part in parts} != {step}:
                 raise ValueError(f"expected ranks {ranks} after step {step}, found others")
 
-        with Connection.open(address, self._key(), timeout_s=TIMEOUT_S) as connection:
-            connection.send(op="fetch", slot=states.slot_name(slot), ranks=ranks)
+        with Connection.open(address, self._key, operation, timeout_s=TIMEOUT_S) as connection:
+            connection.send(slot=states.slot_name(slot), ranks=ranks)
             receive_parts(connection, slot, guard, check)
 
 
@@ -205,5 +293,37 @@ def _address_of(member: Member) -> Address:
     return member.offer.address, member.offer.memory_port
 
 
+def _ranks_of(share: Share) -> range:
+    return range(share.first_rank, share.first_rank + share.ranks)
+
+
 def _ranks_in(parts: Sequence[Part], slot: str, step: int) -> set[int]:
     return {part.state.rank for part in parts if (part.slot, part.state.step) == (slot, step)}
+
+
+def _needed_ranks(engine: str, ranks: range, *, saved: int, now: int) -> set[int]:
+    """Return the ranks of a state whose files the ranks of a node load. Conversions and other engines may read any file."""
+    return {0, *ranks} if saved == now and engine in _OWN_FILES else set(range(saved))
+
+
+def _has_room(node: NodeStates, state: MemoryState, world_size: int) -> bool:
+    """Return whether a node can fetch what it needs of a state."""
+    saved, name = state.first.world_size, states.slot_name(state.folder)
+    needed = _needed_ranks(state.first.engine, node.ranks, saved=saved, now=world_size)
+    missing = needed - _ranks_in(node.parts, name, state.first.step)
+    return sum(size for rank in missing for _, size in state.ranks[rank].files) <= (
+        node.room if missing else sys.maxsize
+    )
+
+
+def _until(guard: Guard, moment: float) -> Guard:
+    """Return a context that refuses writes after a moment of the monotonic clock, too."""
+
+    @contextmanager
+    def limited() -> Iterator[None]:
+        with guard():
+            if time.monotonic() > moment:
+                raise TransferRefused("it took too long")
+            yield
+
+    return limited

@@ -6,8 +6,9 @@ import socketserver
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.states import RankState
@@ -20,9 +21,13 @@ from dlac_pipeline.checkpoint.memory.transfer import (
     send_parts,
 )
 
+LIST, FETCH, FETCH_SEALS, STORE = "list", "fetch", "seals", "store"
+"""Operations of a connection."""
 TIMEOUT_S = 10.0
 """Seconds without a byte after which a transfer is given up."""
 _POLL_S = 0.1
+_MOST_CONNECTIONS = 1024
+"""Connections at one time. More are closed, because each has a thread."""
 
 
 class WriteTurn:
@@ -57,8 +62,13 @@ class _Accepted:
     attempt: int
     nonce: str
     own: Sequence[int]
-    turns: WriteTurn
-    """A copy ends the one before: its sender tries again, and what the network still has of it must not be written."""
+    guard: Guard
+    turns: dict[int, WriteTurn] = field(default_factory=dict)
+    """By the first rank of the sender."""
+
+    def take_turn(self, first_rank: int) -> Guard:
+        """Return the context of a new copy. It ends the copy before of that sender, which tries again."""
+        return self.turns.setdefault(first_rank, WriteTurn(self.guard)).take()
 
     def check(self, parts: Sequence[RankState]) -> None:
         """Raise `ValueError` for parts of another attempt, or of this node's ranks."""
@@ -84,7 +94,7 @@ class MemoryServer:
     def accept(self, attempt: int, nonce: str, own: Sequence[int], guard: Guard) -> None:
         """Take copies of an attempt, while the turn of `guard` lasts, but for the ranks of this node (`own`)."""
         with suppress(TransferRefused), guard():
-            self._accepted = _Accepted(attempt=attempt, nonce=nonce, own=own, turns=WriteTurn(guard))
+            self._accepted = _Accepted(attempt=attempt, nonce=nonce, own=own, guard=guard)
 
     def close(self) -> None:
         """Stop listening."""
@@ -92,20 +102,27 @@ class MemoryServer:
         self._server.server_close()
 
     def _answer(self, connected: socket.socket) -> None:
-        with suppress(OSError), Connection.accept(connected, self._key, timeout_s=TIMEOUT_S) as connection:
+        with suppress(OSError), self._greet(connected) as connection:
             request = connection.receive()
             try:
                 self._do(connection, request)
             except (KeyError, ValueError, TypeError, TransferRefused) as err:
                 connection.send(refused=f"{type(err).__name__}: {err}")
 
-    def _do(self, connection: Connection, request: dict[str, object]) -> None:
-        if request["op"] == "list":
-            connection.send(parts=[[part.slot, part.seal] for part in states.read_parts(self._folder)])
+    def _greet(self, connected: socket.socket) -> Connection:
+        return Connection.accept(connected, self.address, self._key, timeout_s=TIMEOUT_S)
+
+    def _do(self, connection: Connection, request: dict[str, Any]) -> None:
+        if connection.operation == LIST:
+            parts = [[part.slot, part.seal] for part in states.read_parts(self._folder)]
+            connection.send(parts=parts, room=states.room_for_states(self._folder.parents[1]))
             return
         slot = states.slot_at(self._folder, str(request["slot"]))
-        if request["op"] == "fetch":
-            send_parts(connection, slot, [int(rank) for rank in list(request["ranks"])])  # type: ignore[call-overload]
+        if connection.operation in (FETCH, FETCH_SEALS):
+            ranks = [int(rank) for rank in request["ranks"]]
+            send_parts(connection, slot, ranks, with_files=connection.operation == FETCH)
+        elif connection.operation != STORE:
+            raise ValueError(f"expected an operation, found {connection.operation!r}")
         elif request["home"] == home_of(self._folder):
             connection.send(is_same=True)
         else:
@@ -113,7 +130,7 @@ class MemoryServer:
             if accepted is None:
                 raise TransferRefused("this node trains no attempt yet")
             connection.send(is_same=False)
-            receive_parts(connection, slot, accepted.turns.take(), accepted.check)
+            receive_parts(connection, slot, accepted.take_turn(int(request["first_rank"])), accepted.check)
             connection.send()
 
 
@@ -124,6 +141,21 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, address: str, answer: object) -> None:
         self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         super().__init__((address, 0), lambda request, *_: answer(request))  # type: ignore[operator]
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, if not too many do."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room for another connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Do nothing: the other end notices it."""

@@ -55,6 +55,9 @@ class RestartPolicy:
             TrainingFailed: no attempt follows, because `launch.max_restarts` is reached, or a stop was requested.
             DlacError: no attempt follows, because it would end in the same way.
         """
+        if failure.lost_memory:  # the next attempt reads a checkpoint, and is counted
+            self._raise_if_final(failure)
+            return ()
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         spiked = failure.kind == errors.LossSpiked.__name__ and "samples" in failure.detail
         if not spiked and failure.kind in {each.__name__ for each in _GIVEN_UP}:
