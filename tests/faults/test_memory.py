@@ -185,6 +185,21 @@ def test_nonfinite_state_is_not_trained_on(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 0]
 
 
+@pytest.mark.soak
+def test_untrained_attempt_is_not_repeated(campaign: Arena) -> None:
+    """An attempt that resumed from memory dies before it has finished a step: the next one reads the checkpoint."""
+    run = "memory-untrained"
+    launch = campaign.launch(spec_of(campaign, run, every_steps=10))
+    launch.wait_for("checkpoint", 2)
+    time.sleep(0.3)
+    os.kill(launch.ranks()[1].pid, signal.SIGKILL)
+    launch.wait_for("attempt", 2)
+    os.kill(launch.ranks()[1].pid, signal.SIGKILL)
+    check_run(campaign, run, launch)
+    assert launch.of("failure")[1]["step"] == launch.of("attempt")[1]["step"]
+    assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 0]
+
+
 def _poison(path: Path) -> None:
     state = torch.load(path, weights_only=True)
     state["model"]["weight"].fill_(float("nan"))

@@ -243,6 +243,21 @@ def test_smaller_world_resumes_from_memory(nodes: Callable[..., Nodes], program:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("program", ["train_tiny.py", "train_fsdp2.py", "train_deepspeed.py"])
+def test_each_node_fetches_its_parts(nodes: Callable[..., Nodes], program: str) -> None:
+    """One of three nodes is replaced. No node has all parts, and each fetches those that its engine reads."""
+    more = {"env": {"DS_ACCELERATOR": "cpu"}, "preload": ["deepspeed"]} if "deepspeed" in program else {}
+    run = nodes(f"memory-parts-{program[6:-3]}", program, nodes="3", stage="3", dropout=0, **more)
+    run.start("a", "b", "c")
+    run.wait_for_states(3)
+    run.lose(next(name for name in run.launches if name != run.leader()))
+    run.start("d")
+    run.check_finished()
+    assert run.claims() == [0, 1]
+    run.check_replayed()
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("who", ["next", "other"])
 def test_lost_buddy_reads_store(nodes: Callable[..., Nodes], who: str) -> None:
     """A node and its buddy are lost together: the checkpoint is read. So it is with three nodes, whichever two are lost."""
