@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--at", default="", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.at:
-        _on_node(chosen.at, 3 if chosen.quick else 20, chosen.modes)
+        _on_node(chosen.at, 3 if chosen.quick else 10, chosen.modes)
         return
     with open_switch() as address, network_node("dlac-traffic") as node:
         command = [*node.command, sys.executable, "-m", "benchmarks.traffic", "--at", address, *sys.argv[1:]]

@@ -47,6 +47,9 @@ def postgres(*, listens: str = "", under: Sequence[str] = (), connections: int =
             under = [*under, "setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
         settings = ["-k", str(folder), "-c", f"listen_addresses={listens}", "-c", "fsync=off"]
         settings += ["-c", f"max_connections={connections}"]
+        # A node that is lost with its network leaves connections.
+        keepalive = {"idle": 5, "interval": 5, "count": 2}
+        settings += [part for name, value in keepalive.items() for part in ("-c", f"tcp_keepalives_{name}={value}")]
         command = [*under, "postgres", "-D", data, *settings]
         options = {"cwd": folder} if under else who
         with subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as server:

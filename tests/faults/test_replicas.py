@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
 
@@ -110,6 +111,8 @@ def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: s
     assert len(died) == (2 if "healing" in death else 1)
     assert {group for group, pids in trained.processes.items() if len(pids) > 1} <= set(died)
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
+    checkpoints = {folder_of(row.manifest_uri) for row in campaign.lineage(run)}
+    assert set((campaign.home / "checkpoints" / run).glob("attempt-*/step-*")) <= checkpoints
 
 
 def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Trained) -> None:

@@ -12,7 +12,7 @@ from dlac_pipeline.supervise.memory.server import STORE, TIMEOUT_S, home_of
 
 _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
-_LEAST_LOOK_S, _MOST_LOOK_S = 0.002, 0.05
+_LEAST_LOOK_S, _MOST_LOOK_S = 0.005, 0.05
 _SLOWER = 1.05
 """Factor of the time between two looks of which one found nothing."""
 _RETRY_S = 0.5
@@ -32,7 +32,7 @@ class BuddyCopies:
         self._key = key
         self._marks: dict[int, _Mark] = {}
         """Seals of each slot as they were copied last."""
-        self._look_s = _LEAST_LOOK_S
+        self._look_s = _MOST_LOOK_S
 
     def run(self, ended: threading.Event, *, patience_s: float, warn: Callable[[str], None]) -> None:
         """Copy each state once it is sealed, until `ended` is set. If that fails for `patience_s`, the ranks do not wait."""
