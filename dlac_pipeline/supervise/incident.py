@@ -130,9 +130,11 @@ class Incident:
 
 
 def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, run: str, nonce: str) -> Iterator[Event]:
-    """Start dead replica groups of an attempt again, and record those that take part again. Yield the events."""
+    """Start dead replica groups of an attempt again, and their lighthouse. Record groups that take part again. Yield events."""
     if not isinstance(ranks, ReplicaRanks):
         return
+    if died := ranks.lighthouse.restart_dead():
+        yield {"event": "warning", "message": f"the lighthouse of the replica groups was started again, after {died}"}
     for dead in ranks.replace_dead():
         last = read_heartbeat(ranks.folder, dead.rank)
         facts = {"cause": str(dead), "step": 0 if last is None else last.step, **ranks.log_end(dead.rank)}

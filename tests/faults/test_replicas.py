@@ -106,6 +106,16 @@ def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: s
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
 
 
+def test_groups_outlive_the_lighthouse(campaign: Arena, calm: Trained) -> None:
+    """The groups meet again at a new lighthouse, all together: no process is replaced, and the losses are bit-identical."""
+    trained = train(campaign, "dark", pause_s=0.02, kills_lighthouse="1:23")
+    assert trained.journal == calm.journal
+    assert {len(pids) for pids in trained.processes.values()} == {1}
+    assert "the lighthouse of the replica groups was started again" in str(trained.launch.of("warning"))
+    assert [tuple(row.groups) for row in campaign.rows("dark", MembershipRow)] == [(0, 1, 2)]
+    assert campaign.losses("dark") == campaign.losses("calm")
+
+
 def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Trained) -> None:
     """Three groups read the batches of the ordinary run, in whose 32 samples three does not divide."""
     reference = campaign.journal("reference")

@@ -3,6 +3,7 @@
 Params, each "GROUP:STEP", end a process by SIGKILL in a step:
 
 - `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
+- `kills_lighthouse` (before the forward pass; the process itself lives on)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
 `dies_healing` is "source" or "newcomer". With `awaits` = "GROUP:STEP" the new process of that group takes part after that step.
@@ -25,7 +26,7 @@ import torchft
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
+from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, read_lighthouse
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 
@@ -108,6 +109,13 @@ def die_recorded() -> None:
     vars(coordinator)["commit_checkpoint"] = dying
 
 
+def kill_lighthouse() -> None:
+    """Kill the lighthouse."""
+    lighthouse = read_lighthouse(Path(os.environ["DLAC_LAUNCH"]))
+    assert lighthouse is not None
+    os.kill(lighthouse.pid, signal.SIGKILL)
+
+
 def wait_for(group: int, ready: Callable[[RankHeartbeat], bool]) -> None:
     """Wait for a heartbeat of a group."""
     folder = Path(os.environ["DLAC_LAUNCH"])
@@ -137,6 +145,8 @@ def train(run: dlac.TrainingRun) -> None:
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
         if step == at and not REJOINS:
             wait_for(awaited, is_about_to_meet)
+        if is_now(run, "kills_lighthouse", step):
+            kill_lighthouse()
         if is_now(run, "dies_forward", step):
             die()
         if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
@@ -58,6 +59,17 @@ def held_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def without_main_module() -> Iterator[None]:
+    """Keep multiprocessing from importing this process's main module in a process that is started inside."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def main(script: str, *arguments: str) -> NoReturn:
     """Run the training script, in a process of `multiprocessing` whose environment names the rank."""
     try:
@@ -77,7 +89,7 @@ def _prepare(script: str, arguments: tuple[str, ...]) -> None:
     folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
     with suppress(PermissionError):  # it leads one already
         os.setpgid(0, 0)
-    _end_with_supervisor()
+    end_with_supervisor()
     with log_file(folder, rank).open("ab") as log, open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
@@ -88,7 +100,7 @@ def _prepare(script: str, arguments: tuple[str, ...]) -> None:
     _be_a_new_python(script, arguments)
 
 
-def _end_with_supervisor() -> None:
+def end_with_supervisor() -> None:
     """Have the kernel kill this process group, hung or not, when the supervisor ends: their pipe breaks then. Linux only."""
     parent = parent_process()
     if parent is None or sys.platform != "linux":

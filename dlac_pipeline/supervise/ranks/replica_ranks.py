@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.ranks.processes import RankProcesses
 from dlac_pipeline.lakehouse.errors import error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
@@ -40,10 +41,17 @@ class ReplicaRanks(RankGroup):
     """The replica groups of one attempt. `replace_dead` starts the dead ones again."""
 
     def __init__(
-        self, folder: Path, processes: RankProcesses, launch: LaunchSpec, *, restart: Callable[[int], BaseProcess]
+        self,
+        folder: Path,
+        processes: RankProcesses,
+        launch: LaunchSpec,
+        lighthouse: Lighthouse,
+        *,
+        restart: Callable[[int], BaseProcess],
     ) -> None:
         """`restart` starts the process of a rank again."""
         super().__init__(folder, processes, log_mb=launch.log_mb)
+        self.lighthouse = lighthouse
         self._restart = restart
         self._most_deaths = launch.attempts_without_progress
         self._replacements: dict[int, Replacement] = {}
@@ -61,6 +69,11 @@ class ReplicaRanks(RankGroup):
         """Send SIGTERM. A group that dies from now on is not started again."""
         self._stops = True
         super().request_stop()
+
+    def end(self) -> None:
+        """Kill all ranks and the lighthouse. Raises as `RankGroup.end`."""
+        super().end()
+        self.lighthouse.end()
 
     def replace_dead(self) -> list[Exit]:
         """Start dead groups again, and return their exits. Without effect at the end of the run, or if the attempt fails."""

@@ -4,9 +4,13 @@ In: the state of the group, and the gradients of a step. Out: the group's share 
 """
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,14 +19,17 @@ from torch.distributed import ReduceOp
 from dlac_pipeline.checkpoint.step_sync import NOTICES
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.process_group import serve_store
-from dlac_pipeline.elastic.ranks.replicas import LIGHTHOUSE_VARIABLE, REJOINS_VARIABLE
+from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, has_reached, read_lighthouse, write_reached
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.read.share_reader import Share
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 
 _COLLECTIVE_S = 60.0
 """Seconds in a collective after which its step is dropped. Connections of dead peers break at once."""
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.05
+_LOOK_S = 0.02
+"""Seconds between two looks at the launch folder."""
 _BUCKET_BYTES = 25 * 2**20
 _NO_STATE = -1
 """Step of a group without a state. Any peer is ahead of it."""
@@ -42,6 +49,15 @@ class Reduced:
     """Numbers of the groups that took part."""
 
 
+class _Outcome(Enum):
+    """Outcome of an attempt to form a quorum."""
+
+    MET = auto()
+    FAILED = auto()
+    LOST = auto()
+    """The lighthouse is lost, or was when the quorum had been formed."""
+
+
 class State(Protocol):
     """The state that a newcomer gets from a peer."""
 
@@ -59,8 +75,8 @@ class State(Protocol):
 class ReplicaGroup:
     """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
 
-    def __init__(self, number: int, groups: int, *, hang_timeout_s: float) -> None:
-        """`number` is that of the group, of `groups` that there can be."""
+    def __init__(self, number: int, groups: int, folder: Path, *, hang_timeout_s: float) -> None:
+        """`number` is that of the group, of `groups` that there can be. `folder` is the launch folder."""
         self.number = number
         self.rejoins = REJOINS_VARIABLE in os.environ
         """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
@@ -72,9 +88,14 @@ class ReplicaGroup:
         """Place in the last quorum, and number of groups in it."""
         self.reduced: Reduced | None = None
         """The last step, if it committed."""
-        self.has_peers = False
-        """True once a quorum was formed."""
         self._groups = groups
+        self._folder = folder
+        self._lighthouse = ""
+        """Address of the lighthouse that this group has reached."""
+        self._step: int | None = None
+        """Step of the group when it left its peers."""
+        self._awaited: Sequence[int] = () if self.rejoins else range(groups)
+        """Groups to wait for, before the first quorum of a lighthouse. A quorum without them would be followed by another one."""
         self._hang_timeout_s = hang_timeout_s
         self.has_met = False
         """True if the last quorum has not been used by a step."""
@@ -88,25 +109,69 @@ class ReplicaGroup:
         return self.share[0] == 0
 
     def join(self, state: State) -> None:
-        """Take part with this state. A process that rejoins has none until its first quorum.
-
-        It becomes known to its peers then, because they wait for a group that is known. Groups that start together wait anyway.
-        """
+        """Take part with this state. A process that rejoins has none until its first quorum."""
         self._state = state
-        if not self.rejoins:
-            self._start_manager(state)
 
-    def _start_manager(self, state: State) -> None:
-        """Make the group known to its peers."""
+    def meet(self) -> Share:
+        """Form the next quorum, unless the last one was not used, and return this group's share.
+
+        If the group's last step is not that of its peers, it loads the state of a peer.
+        Raise `TrainingFailed` if no group has the state.
+        """
+        while not self.has_met:
+            if self._manager is None and not self._connect():
+                continue
+            outcome = self._start_quorum()
+            if outcome is _Outcome.LOST:
+                self._disconnect()
+            elif outcome is _Outcome.FAILED:
+                self._drop(())
+            elif self._manager.current_step() == _NO_STATE:
+                raise TrainingFailed(
+                    f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
+                )
+            else:
+                self.share = (self._manager.participating_rank(), self._manager.num_participants())
+                self.has_met = True
+        return self.share
+
+    def _connect(self) -> bool:
+        """Make the group known to the lighthouse that runs, and wait for the groups that are to be in its first quorum.
+
+        Return False if the lighthouse is lost meanwhile.
+
+        A group that replaces a dead one becomes known with its first quorum, because its peers wait for a group that is known.
+        """
+        assert self._state is not None, "a script restores its state before the first batch"
+        while (found := read_lighthouse(self._folder)) is None:
+            time.sleep(_LOOK_S)
+        self._lighthouse = found.address
+        step = self._step if self._step is not None else _NO_STATE if self.rejoins else self._state.step
+        try:
+            self._manager = self._make_manager(self._state)
+        except RuntimeError:
+            if not self._is_lighthouse_lost():
+                raise
+            return False
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        write_reached(self._folder, self.number, self._lighthouse)
+        deadline = time.monotonic() + self._hang_timeout_s
+        awaited = set(self._awaited)
+        while awaited and not self._is_lighthouse_lost() and time.monotonic() < deadline:
+            awaited = {each for each in awaited if not self._has_reached(each)}
+            time.sleep(_LOOK_S if awaited else 0.0)
+        return True
+
+    def _make_manager(self, state: State) -> Any:
         from torchft import Manager  # optional
 
         from dlac_pipeline.train.replicas.peers import Peers
 
-        store = serve_store(LOOPBACK, 0)
+        self._store = serve_store(LOOPBACK, 0)
         limit = timedelta(seconds=_COLLECTIVE_S)
         self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
         self._peers.collective_timeout = limit
-        self._manager = Manager(
+        return Manager(
             pg=self._peers,
             load_state_dict=state.load_peer_state,
             state_dict=state.peer_state,
@@ -118,37 +183,56 @@ class ReplicaGroup:
             rank=0,
             world_size=1,
             store_addr=LOOPBACK,
-            store_port=store.port,
-            lighthouse_addr=os.environ[LIGHTHOUSE_VARIABLE],
+            store_port=self._store.port,
+            lighthouse_addr=self._lighthouse,
             replica_id=f"group-{self.number:05d}",  # quorums are in the order of these names
             hostname=LOOPBACK,
             heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
             init_sync=False,  # the groups begin with the same state
         )
-        self._store = store
-        step = _NO_STATE if self.rejoins else state.step
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
-    def meet(self) -> Share:
-        """Form the next quorum, unless the last one was not used, and return this group's share.
+    def _has_reached(self, group: int) -> bool:
+        """Return True if a group has reached this group's lighthouse, or has ended."""
+        heartbeat = read_heartbeat(self._folder, group)
+        has_ended = heartbeat is not None and heartbeat.phase == Phase.DONE
+        return has_ended or has_reached(self._folder, group, self._lighthouse)
 
-        If the group's last step is not that of its peers, it loads the state of a peer.
-        Raise `TrainingFailed` if no group has the state.
-        """
-        if self._manager is None and self._state is not None:
-            self._start_manager(self._state)
-        while not self.has_met:
+    def _is_lighthouse_lost(self) -> bool:
+        found = read_lighthouse(self._folder)
+        return found is None or found.address != self._lighthouse
+
+    def _start_quorum(self) -> "_Outcome":
+        """Try to form a quorum. torchft would wait for the quorum of a dead lighthouse for ever."""
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch_lighthouse, args=(ended,), name="lighthouse", daemon=True)
+        watch.start()
+        try:
             self._manager.start_quorum()
-            if self._manager.errored() is not None:  # a peer died while the quorum connected, or healed this group
-                self._drop(())
-            elif self._manager.current_step() == _NO_STATE:
-                raise TrainingFailed(
-                    f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
-                )
-            else:
-                self.share = (self._manager.participating_rank(), self._manager.num_participants())
-                self.has_met = self.has_peers = True
-        return self.share
+            failed = self._manager.errored() is not None  # a peer died while the quorum connected, or healed this group
+        except (RuntimeError, TimeoutError):
+            failed = True
+            if not self._is_lighthouse_lost():
+                raise
+        finally:
+            ended.set()
+            watch.join()
+        return _Outcome.LOST if self._manager._manager is None else _Outcome.FAILED if failed else _Outcome.MET
+
+    def _watch_lighthouse(self, ended: threading.Event) -> None:
+        """End the server of the manager if the lighthouse is lost. The quorum that waits for it fails then."""
+        while not ended.wait(_LOOK_S):
+            if self._is_lighthouse_lost():
+                server, self._manager._manager = self._manager._manager, None
+                server.shutdown()
+                del server  # its connections close
+                return
+
+    def _disconnect(self) -> None:
+        """Leave the peers, to meet them again at another lighthouse."""
+        self._step = self._manager.current_step()
+        self._peers.drop(())
+        self._manager.shutdown(wait=False)
+        self._manager = None
 
     def reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
         """Average gradients in place over the groups present. Return True if the step commits here."""
@@ -172,6 +256,7 @@ class ReplicaGroup:
         notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) :]
         groups = tuple(number for number, count in enumerate(numbers) if count)
         notice = next((name for name, count in zip(NOTICES, notices, strict=True) if count), None)
+        self._awaited = groups
         self.reduced = Reduced(loss=total / len(groups), notice=notice, head_step=int(head_step), groups=groups)
         return True
 

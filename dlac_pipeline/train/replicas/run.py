@@ -5,7 +5,6 @@ script's `state.reduce(loss)`, and `run.step_done(loss)`. A step that did not co
 """
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,16 +18,12 @@ from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import groups_of_slots, slots_of
 from dlac_pipeline.read.share_reader import Share, ShareReader
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeats
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
 from dlac_pipeline.train.replicas.group import ReplicaGroup
 from dlac_pipeline.train.training_run import TrainingRun
-
-_START_TOGETHER_S = 60.0
-"""Seconds for which a group waits for those that start with it. A quorum without them would be followed by another one."""
-_LOOK_S = 0.01
 
 
 class ReplicaRun(TrainingRun):
@@ -63,7 +58,8 @@ class ReplicaRun(TrainingRun):
 
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
         spec, launch = self.spec, self.spec.launch
-        self._group = ReplicaGroup(self.rank, launch.replicas, hang_timeout_s=launch.hang_timeout_s)
+        assert self._folder is not None, "a supervisor started this rank"
+        self._group = ReplicaGroup(self.rank, launch.replicas, self._folder, hang_timeout_s=launch.hang_timeout_s)
         self._group.notice = lambda: self._policy.notice
         self._group.head_step = self.resume_point.step
         self._communicator.step_syncs = GroupSyncs(self._group)
@@ -83,7 +79,6 @@ class ReplicaRun(TrainingRun):
 
     def _next_share(self) -> tuple[int, Share] | None:
         """Form the next quorum. Return the step that follows, and this group's share of it. None: the groups have ended."""
-        self._wait_for_all()
         share = self._meet()
         return None if self._replica.ends else (self.step + 1, share)
 
@@ -91,17 +86,6 @@ class ReplicaRun(TrainingRun):
         share = self._group.meet()
         self._events.open(self._folder if self._group.commits else None)
         return share
-
-    def _wait_for_all(self) -> None:
-        """Before the first quorum, wait until all groups that start with this one are ready to meet."""
-        if self._folder is None or self._group.has_peers or self._group.rejoins:
-            return
-        deadline = time.monotonic() + _START_TOGETHER_S
-        while time.monotonic() < deadline:
-            ready = sum(each.phase >= Phase.TRAINING for each in read_heartbeats(self._folder))
-            if ready == self.spec.launch.replicas:
-                return
-            time.sleep(_LOOK_S)
 
     def _end(self) -> None:
         """Meet the groups that have ended too. The committer commits the rest before it parts from them."""
