@@ -8,6 +8,6 @@ import sys
 from dlac_pipeline.elastic.lighthouse import make_server
 
 if __name__ == "__main__":
-    server = make_server(int(sys.argv[1]))
+    server = make_server(port=int(sys.argv[1]), stragglers_s=60.0)
     while True:
         signal.pause()

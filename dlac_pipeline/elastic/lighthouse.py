@@ -18,7 +18,7 @@ from setproctitle import setproctitle
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.rank import end_with_supervisor, held_signals, without_main_module
-from dlac_pipeline.elastic.ranks.replicas import read_lighthouse, write_lighthouse
+from dlac_pipeline.elastic.ranks.replicas import HANG_MARGIN_S, read_lighthouse, write_lighthouse
 from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -27,8 +27,6 @@ START_METHODS = {"fork": "forkserver", "spawn": "spawn"}
 _HEARTBEAT_TIMEOUT_MS = 400
 """Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a thread of its own."""
 _TICK_MS = 10
-_STRAGGLERS_MS = 60_000
-"""Milliseconds for which a quorum waits for groups that are alive: as long as their peers would wait in a collective."""
 _ENDS_WITHIN_S = 5.0
 
 
@@ -45,8 +43,9 @@ class Lighthouse:
     def start(self) -> None:
         """Start its process."""
         fork_server.start_server(self._spec)
+        stragglers_s = self._spec.launch.hang_timeout_s + HANG_MARGIN_S  # as long as in a collective
         context: Any = multiprocessing.get_context(START_METHODS[self._spec.launch.start])
-        process = context.Process(target=_serve, args=(self._spec.run, str(self._folder)), daemon=True)
+        process = context.Process(target=_serve, args=(self._spec.run, str(self._folder), stragglers_s), daemon=True)
         with held_signals(), without_main_module():
             process.start()
         self._process = process
@@ -72,15 +71,15 @@ class Lighthouse:
             self._process.join(_ENDS_WITHIN_S)
 
 
-def make_server(port: int = 0) -> Any:
-    """Return torchft's server at loopback, and at any free port if none is given."""
+def make_server(*, port: int = 0, stragglers_s: float) -> Any:
+    """Return torchft's server at loopback. Port 0: any free one. A quorum waits `stragglers_s` for groups that are alive."""
     os.environ.setdefault("RUST_LOG", "error")  # it would write lines for each step
     from torchft.coordination import LighthouseServer
 
     return LighthouseServer(
         bind=f"{LOOPBACK}:{port}",
         min_replicas=1,
-        join_timeout_ms=_STRAGGLERS_MS,
+        join_timeout_ms=int(stragglers_s * 1000),
         quorum_tick_ms=_TICK_MS,
         heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS,
     )
@@ -91,12 +90,12 @@ def address_of(server: Any) -> str:
     return f"http://{LOOPBACK}:{urlsplit(server.address()).port}"
 
 
-def _serve(run: str, folder: str) -> None:
+def _serve(run: str, folder: str, stragglers_s: float) -> None:
     """Serve until the supervisor ends this process, or ends itself."""
     os.setpgid(0, 0)
     end_with_supervisor()
     setproctitle(f"dlac {run} lighthouse")
-    server = make_server()
+    server = make_server(stragglers_s=stragglers_s)
     write_lighthouse(Path(folder), address_of(server))
     while True:
         signal.pause()

@@ -88,7 +88,8 @@ class LaunchSpec(Section):
     """Largest log of a rank in one attempt (MiB). Of a longer log the first quarter and at least the last quarter of this size
     are kept. 0: no bound."""
     hang_timeout_s: Timeout = 600.0
-    """Seconds without progress of a rank after which the attempt ends and the ranks restart."""
+    """Seconds without progress of a rank after which the attempt ends and the ranks restart. Of replica groups only the hung one
+    is killed and started again."""
     start_timeout_s: Timeout = 600.0
     """Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state. hang_timeout_s
     counts if it is longer."""

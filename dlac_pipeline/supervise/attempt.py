@@ -209,8 +209,10 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._monitor.find_hang(ranks.heartbeats())
-        if hung is not None:
+        hung = self._monitor.hangs.find_hang(ranks.heartbeats())
+        if hung is not None and ranks.own.outlives_hang(hung):
+            self._monitor.hangs.forget()
+        elif hung is not None:
             yield Observation.HANG_FOUND, hung
         drained_s = time.monotonic() - self._drains_since  # the wall clock may be set during the attempt
         if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.leave_s + _LEAVE_MARGIN_S:

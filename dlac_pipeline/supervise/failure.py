@@ -223,3 +223,7 @@ class HangDetector:
         hung = last[rank]
         doing = Phase.STARTING.name.lower() if hung is None else hung.doing
         return Exit(rank=rank, code=1, kind=HANG, message=f"no heartbeat for {silent_s:.0f} s, last while {doing}")
+
+    def forget(self) -> None:
+        """Measure silence from the next call on. A hung rank was killed, and the others have waited for it."""
+        self._changed = {}

@@ -33,7 +33,7 @@ class AttemptMonitor:
     def __init__(self, lakehouse: Lakehouse, launch: LaunchSpec, publish: Callable[[Event], None]) -> None:
         self.step = 0
         """Last step that all ranks have finished."""
-        self.find_hang = HangDetector(launch).find_hang
+        self.hangs = HangDetector(launch)
         self.incident: Incident | None = None
         self._lakehouse = lakehouse
         self._publish = publish

@@ -147,6 +147,14 @@ def test_death_is_an_incident(campaign: Arena) -> None:
     assert found.total_s > found.detect_s > 0
 
 
+def test_hung_group_is_replaced(campaign: Arena, calm: Trained) -> None:
+    """A group without a heartbeat for `hang_timeout_s` is killed, and no other one."""
+    trained = train(campaign, "hung", hangs="1:23", hang_timeout_s=2.0)
+    assert trained.journal == calm.journal
+    assert [event["group"] for event in trained.launch.of("group_died")] == [1]
+    assert "died of Hang: no heartbeat for 2 s, last while computing" in trained.launch.of("group_died")[0]["cause"]
+
+
 def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -> None:
     """A stop ends all groups after one checkpoint at the same step. Two groups train the rest, with the same batches."""
     launch = launch_groups(campaign, "stopped", pause_s=0.02)

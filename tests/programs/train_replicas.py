@@ -4,6 +4,7 @@ Params, each "GROUP:STEP", end a process by SIGKILL in a step:
 
 - `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
 - `kills_lighthouse` (before the forward pass; the process itself lives on)
+- `hangs` (before the forward pass, by SIGSTOP)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
 `dies_healing` is "source" or "newcomer". With `awaits` = "GROUP:STEP" the new process of that group takes part after that step.
@@ -147,6 +148,8 @@ def train(run: dlac.TrainingRun) -> None:
             wait_for(awaited, is_about_to_meet)
         if is_now(run, "kills_lighthouse", step):
             kill_lighthouse()
+        if is_now(run, "hangs", step):
+            os.kill(os.getpid(), signal.SIGSTOP)
         if is_now(run, "dies_forward", step):
             die()
         if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):

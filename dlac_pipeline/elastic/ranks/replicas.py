@@ -9,6 +9,9 @@ from pathlib import Path
 REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
 
+HANG_MARGIN_S = 60.0
+"""Seconds beyond `launch.hang_timeout_s` for which groups wait for a hung one. The supervisor kills it earlier, if it runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LighthouseProcess:

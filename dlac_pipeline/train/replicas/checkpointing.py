@@ -4,6 +4,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from dlac_pipeline.checkpoint.engines import adapt
 from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
 from dlac_pipeline.checkpoint.manager import Committed
@@ -13,6 +15,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.replicas.group import ReplicaGroup
 from dlac_pipeline.train.replicas.history import StepHistory
@@ -74,7 +77,7 @@ class ReplicaCheckpointing(Checkpointing):
                 f"expected run.restore(dlac_pipeline.TorchFTState(model=..., optimizer=...)) with launch.replicas, found "
                 f"{type(self.engine).__name__}: wrap the state of the script in it"
             )
-        self.engine.join(self._group.reduce)
+        self.engine.join(self._reduce)
         self._group.join(self)
 
     def peer_state(self) -> dict[str, Any]:
@@ -127,6 +130,11 @@ class ReplicaCheckpointing(Checkpointing):
                 done = True
             except HeadMoved as err:
                 self._lose_head(err)
+
+    def _reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
+        """Reduce with the groups present, and be no hung rank if another one is."""
+        self._heartbeat.doing(Phase.TRAINING, self.step)
+        return self._group.reduce(gradients, loss)
 
     def _take(self, reason: str, *, wait: bool) -> None:
         if not self._owns_head:

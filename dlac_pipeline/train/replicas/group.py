@@ -19,13 +19,17 @@ from torch.distributed import ReduceOp
 from dlac_pipeline.checkpoint.step_sync import NOTICES
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.process_group import serve_store
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, has_reached, read_lighthouse, write_reached
+from dlac_pipeline.elastic.ranks.replicas import (
+    HANG_MARGIN_S,
+    REJOINS_VARIABLE,
+    has_reached,
+    read_lighthouse,
+    write_reached,
+)
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.read.share_reader import Share
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 
-_COLLECTIVE_S = 60.0
-"""Seconds in a collective after which its step is dropped. Connections of dead peers break at once."""
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.05
 _LOOK_S = 0.02
@@ -168,7 +172,7 @@ class ReplicaGroup:
         from dlac_pipeline.train.replicas.peers import Peers
 
         self._store = serve_store(LOOPBACK, 0)
-        limit = timedelta(seconds=_COLLECTIVE_S)
+        limit = timedelta(seconds=self._hang_timeout_s + HANG_MARGIN_S)
         self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
         self._peers.collective_timeout = limit
         return Manager(
@@ -178,7 +182,7 @@ class ReplicaGroup:
             min_replica_size=1,
             use_async_quorum=False,  # the share must be known before the batch is read
             timeout=limit,
-            quorum_timeout=timedelta(seconds=self._hang_timeout_s),
+            quorum_timeout=limit,
             connect_timeout=timedelta(seconds=_CONNECT_S),
             rank=0,
             world_size=1,
