@@ -136,9 +136,9 @@ def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, run: str, nonce: str) -
     if died := ranks.lighthouse.restart_dead():
         yield {"event": "warning", "message": f"the lighthouse of the replica groups was started again, after {died}"}
     for dead in ranks.replace_dead():
-        last = read_heartbeat(ranks.folder, dead.rank)
-        facts = {"cause": str(dead), "step": 0 if last is None else last.step, **ranks.log_end(dead.rank)}
-        yield {"event": "group_died", "group": dead.rank, **facts}
+        last = read_heartbeat(ranks.folder, dead.exit.rank)
+        facts = {"cause": str(dead.exit), "step": 0 if last is None else last.step, **ranks.log_end(dead.exit.rank)}
+        yield {"event": "group_died", "group": dead.group, **facts}
     for rejoined in ranks.find_rejoined():
         try:
             yield _record_rejoined(lakehouse, run, nonce, rejoined)
@@ -157,7 +157,7 @@ def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoi
         seq=claim.seq,
         attempt=claim.attempt,
         replaced_attempt=claim.attempt,
-        cause=f"group {replaced.exit.rank}: {replaced.exit}, while {replaced.doing}",
+        cause=f"group {replaced.group}: {replaced.exit}, while {replaced.doing}",
         noticed_by="supervisor",
         failed_at=datetime.fromtimestamp(replaced.failed_at, UTC),
         resumed_from=None,
@@ -173,8 +173,8 @@ def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoi
         outcome="rejoined",
     )
     write_recovery(lakehouse, recovery)
-    group, took_s = replaced.exit.rank, recovery.total_s
-    return {"event": "group_rejoined", "group": group, "step": heartbeat.step, "took_s": took_s}
+    facts = {"step": heartbeat.step, "took_s": recovery.total_s}
+    return {"event": "group_rejoined", "group": replaced.group, **facts}
 
 
 def rows_replayed(

@@ -70,16 +70,17 @@ class CheckpointPolicy:
             self._interval.taken(time.monotonic() - self._age_s)
             self._report_interval(self._interval)
 
-    @property
-    def notice(self) -> str | None:
-        """The notice that this rank received, if any."""
-        return None if self._notices.first is None else self._notices.first.name
+    def report_of_notice(self) -> RankReport:
+        """Return this rank's report, with nothing but its notice."""
+        first = self._notices.first
+        if first is None:
+            return RankReport()
+        return RankReport(notice=first.name, notice_age_s=time.monotonic() - first.at)
 
     def step_done(self, step: int, *, in_background: bool) -> RankReport:
         """Return this rank's report of the step that it has just finished. `in_background`: a checkpoint is in progress."""
-        now, notice = time.monotonic(), self._notices.first
+        now, report = time.monotonic(), self.report_of_notice()
         self._step = step
-        report = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
         if self._interval is None:
             return report
         self._interval.step_done(now, in_background=in_background)

@@ -15,6 +15,7 @@ import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.elastic.ranks.replicas import first_rank
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -77,9 +78,8 @@ class TrainingRun:
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
-        self.rank = int(os.environ.get("RANK", "0"))
-        # A replica group trains with a process group of its own.
-        rank, world_size = (0, 1) if spec.launch.replicas else (self.rank, int(os.environ.get("WORLD_SIZE", "1")))
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = first_rank() + rank  # a replica group is all there is to its process group
         self._folder = folder
         self._events = EventWriter(folder, rank)
         self._heartbeat = HeartbeatWriter(folder, self.rank)

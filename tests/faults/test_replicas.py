@@ -1,70 +1,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
+from tests.replica_runs import STEPS, Trained, launch_groups, train
 
 if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch, Steps
+    from tests.conftest import Arena
 
 pytest.importorskip("torchft")
-STEPS = 60
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A run of three replica groups that has ended."""
-
-    launch: Launch
-    entries: list[dict[str, Any]]
-
-    @property
-    def journal(self) -> Steps:
-        """Row ids of each step in slot order: the shares of the groups of its last try that committed in one of them."""
-        steps: Steps = {}
-        for entry in sorted(self.entries, key=lambda each: each["at"]):
-            if entry["event"] == "committed":
-                shares = [
-                    each
-                    for each in self.entries
-                    if (each["event"], each["step"], each["groups"]) == ("share", entry["step"], entry["groups"])
-                ]
-                latest = {each["group"]: each for each in sorted(shares, key=lambda each: each["at"])}
-                assert len(latest) == entry["groups"], f"step {entry['step']}: the shares of groups {sorted(latest)}"
-                steps[entry["step"]] = [row for group in sorted(latest) for row in latest[group]["rows"]]
-        return steps
-
-    @property
-    def processes(self) -> dict[int, set[int]]:
-        """Process ids by group."""
-        found: dict[int, set[int]] = {}
-        for entry in self.entries:
-            found.setdefault(entry["group"], set()).add(entry["pid"])
-        return found
-
-
-def launch_groups(campaign: Arena, run: str, *, replicas: int = 3, **changes: Any) -> Launch:
-    """Start a run with replica groups."""
-    settings = {"replicas": replicas, "world_size": 1, "steps": STEPS, **changes}
-    return campaign.launch(campaign.spec(run, "train_replicas.py", **settings))
-
-
-def train(campaign: Arena, run: str, **changes: Any) -> Trained:
-    """Train a run with replica groups, three unless named otherwise, to its end."""
-    launch = launch_groups(campaign, run, **changes)
-    assert launch.wait() == 0, launch.stderr + str(launch.events[-3:])
-    assert launch.of("ended")[0]["ending"] == "finished"
-    paths = (campaign.home / "journal").glob(f"{run}-*.jsonl")
-    return Trained(launch, [json.loads(line) for path in paths for line in path.read_text().splitlines()])
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +53,7 @@ def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: s
     assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1]
     died = [event["group"] for event in trained.launch.of("group_died")]
     assert len(died) == (2 if "healing" in death else 1)
-    assert {group for group, pids in trained.processes.items() if len(pids) > 1} <= set(died)
+    assert {rank for rank, pids in trained.processes.items() if len(pids) > 1} <= set(died)
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
 
 

@@ -1,25 +1,33 @@
-"""Replicated PyTorch state of a replica group, whose peers have the same state."""
+"""PyTorch state of a replica group, whose peers have the same state. The ranks of a group may share it out among them (FSDP2)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.checkpoint.engines import Engine, adapt
+from dlac_pipeline.checkpoint.stage.copies import Write
 
 Reduce = Callable[[list[torch.Tensor], torch.Tensor], bool]
 """(gradients, loss) -> True if the step commits. The gradients are then their mean over the groups present."""
+_SHARD = "dlac.shard"
+"""Key of a rank's part of a sharded tensor, in the state for a peer."""
 
 
-class TorchFTState(TorchState):
-    """State of a replica group: `TorchFTState(model=model, optimizer=optimizer)`, with the bare module.
+class TorchFTState(Engine):
+    """State of a replica group: `TorchFTState(model=model, optimizer=optimizer)`.
 
-    Checkpoints are those of `TorchState`. A newcomer gets all parts from a peer, so each of them has `state_dict` and
+    The model is the bare module, or with `launch.ranks_per_replica` one that `fully_shard` has sharded. Checkpoints are those of
+    `TorchState` or `DistributedState`. A newcomer gets all parts from a peer, so each of them has `state_dict` and
     `load_state_dict`, and the parts that are modules have the parameters that are trained.
     """
 
     def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+        self._saved = adapt(None, **parts)
+        self.name = self._saved.name
+        self._parts = dict(_flat(parts))
         self._reduce: Reduce | None = None
 
     def join(self, reduce: Reduce) -> None:
@@ -40,14 +48,75 @@ class TorchFTState(TorchState):
                 if parameter.requires_grad:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    gradients.append(parameter.grad)
+                    gradients.append(_local(parameter.grad))
         return self._reduce(gradients, loss)
 
+    def save(self, folder: Path, write: Write) -> None:
+        """Save as the engine of a run without groups does."""
+        self._saved.save(folder, write)
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """Load what such an engine has saved."""
+        self._saved.load(folder, saved_world_size=saved_world_size)
+
+    def modules(self) -> Mapping[str, Any]:
+        """Return the parts."""
+        return self._saved.modules()
+
     def peer_state(self) -> dict[str, Any]:
-        """Return the state of all parts, for a peer."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        """Return this rank's state of all parts, for a peer."""
+        return {name: _without_mesh(part.state_dict()) for name, part in self._parts.items()}
 
     def load_peer_state(self, state: Mapping[str, Any]) -> None:
-        """Load what `peer_state` of a peer returned."""
+        """Load what `peer_state` of the same rank of a peer returned."""
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            given = state[name]
+            if isinstance(part, torch.nn.Module):
+                own = part.state_dict()
+                given = {key: _with_mesh(value, own[key]) for key, value in given.items()}
+            elif isinstance(part, torch.optim.Optimizer):
+                given = {**given, "state": _optimizer_state(part, given)}
+            part.load_state_dict(given)
+
+
+def _flat(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the parts by name. A list, as of optimizers, has one for each of its items."""
+    for name, part in parts.items():
+        if isinstance(part, list | tuple):
+            yield from ((f"{name}.{index}", each) for index, each in enumerate(part))
+        else:
+            yield name, part
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _without_mesh(value: Any) -> Any:
+    """Replace sharded tensors by this rank's parts of them. Those of a peer are on other ranks."""
+    if isinstance(value, DTensor):
+        return {_SHARD: _local(value)}
+    if isinstance(value, dict):
+        return {key: _without_mesh(each) for key, each in value.items()}
+    return [_without_mesh(each) for each in value] if isinstance(value, list) else value
+
+
+def _with_mesh(value: Any, like: Any) -> Any:
+    """Return the sharded tensor of a part, sharded as another one is."""
+    if not isinstance(value, dict) or _SHARD not in value:
+        return value
+    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+    return DTensor.from_local(value[_SHARD], mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the state of each parameter of a peer, sharded as the own parameter of that number is."""
+    groups = zip(given["param_groups"], optimizer.param_groups, strict=True)
+    own = {
+        number: each for theirs, mine in groups for number, each in zip(theirs["params"], mine["params"], strict=True)
+    }
+    return {
+        number: {key: _with_mesh(value, own[number]) for key, value in state.items()}
+        for number, state in given["state"].items()
+    }

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from setproctitle import getproctitle, setproctitle
 
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file, reason_file
+from dlac_pipeline.elastic.ranks.replicas import first_rank
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception, text_of
 from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, error_kind
 from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
@@ -86,7 +87,7 @@ def main(script: str, *arguments: str) -> NoReturn:
 
 
 def _prepare(script: str, arguments: tuple[str, ...]) -> None:
-    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
+    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), first_rank() + int(os.environ["RANK"])
     with suppress(PermissionError):  # it leads one already
         os.setpgid(0, 0)
     end_with_supervisor()
@@ -189,7 +190,8 @@ def leave_reason(err: BaseException) -> None:
         reason["kind"] = error_kind(err)
         reason["message"] = mask_secrets(text_of(err))[: _RESERVED_BYTES // 8]
         reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
-    with reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).open("r+b") as stream:
+    rank = first_rank() + int(os.environ["RANK"])
+    with reason_file(Path(os.environ[LAUNCH_VARIABLE]), rank).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
 
 

@@ -6,11 +6,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+GROUP_VARIABLE = "DLAC_REPLICA_GROUP"
+"""Variable with the number of the replica group. RANK and WORLD_SIZE are those within the group."""
 REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
 
 HANG_MARGIN_S = 60.0
 """Seconds beyond `launch.hang_timeout_s` for which groups wait for a hung one. The supervisor kills it earlier, if it runs."""
+
+
+def first_rank() -> int:
+    """Return the number of the first rank of this rank's replica group among all ranks of the attempt. 0 without groups."""
+    return int(os.environ.get(GROUP_VARIABLE, "0")) * int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.rank_assignment import Share
+from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
+from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, REJOINS_VARIABLE
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.replica_ranks import ReplicaRanks
@@ -57,7 +58,7 @@ class RankStarter:
             patience_s=max(launch.hang_timeout_s, launch.start_timeout_s),
         )
         if lighthouse is not None:
-            restart = partial(self._restart, spec, folder, share)
+            restart = partial(self._start_group, spec, folder, share, rejoins=True)
             return ReplicaRanks(folder, processes, launch, lighthouse, restart=restart)
         return RankGroup(folder, processes, log_mb=launch.log_mb)
 
@@ -89,13 +90,29 @@ class RankStarter:
         fork_server.start_server(spec)
         if lighthouse is not None:
             lighthouse.start()
-        return self._agent.start_processes(spec, folder, share)
+        if not spec.launch.replicas:
+            return self._agent.start_processes(spec, folder, share)
+        started: dict[int, BaseProcess] = {}
+        try:
+            for group in range(spec.launch.replicas):
+                started.update(self._start_group(spec, folder, share, group))
+        except Exception:
+            for process in started.values():
+                process.kill()
+            raise
+        return started
 
-    def _restart(self, spec: JobSpec, folder: Path, share: Share, rank: int) -> BaseProcess:
-        """Start the process of a replica group again, in the same attempt."""
-        assert self._agent is not None, "it started the ranks"
+    def _start_group(
+        self, spec: JobSpec, folder: Path, share: Share, group: int, *, rejoins: bool = False
+    ) -> Processes:
+        """Start the ranks of a replica group, at first or again. To its ranks the group is all there is."""
+        assert self._agent is not None, "it starts all ranks of an attempt"
         fork_server.start_server(spec)
-        alone, local_rank = replace(share, first_rank=rank, ranks=1), rank - share.first_rank
-        launch = spec.launch.model_copy(update={"env": {**spec.launch.env, REJOINS_VARIABLE: "1"}})
-        rejoining = spec.model_copy(update={"launch": launch})
-        return self._agent.start_processes(rejoining, folder, alone, first_local_rank=local_rank)[rank]
+        ranks = spec.launch.ranks_per_replica
+        own = replace(share, world_size=ranks, ranks=ranks, first_rank=0, port=free_port())
+        variables = {GROUP_VARIABLE: str(group), **({REJOINS_VARIABLE: "1"} if rejoins else {})}
+        launch = spec.launch.model_copy(update={"env": {**spec.launch.env, **variables}})
+        local = spec.model_copy(update={"launch": launch})
+        first = group * ranks
+        started = self._agent.start_processes(local, folder, own, first_local_rank=first)
+        return {first + rank: process for rank, process in started.items()}

@@ -1,13 +1,14 @@
-"""Ranks of an attempt that are replica groups: a dead one is started again, as long as another one has the state of the run."""
+"""Ranks of an attempt in replica groups: a dead group is started again, as long as another one has the state of the run."""
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from dlac_pipeline.elastic.lighthouse import Lighthouse
-from dlac_pipeline.elastic.ranks.processes import RankProcesses
+from dlac_pipeline.elastic.ranks.launch_folder import reason_file
+from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
 from dlac_pipeline.lakehouse.errors import error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
@@ -16,16 +17,18 @@ from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """A dead replica group, whose new process has not finished a step yet. Moments are in seconds since the epoch."""
+    """A dead replica group, whose new processes have not finished a step yet. Moments are in seconds since the epoch."""
 
+    group: int
     exit: Exit
+    """End of the rank to blame."""
     doing: str
-    """Phase of the dead process."""
+    """Phase of that rank."""
     failed_at: float
     """Moment of its last heartbeat."""
     noticed_at: float
     deaths: int
-    """How many processes of the group died one after the other without a finished step, this one included."""
+    """How many times the group died without a finished step in between, this time included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,7 @@ class Rejoined:
 
     replaced: Replacement
     heartbeat: RankHeartbeat
-    """Heartbeat after a finished step of the new process."""
+    """Heartbeat of its first rank after a finished step."""
 
 
 class ReplicaRanks(RankGroup):
@@ -47,32 +50,36 @@ class ReplicaRanks(RankGroup):
         launch: LaunchSpec,
         lighthouse: Lighthouse,
         *,
-        restart: Callable[[int], BaseProcess],
+        restart: Callable[[int], Processes],
     ) -> None:
-        """`restart` starts the process of a rank again."""
+        """`restart` starts the processes of a group again."""
         super().__init__(folder, processes, log_mb=launch.log_mb)
         self.lighthouse = lighthouse
         self._restart = restart
+        self._groups, self._size = range(launch.replicas), launch.ranks_per_replica
         self._most_deaths = launch.attempts_without_progress
         self._replacements: dict[int, Replacement] = {}
-        """By rank."""
-        self._hung: dict[int, Exit] = {}
-        """Hung ranks that were killed, by rank."""
+        """By group, as the following ones."""
+        self._dying: dict[int, Exit] = {}
+        """Groups whose remaining ranks were killed, with the rank to blame."""
         self._places: list[str] = []
-        """Places of the exceptions that ended processes."""
+        """Places of the exceptions that ended groups."""
         self._stops = False
 
     def failures(self) -> list[Exit]:
-        """Return the failed ranks if the attempt cannot continue without them."""
+        """Return the failed ranks if the attempt cannot continue without their groups."""
         failed = super().failures()
-        return [] if self._outlives(failed) else failed
+        blamed = self._blamed(failed)
+        return [] if self._outlives(blamed) else list(blamed.values())
 
     def outlives_hang(self, hung: Exit) -> bool:
-        """Kill a hung group if another one has the state. It is a dead group from now on."""
-        if self._stops or self._has_ended() or not self._outlives([hung]):
+        """Kill the group of a hung rank if another one has the state. It is a dead group from now on."""
+        group = hung.rank // self._size
+        if self._stops or self._has_ended() or not self._outlives({group: hung}):
             return False
-        self._hung[hung.rank] = hung
-        self.processes.kill(hung.rank)
+        self._dying[group] = hung
+        for rank in self._ranks_of(group):
+            self.processes.kill(rank)
         return True
 
     def request_stop(self) -> None:
@@ -85,50 +92,80 @@ class ReplicaRanks(RankGroup):
         super().end()
         self.lighthouse.end()
 
-    def replace_dead(self) -> list[Exit]:
-        """Start dead groups again, and return their exits. Without effect at the end of the run, or if the attempt fails."""
-        ended = [each for each in super().failures() if self.processes.exit_code(each.rank) is not None]
-        dead = [self._hung.get(each.rank, each) for each in ended]
+    def replace_dead(self) -> list[Replacement]:
+        """Kill what is left of dead groups, and start those again that have no process left. Return the latter.
+
+        Without effect at the end of the run, or if the attempt fails.
+        """
+        dead = self._blamed([each for each in super().failures() if self.processes.exit_code(each.rank) is not None])
         if not dead or self._stops or self._has_ended() or not self._outlives(dead):
             return []
-        for exit_ in dead:
-            self._hung.pop(exit_.rank, None)
-            last, before = read_heartbeat(self.folder, exit_.rank), self._replacements.get(exit_.rank)
-            self._places.append(exit_.place)
-            self._replacements[exit_.rank] = Replacement(
-                exit=exit_,
-                doing="starting" if last is None else last.doing,
-                failed_at=self.started_at if last is None else last.at,
-                noticed_at=time.time(),
-                deaths=1 if before is None else before.deaths + 1,
-            )
-            self.processes.replace(exit_.rank, self._restart(exit_.rank))
-        return dead
+        replaced = []
+        for group, exit_ in dead.items():
+            self._dying[group] = exit_
+            running = [rank for rank in self._ranks_of(group) if self.processes.exit_code(rank) is None]
+            for rank in running:
+                self.processes.kill(rank)
+            if not running:
+                replaced.append(self._replace(group, self._dying.pop(group)))
+        return replaced
+
+    def _replace(self, group: int, exit_: Exit) -> Replacement:
+        last, before = read_heartbeat(self.folder, exit_.rank), self._replacements.get(group)
+        self._places.append(exit_.place)
+        self._replacements[group] = Replacement(
+            group=group,
+            exit=exit_,
+            doing="starting" if last is None else last.doing,
+            failed_at=self.started_at if last is None else last.at,
+            noticed_at=time.time(),
+            deaths=1 if before is None else before.deaths + 1,
+        )
+        for rank in self._ranks_of(group):
+            reason_file(self.folder, rank).unlink(missing_ok=True)
+        for rank, process in self._restart(group).items():
+            self.processes.replace(rank, process)
+        return self._replacements[group]
 
     def find_rejoined(self) -> list[Rejoined]:
         """Return the groups whose new processes have finished a step since the last call."""
         found = []
-        for rank, replaced in list(self._replacements.items()):
-            heartbeat = read_heartbeat(self.folder, rank)
+        for group, replaced in list(self._replacements.items()):
+            heartbeat = read_heartbeat(self.folder, group * self._size)
             if heartbeat is not None and heartbeat.at > replaced.noticed_at and heartbeat.spent.rows:
-                found.append(Rejoined(replaced=self._replacements.pop(rank), heartbeat=heartbeat))
+                found.append(Rejoined(replaced=self._replacements.pop(group), heartbeat=heartbeat))
         return found
+
+    def _ranks_of(self, group: int) -> range:
+        return range(group * self._size, (group + 1) * self._size)
+
+    def _blamed(self, failed: Sequence[Exit]) -> dict[int, Exit]:
+        """Return the failed groups, each with the rank to blame: the others fail with it, or were killed."""
+        groups: dict[int, list[Exit]] = {}
+        for each in failed:
+            groups.setdefault(each.rank // self._size, []).append(each)
+        return {group: self._dying.get(group) or _first_cause(exits) for group, exits in groups.items()}
 
     def _has_ended(self) -> bool:
         """Return True if a group has exited after the last step. It has committed everything."""
         return any(self.processes.exit_code(rank) == 0 for rank in self.ranks)
 
-    def _outlives(self, failed: list[Exit]) -> bool:
-        """Return True if the attempt continues without these ranks: another group has the state, and they may do better."""
-        ended = {each.rank for each in failed}
-        holders = [rank for rank in self.ranks if rank not in ended and rank not in self._replacements]
-        return bool(holders) and not any(self._is_final(each) for each in failed)
+    def _outlives(self, failed: Mapping[int, Exit]) -> bool:
+        """Return True if the attempt continues without these groups: another one has the state, and they may do better."""
+        holders = [group for group in self._groups if group not in failed and group not in self._replacements]
+        return bool(holders) and not any(self._is_final(group, exit_) for group, exit_ in failed.items())
 
-    def _is_final(self, exit_: Exit) -> bool:
-        """Return True if each process that replaces this one would fail as well."""
-        before = self._replacements.get(exit_.rank)
+    def _is_final(self, group: int, exit_: Exit) -> bool:
+        """Return True if each group that replaces this one would fail as well."""
+        before = self._replacements.get(group)
         if before is not None and before.deaths >= self._most_deaths:
             return True
         if before is None and error_class(exit_.kind) is not None:
             return True
         return bool(exit_.place) and exit_.place in self._places
+
+
+def _first_cause(exits: Sequence[Exit]) -> Exit:
+    """Return the end of a group's rank that explains those of the others: a signal, or the first own exception."""
+    killed = [each for each in exits if each.code < 0 and each.code != -signal.SIGABRT]
+    return killed[0] if killed else min(exits, key=lambda each: (each.origin == "peer", each.at))

@@ -1,7 +1,9 @@
 """Checkpoints of a replica group: the committer takes them, and a group that becomes the committer continues after the head."""
 
+import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -29,19 +31,18 @@ class GroupSyncs(Syncs):
     def __init__(self, group: ReplicaGroup) -> None:
         self.waits_for_losses = False
         self._group = group
+        self._last = RankReport()
+
+    def with_plans(self, notice: RankReport) -> RankReport:
+        """Return the report of a notice with the checkpoints that this rank planned after its last step."""
+        return replace(notice, due=self._last.due, needed_s=self._last.needed_s)
 
     def step_done(self, step: int, *, loss: object, report: RankReport) -> StepSync:
         """Return the message of the step that has just committed."""
         reduced = self._group.reduced
         assert reduced is not None, "the step committed"
-        return StepSync(
-            step=step,
-            losses=[reduced.loss],
-            notice=reduced.notice,
-            notice_age_s=report.notice_age_s,
-            due=report.due,
-            needed_s=report.needed_s,
-        )
+        self._last = report
+        return StepSync(step=step, losses=[reduced.loss], **asdict(reduced.report))
 
     def flush(self) -> list[StepSync]:
         """Return nothing: no message is in flight after a step."""
@@ -137,6 +138,7 @@ class ReplicaCheckpointing(Checkpointing):
         return self._group.reduce(gradients, loss)
 
     def _take(self, reason: str, *, wait: bool) -> None:
+        self.settle()  # the ranks of the group know the same head then
         if not self._owns_head:
             self._take_over()
         tracker = self._tracker
@@ -149,15 +151,17 @@ class ReplicaCheckpointing(Checkpointing):
         super().take(reason, wait=wait)
 
     def _take_over(self) -> None:
-        """Continue after the ledger's head, which another group may have committed."""
-        self.settle()  # of an earlier time as the committer
-        attempt = self._attempt
-        rows = Ledger(attempt.plans.lakehouse).rows(attempt.name.run, kinds=HEAD_KINDS)
-        head = fence_of_rows(rows).head
-        is_new = attempt.point.leg_is_new and (head is None or leg_of(rows, head).index != attempt.leg.index)
+        """Continue after the ledger's head, which another group may have committed. The first rank of the group reads it."""
+        attempt, found = self._attempt, b""
+        if self._communicator.rank == 0:
+            rows = Ledger(attempt.plans.lakehouse).rows(attempt.name.run, kinds=HEAD_KINDS)
+            head = fence_of_rows(rows).head
+            is_new = attempt.point.leg_is_new and (head is None or leg_of(rows, head).index != attempt.leg.index)
+            step = attempt.point.step if head is None else checkpoint_rows(rows)[head].step
+            found = json.dumps([head, is_new, step]).encode()
+        head, is_new, step = json.loads(self._communicator.tree.broadcast(found))
         self._manager.continue_after(head, leg_is_new=is_new)
-        self._tracker.committed_step = attempt.point.step if head is None else checkpoint_rows(rows)[head].step
-        self._group.head_step = self._tracker.committed_step
+        self._tracker.committed_step = self._group.head_step = step
         self._owns_head = True
 
     def _report(self, committed: Committed | None) -> None:

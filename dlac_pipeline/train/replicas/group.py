@@ -3,6 +3,7 @@
 In: the state of the group, and the gradients of a step. Out: the group's share of each step, and the reduced step if it commits.
 """
 
+import json
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ReduceOp
 
-from dlac_pipeline.checkpoint.step_sync import NOTICES
+from dlac_pipeline.checkpoint.step_sync import NOTICES, RankReport
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.process_group import serve_store
 from dlac_pipeline.elastic.ranks.replicas import (
@@ -29,6 +30,7 @@ from dlac_pipeline.elastic.ranks.replicas import (
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.read.share_reader import Share
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
+from dlac_pipeline.train.communicator import Communicator
 
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.05
@@ -45,8 +47,8 @@ class Reduced:
 
     loss: float
     """Mean over the samples of the global batch."""
-    notice: str | None
-    """One of NOTICES, if any group was asked to stop."""
+    report: RankReport
+    """Notices that any rank has received, and the checkpoints that the committer's first rank plans."""
     head_step: int
     """Step of the last checkpoint that the committer knows."""
     groups: tuple[int, ...]
@@ -79,13 +81,18 @@ class State(Protocol):
 class ReplicaGroup:
     """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
 
-    def __init__(self, number: int, groups: int, folder: Path, *, hang_timeout_s: float) -> None:
-        """`number` is that of the group, of `groups` that there can be. `folder` is the launch folder."""
+    def __init__(
+        self, number: int, groups: int, folder: Path, communicator: Communicator, *, hang_timeout_s: float
+    ) -> None:
+        """`number` is that of the group, of `groups` that there can be. `folder` is the launch folder.
+
+        `communicator` has the ranks of the group.
+        """
         self.number = number
         self.rejoins = REJOINS_VARIABLE in os.environ
         """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
-        self.notice: Callable[[], str | None] = lambda: None
-        """Returns this group's own notice."""
+        self.report: Callable[[], RankReport] = RankReport
+        """Returns this rank's own report."""
         self.head_step = 0
         """Step of the last checkpoint that this group knows."""
         self.share: Share = (number, groups)
@@ -94,6 +101,9 @@ class ReplicaGroup:
         """The last step, if it committed."""
         self._groups = groups
         self._folder = folder
+        self._communicator = communicator
+        self._is_first = communicator.rank == 0
+        """True for the rank that speaks for its group, and serves its manager."""
         self._lighthouse = ""
         """Address of the lighthouse that this group has reached."""
         self._step: int | None = None
@@ -108,6 +118,12 @@ class ReplicaGroup:
         self._peers: Any = None
 
     @property
+    def rank_share(self) -> Share:
+        """Place of this rank among the ranks of the last quorum, and their number."""
+        (place, groups), size = self.share, self._communicator.world_size
+        return place * size + self._communicator.rank, groups * size
+
+    @property
     def commits(self) -> bool:
         """True if this group takes the checkpoints of its attempt."""
         return self.share[0] == 0
@@ -116,8 +132,8 @@ class ReplicaGroup:
         """Take part with this state. A process that rejoins has none until its first quorum."""
         self._state = state
 
-    def meet(self) -> Share:
-        """Form the next quorum, unless the last one was not used, and return this group's share.
+    def meet(self) -> None:
+        """Form the next quorum, unless the last one was not used.
 
         If the group's last step is not that of its peers, it loads the state of a peer.
         Raise `TrainingFailed` if no group has the state.
@@ -125,10 +141,15 @@ class ReplicaGroup:
         while not self.has_met:
             if self._manager is None and not self._connect():
                 continue
+            before = self._manager.current_step()
             outcome = self._start_quorum()
-            if outcome is _Outcome.LOST:
+            has_healed = self._manager.current_step() != before
+            lost, failed, healed = self._sums(outcome is _Outcome.LOST, outcome is _Outcome.FAILED, has_healed)
+            if 0 < healed < self._communicator.world_size:  # the ranks of the group have states of two steps
+                self._set_step(_NO_STATE)
+            if lost:
                 self._disconnect()
-            elif outcome is _Outcome.FAILED:
+            elif failed:
                 self._drop(())
             elif self._manager.current_step() == _NO_STATE:
                 raise TrainingFailed(
@@ -137,7 +158,6 @@ class ReplicaGroup:
             else:
                 self.share = (self._manager.participating_rank(), self._manager.num_participants())
                 self.has_met = True
-        return self.share
 
     def _connect(self) -> bool:
         """Make the group known to the lighthouse that runs, and wait for the groups that are to be in its first quorum.
@@ -147,31 +167,49 @@ class ReplicaGroup:
         A group that replaces a dead one becomes known with its first quorum, because its peers wait for a group that is known.
         """
         assert self._state is not None, "a script restores its state before the first batch"
-        while (found := read_lighthouse(self._folder)) is None:
-            time.sleep(_LOOK_S)
-        self._lighthouse = found.address
-        step = self._step if self._step is not None else _NO_STATE if self.rejoins else self._state.step
-        try:
-            self._manager = self._make_manager(self._state)
-        except RuntimeError:
-            if not self._is_lighthouse_lost():
-                raise
+        if self._step is None:
+            self._step = _NO_STATE if self.rejoins else self._state.step
+        port = 0
+        if self._is_first:
+            while (found := read_lighthouse(self._folder)) is None:
+                time.sleep(_LOOK_S)
+            self._lighthouse, self._store = found.address, serve_store(LOOPBACK, 0)
+            port = self._try_to_make_manager(self._state, self._store.port) * self._store.port
+        answer = self._communicator.tree.broadcast(json.dumps([self._lighthouse, port]).encode())
+        self._lighthouse, port = json.loads(answer)
+        if port and not self._is_first:
+            self._try_to_make_manager(self._state, port)
+        (missing,) = self._sums(self._manager is None)
+        if missing:
+            self._disconnect()
             return False
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        if self._is_first:
+            self._wait_for_peers()
+        return True
+
+    def _wait_for_peers(self) -> None:
         write_reached(self._folder, self.number, self._lighthouse)
         deadline = time.monotonic() + self._hang_timeout_s
         awaited = set(self._awaited)
         while awaited and not self._is_lighthouse_lost() and time.monotonic() < deadline:
             awaited = {each for each in awaited if not self._has_reached(each)}
             time.sleep(_LOOK_S if awaited else 0.0)
-        return True
 
-    def _make_manager(self, state: State) -> Any:
+    def _try_to_make_manager(self, state: State, port: int) -> bool:
+        """Make this rank's manager, with the group's store at a port. Return False if the lighthouse is lost meanwhile."""
+        try:
+            self._manager = self._make_manager(state, port)
+            self._set_step(self._step or 0)
+        except RuntimeError:
+            if not self._is_lighthouse_lost():
+                raise
+        return self._manager is not None
+
+    def _make_manager(self, state: State, port: int) -> Any:
         from torchft import Manager  # optional
 
         from dlac_pipeline.train.replicas.peers import Peers
 
-        self._store = serve_store(LOOPBACK, 0)
         limit = timedelta(seconds=self._hang_timeout_s + HANG_MARGIN_S)
         self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
         self._peers.collective_timeout = limit
@@ -184,10 +222,10 @@ class ReplicaGroup:
             timeout=limit,
             quorum_timeout=limit,
             connect_timeout=timedelta(seconds=_CONNECT_S),
-            rank=0,
-            world_size=1,
+            rank=self._communicator.rank,
+            world_size=self._communicator.world_size,
             store_addr=LOOPBACK,
-            store_port=self._store.port,
+            store_port=port,
             lighthouse_addr=self._lighthouse,
             replica_id=f"group-{self.number:05d}",  # quorums are in the order of these names
             hostname=LOOPBACK,
@@ -195,9 +233,18 @@ class ReplicaGroup:
             init_sync=False,  # the groups begin with the same state
         )
 
+    def _set_step(self, step: int) -> None:
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def _sums(self, *flags: bool) -> list[int]:
+        """Return how many ranks of the group have each flag. Collective."""
+        numbers = torch.tensor(flags, dtype=torch.int64)
+        self._communicator.add(numbers)
+        return [int(number) for number in numbers.tolist()]
+
     def _has_reached(self, group: int) -> bool:
         """Return True if a group has reached this group's lighthouse, or has ended."""
-        heartbeat = read_heartbeat(self._folder, group)
+        heartbeat = read_heartbeat(self._folder, group * self._communicator.world_size)
         has_ended = heartbeat is not None and heartbeat.phase == Phase.DONE
         return has_ended or has_reached(self._folder, group, self._lighthouse)
 
@@ -207,20 +254,23 @@ class ReplicaGroup:
 
     def _start_quorum(self) -> "_Outcome":
         """Try to form a quorum. torchft would wait for the quorum of a dead lighthouse for ever."""
-        ended = threading.Event()
+        ended, lost = threading.Event(), False
         watch = threading.Thread(target=self._watch_lighthouse, args=(ended,), name="lighthouse", daemon=True)
-        watch.start()
+        if self._is_first:
+            watch.start()
         try:
             self._manager.start_quorum()
             failed = self._manager.errored() is not None  # a peer died while the quorum connected, or healed this group
         except (RuntimeError, TimeoutError):
-            failed = True
-            if not self._is_lighthouse_lost():
+            lost = failed = self._is_lighthouse_lost()
+            if not lost:
                 raise
         finally:
             ended.set()
-            watch.join()
-        return _Outcome.LOST if self._manager._manager is None else _Outcome.FAILED if failed else _Outcome.MET
+            if self._is_first:
+                watch.join()
+                lost = lost or self._manager._manager is None
+        return _Outcome.LOST if lost else _Outcome.FAILED if failed else _Outcome.MET
 
     def _watch_lighthouse(self, ended: threading.Event) -> None:
         """End the server of the manager if the lighthouse is lost. The quorum that waits for it fails then."""
@@ -233,6 +283,8 @@ class ReplicaGroup:
 
     def _disconnect(self) -> None:
         """Leave the peers, to meet them again at another lighthouse."""
+        if self._manager is None:  # its lighthouse was lost at once
+            return
         self._step = self._manager.current_step()
         self._peers.drop(())
         self._manager.shutdown(wait=False)
@@ -240,10 +292,16 @@ class ReplicaGroup:
 
     def reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
         """Average gradients in place over the groups present. Return True if the step commits here."""
-        own = self.notice()
-        facts = [float(loss.detach()), float(self.head_step * self.commits), *(float(own == each) for each in NOTICES)]
-        present = [float(number == self.number) for number in range(self._groups)]
-        control = torch.tensor([*facts, *present], dtype=torch.float64)
+        own, speaks = self.report(), self.commits and self._is_first
+        facts = [
+            float(loss.detach()),
+            *(speaks * each for each in (self.head_step, own.due, own.needed_s)),
+            own.notice_age_s,
+            *(own.notice == each for each in NOTICES),
+            *(number == self.number for number in range(self._groups)),
+        ]
+        control = torch.tensor(facts, dtype=torch.float64)
+        self._communicator.add(control)
         buckets = list(_buckets(gradients))
         flat = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         works = [self._manager.allreduce(each) for each in flat]
@@ -256,12 +314,16 @@ class ReplicaGroup:
             for gradient in bucket:
                 gradient.copy_(means[start : start + gradient.numel()].view_as(gradient))
                 start += gradient.numel()
-        total, head_step, *rest = control.tolist()
+        total, head_step, due, needed_s, ages_s, *rest = control.tolist()
         notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) :]
-        groups = tuple(number for number, count in enumerate(numbers) if count)
-        notice = next((name for name, count in zip(NOTICES, notices, strict=True) if count), None)
-        self._awaited = groups
-        self.reduced = Reduced(loss=total / len(groups), notice=notice, head_step=int(head_step), groups=groups)
+        report = RankReport(
+            notice=next((name for name, count in zip(NOTICES, notices, strict=True) if count), None),
+            notice_age_s=ages_s / max(1.0, sum(notices)),
+            due=due > 0,
+            needed_s=needed_s,
+        )
+        self._awaited = groups = tuple(number for number, count in enumerate(numbers) if count)
+        self.reduced = Reduced(loss=total / sum(numbers), report=report, head_step=int(head_step), groups=groups)
         return True
 
     def part(self) -> bool:

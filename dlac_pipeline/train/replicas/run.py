@@ -27,7 +27,7 @@ from dlac_pipeline.train.training_run import TrainingRun
 
 
 class ReplicaRun(TrainingRun):
-    """One replica group of one attempt. `rank` is the number of the group."""
+    """One rank of a replica group of one attempt. `rank` is its number among the ranks of all groups."""
 
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. Raise `SpecInvalid` without a supervisor."""
@@ -59,33 +59,36 @@ class ReplicaRun(TrainingRun):
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
         spec, launch = self.spec, self.spec.launch
         assert self._folder is not None, "a supervisor started this rank"
-        self._group = ReplicaGroup(self.rank, launch.replicas, self._folder, hang_timeout_s=launch.hang_timeout_s)
-        self._group.notice = lambda: self._policy.notice
+        communicator, number = self._communicator, self.rank // launch.ranks_per_replica
+        self._group = ReplicaGroup(
+            number, launch.replicas, self._folder, communicator, hang_timeout_s=launch.hang_timeout_s
+        )
         self._group.head_step = self.resume_point.step
-        self._communicator.step_syncs = GroupSyncs(self._group)
+        communicator.step_syncs = syncs = GroupSyncs(self._group)
+        self._group.report = lambda: syncs.with_plans(self._policy.report_of_notice())
+        token = communicator.tree.broadcast(secrets.token_hex(2).encode()).decode()
         self._events.open(self._folder if self._group.commits and not self._group.rejoins else None)
         attempt = open_attempt(
             spec,
             self._plans,
             self.resume_point,
-            self._communicator,
+            communicator,
             make_reader=lambda opened: QuorumReader(opened, self._next_share),
-            writer=f"-{self.rank}-{secrets.token_hex(2)}",
+            writer=f"-{number}-{token}",
         )
         self._replica = ReplicaCheckpointing(
-            self._group, spec, attempt, self._communicator, self._policy, self._heartbeat, self._events.write
+            self._group, spec, attempt, communicator, self._policy, self._heartbeat, self._events.write
         )
         return attempt, self._replica
 
     def _next_share(self) -> tuple[int, Share] | None:
-        """Form the next quorum. Return the step that follows, and this group's share of it. None: the groups have ended."""
-        share = self._meet()
-        return None if self._replica.ends else (self.step + 1, share)
+        """Form the next quorum. Return the step that follows, and this rank's share of it. None: the groups have ended."""
+        self._meet()
+        return None if self._replica.ends else (self.step + 1, self._group.rank_share)
 
-    def _meet(self) -> Share:
-        share = self._group.meet()
+    def _meet(self) -> None:
+        self._group.meet()
         self._events.open(self._folder if self._group.commits else None)
-        return share
 
     def _end(self) -> None:
         """Meet the groups that have ended too. The committer commits the rest before it parts from them."""
@@ -102,7 +105,7 @@ class ReplicaRun(TrainingRun):
 
 
 class QuorumReader:
-    """Reader of a replica group. The next batch follows the last committed step of the next quorum."""
+    """Reader of a rank of a replica group. The next batch follows the last committed step of the next quorum."""
 
     def __init__(self, opened: OpenLeg, next_share: Callable[[], tuple[int, Share] | None]) -> None:
         self.groups = range(0)
