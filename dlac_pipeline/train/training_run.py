@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
-from dlac_pipeline.elastic.ranks.replicas import first_rank
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, global_rank, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -79,7 +78,7 @@ class TrainingRun:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = first_rank() + rank  # a replica group is all there is to its process group
+        self.rank = global_rank()  # RANK is that in the replica group, if any
         self._folder = folder
         self._events = EventWriter(folder, rank)
         self._heartbeat = HeartbeatWriter(folder, self.rank)

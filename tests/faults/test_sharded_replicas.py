@@ -35,7 +35,7 @@ DEATHS = {
     "saving": {"dies_saving": "1:20"},
     "first-saving": {"dies_saving": "0:20"},
     "recorded": {"dies_recorded": "0:20"},
-    "healing-source": {"dies_forward": "3:23", "dies_healing": "source"},
+    "healing-source": {"dies_forward": "3:23", "dies_healing": "source", "replicas": 3},
     "healing-newcomer": {"dies_forward": "3:23", "dies_healing": "newcomer"},
 }
 
@@ -49,7 +49,7 @@ def soaks_all_but(chosen: str) -> list[Any]:
 def test_death_of_rank_replaces_its_group(campaign: Arena, calm: Trained, death: str) -> None:
     """Each row is in the ledger and in the committed batches once, and only the dead rank's group is replaced."""
     run = f"sharded-{death}"
-    trained = train(campaign, run, pause_s=0.02, **SHARDED, **DEATHS[death])
+    trained = train(campaign, run, pause_s=0.02, **{**SHARDED, **DEATHS[death]})
     reference = campaign.journal("reference")
     assert trained.journal == {step: reference[step] for step in range(1, STEPS + 1)}
     assert audit_run(campaign.lakehouse, run).exact

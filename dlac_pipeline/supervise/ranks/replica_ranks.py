@@ -95,18 +95,18 @@ class ReplicaRanks(RankGroup):
     def replace_dead(self) -> list[Replacement]:
         """Kill what is left of dead groups, and start those again that have no process left. Return the latter.
 
-        Without effect at the end of the run, or if the attempt fails.
+        No group is started again at the end of the run, or if the attempt fails.
         """
         dead = self._blamed([each for each in super().failures() if self.processes.exit_code(each.rank) is not None])
-        if not dead or self._stops or self._has_ended() or not self._outlives(dead):
+        if not dead or not self._outlives(dead):
             return []
-        replaced = []
+        replaced, ends = [], self._stops or self._has_ended()
         for group, exit_ in dead.items():
             self._dying[group] = exit_
             running = [rank for rank in self._ranks_of(group) if self.processes.exit_code(rank) is None]
             for rank in running:
                 self.processes.kill(rank)
-            if not running:
+            if not running and not ends:
                 replaced.append(self._replace(group, self._dying.pop(group)))
         return replaced
 
