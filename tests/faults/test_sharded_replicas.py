@@ -25,7 +25,7 @@ def calm(campaign: Arena) -> Trained:
     return train(campaign, "calm-sharded", **SHARDED)
 
 
-DEATHS = {
+DEATHS: dict[str, dict[str, Any]] = {
     "forward": {"dies_forward": "3:23"},
     "first-rank": {"dies_forward": "2:23"},
     "reducing": {"dies_reducing": "3:23"},
