@@ -92,14 +92,14 @@ class Campaign:
     def run(self) -> None:
         """Run all faults and the account. Failures are reported at the end."""
         try:
-            reference = self._lab.train_reference()
+            references = self._lab.train_references()
             self._began = time.time()
             self._strike_all()
             self._lab.finish(_FINISHED_WITHIN_S)
             left = {"Dagster runs": wait_for_dagster(self._lab), "trainers": trainers_of(self._lab)}
             self._lab.stop_daemon()
             add_facts(self._lab.lakehouse, self._faults)
-            self._told["runs"] = [one.to_json() for one in runs_of(self._lab, reference)]
+            self._told["runs"] = [one.to_json() for one in runs_of(self._lab, references)]
             self._told["left"] = {**left, **left_of(self._lab)}
             self._told["launch_folders"] = launches_of(self._lab)
         except Exception as err:  # a failure must not lose two hours

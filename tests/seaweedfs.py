@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,13 +24,15 @@ _SERVERS = ("master", "filer", "volume", "s3", "admin")
 
 
 class SeaweedFS:
-    """A server process on loopback, with a table bucket named warehouse and a bucket named store.
+    """A server process, with a table bucket named warehouse and a bucket named store.
 
     Its own maintenance of Iceberg tables is off, as it is by default.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, address: str = "127.0.0.1", under: Sequence[str] = ()) -> None:
+        """It listens at `address`. `under` is a command that runs another one."""
         self.folder = folder
+        self._address, self._under = address, under
         self._ports = {name: own_port() for server in _SERVERS for name in (f"{server}.port", f"{server}.port.grpc")}
         self._ports["s3.port.iceberg"] = own_port()
         (folder / "data").mkdir()
@@ -39,12 +41,12 @@ class SeaweedFS:
     @property
     def catalog(self) -> str:
         """Address of its Iceberg REST catalog."""
-        return f"http://127.0.0.1:{self._ports['s3.port.iceberg']}"
+        return f"http://{self._address}:{self._ports['s3.port.iceberg']}"
 
     @property
     def properties(self) -> dict[str, str]:
         """Settings by which PyIceberg reaches its store."""
-        named = {"endpoint": f"http://127.0.0.1:{self._ports['s3.port']}", "region": "us-east-1"}
+        named = {"endpoint": f"http://{self._address}:{self._ports['s3.port']}", "region": "us-east-1"}
         named |= {"access-key-id": "key", "secret-access-key": "secret"}
         return {f"s3.{name}": value for name, value in named.items()}
 
@@ -63,12 +65,17 @@ class SeaweedFS:
     def start(self) -> None:
         """Start the process, and wait until its catalog answers."""
         options = [f"-{name}={port}" for name, port in self._ports.items()]
-        options += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.folder / 'data'}", "-master.telemetry=false"]
+        options += [
+            f"-ip={self._address}",
+            f"-ip.bind={self._address}",
+            f"-dir={self.folder / 'data'}",
+            "-master.telemetry=false",
+        ]
         options += ["-admin.ui=false", "-webdav=false", "-s3.port.lance=0"]
         options += ["-tableBucket=warehouse", "-bucket=store"]
         environment = {**os.environ, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         with (self.folder / "log").open("ab") as log:
-            command = [str(WEED), "mini", *options]
+            command = [*self._under, str(WEED), "mini", *options]
             self._process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
         wait_until(self._answers, what="SeaweedFS")
 
@@ -88,9 +95,9 @@ class SeaweedFS:
 
 
 @contextmanager
-def seaweedfs(folder: Path) -> Iterator[SeaweedFS]:
+def seaweedfs(folder: Path, *, address: str = "127.0.0.1", under: Sequence[str] = ()) -> Iterator[SeaweedFS]:
     """A running server."""
-    made = SeaweedFS(folder)
+    made = SeaweedFS(folder, address=address, under=under)
     try:
         yield made
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +19,10 @@ def main() -> None:
     with dlac.training_run() as run:
         params = run.spec.params
         hidden, layers = int(params["hidden"]), int(params["layers"])
-        blocks = [torch.nn.Linear(64, hidden), *(torch.nn.Linear(hidden, hidden) for _ in range(layers))]
-        model = torch.nn.Sequential(*blocks, torch.nn.Linear(hidden, 1))
+        # weights that are loaded need no random values before
+        linear = partial(torch.nn.utils.skip_init, torch.nn.Linear) if run.resume_point.step else torch.nn.Linear
+        blocks = [linear(64, hidden), *(linear(hidden, hidden) for _ in range(layers))]
+        model = torch.nn.Sequential(*blocks, linear(hidden, 1))
         sharded = params["sharded"] == "True"
         for layer in (*model, model) if sharded else ():
             fully_shard(layer)

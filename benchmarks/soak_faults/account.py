@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
 _RECORDED_SQL = Path(__file__).parents[2] / "tests" / "recorded.sql"
 """SQL from advances to row ids, without the code that made the order."""
+_ROUNDING = 1e-5
+"""Share of a loss by which it differs between numbers of replica groups, at most."""
 _GONE_WITHIN_S = 180.0
 """Seconds after which a code server ends if its daemon was killed (Dagster's timeout is 45 s)."""
 
@@ -49,7 +51,7 @@ class RunAccount:
     journal_agrees: bool
     """Whether the row ids in the tensors, by the training function's journal, are those of the ledger."""
     losses_identical: bool
-    """Whether losses are, bit for bit, those of the undisturbed run."""
+    """Whether losses are those of the undisturbed run: bit for bit, or with replica groups up to the rounding of a sum."""
     problems: tuple[str, ...]
 
     @property
@@ -62,10 +64,10 @@ class RunAccount:
         return {**asdict(self), "problems": list(self.problems)}
 
 
-def runs_of(lab: Lab, reference: Sequence[float]) -> list[RunAccount]:
-    """Return the account of every run, after an upkeep of the tables."""
+def runs_of(lab: Lab, references: Mapping[str, Sequence[float]]) -> list[RunAccount]:
+    """Return the account of every run, after an upkeep of the tables. `references` are losses of undisturbed runs, by mode."""
     run_upkeep(lab.lakehouse)
-    return [_account(lab, trainee, reference) for trainee in lab.trainees]
+    return [_account(lab, trainee, references[trainee.mode]) for trainee in lab.trainees]
 
 
 def left_of(lab: Lab) -> dict[str, list[str]]:
@@ -122,9 +124,10 @@ def _wait(holds: Callable[[], bool]) -> None:
 def _account(lab: Lab, trainee: Trainee, reference: Sequence[float]) -> RunAccount:
     audited = audit_run(lab.lakehouse, trainee.run)
     lineage = trainee.lineage()
+    losses = [loss for row in lineage for loss in row.losses]
     return RunAccount(
         run=trainee.run,
-        mode=trainee.spec.checkpoint.mode,
+        mode=trainee.mode,
         steps=audited.step,
         attempts=audited.attempts,
         checkpoints=audited.checkpoints,
@@ -133,18 +136,33 @@ def _account(lab: Lab, trainee: Trainee, reference: Sequence[float]) -> RunAccou
         audit_exact=audited.exact,
         journal_agrees=journal(lineage, trainee.rows(ClaimRow), trainee.entries())
         == _ledger_rows(lab.lakehouse, trainee, lineage),
-        losses_identical=[loss for row in lineage for loss in row.losses] == list(reference),
+        losses_identical=_are_equal(losses, reference, within=_ROUNDING if trainee.has_replicas else 0.0),
         problems=audited.problems,
     )
+
+
+def _are_equal(losses: Sequence[float], expected: Sequence[float], *, within: float) -> bool:
+    pairs = zip(losses, expected, strict=False)
+    return len(losses) == len(expected) and all(abs(one - other) <= within * abs(other) for one, other in pairs)
 
 
 def journal(
     lineage: Sequence[CheckpointRow], claims: Sequence[ClaimRow], entries: Sequence[dict[str, Any]]
 ) -> dict[int, list[int]]:
-    """Return sorted row ids by step, as the ranks of the attempt that trained it wrote them."""
+    """Return sorted row ids by step, as the ranks of the attempt that trained it wrote them.
+
+    Replica groups may try a step again. The last try that a group committed counts, with the shares of all its groups.
+    """
+    tries: dict[tuple[int, int], dict[int, dict[int, list[int]]]] = {}
     written: dict[tuple[int, int], list[int]] = {}
-    for entry in entries:
-        written.setdefault((entry["attempt"], entry["step"]), []).extend(entry["rows"])
+    for entry in sorted(entries, key=lambda each: each["at"]):
+        name, ranks = (entry["attempt"], entry["step"]), entry["ranks"]
+        shares = tries.setdefault(name, {}).setdefault(ranks, {})
+        if "rows" in entry:
+            shares.pop(entry["rank"], None)  # a repeated share becomes the last one
+            shares[entry["rank"]] = entry["rows"]
+        if entry["done"]:
+            written[name] = [row for share in list(shares.values())[-ranks:] for row in share]
     found, last = {}, 0
     for row in lineage:
         steps = range(last + 1, row.step + 1)

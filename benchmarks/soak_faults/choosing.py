@@ -26,12 +26,14 @@ class Kind:
     """Whether it strikes all runs, and not one."""
     follows: bool = False
     """Whether it may strike during a recovery."""
+    survived: bool = False
+    """Whether replica groups survive it without a new attempt."""
 
 
 KINDS = {
-    "rank killed": Kind(description="SIGKILL of a rank", weight=4, follows=True),
+    "rank killed": Kind(description="SIGKILL of a rank", weight=4, follows=True, survived=True),
     "all ranks killed": Kind(description="SIGKILL of all ranks at once", weight=2, follows=True),
-    "rank stopped": Kind(description="SIGSTOP of a rank: it hangs", weight=2),
+    "rank stopped": Kind(description="SIGSTOP of a rank: it hangs", weight=2, survived=True),
     "fork server killed": Kind(description="SIGKILL of the process that the ranks are forked from", follows=True),
     "supervisor killed": Kind(description="SIGKILL of the supervisor", weight=2, follows=True),
     "run worker killed": Kind(description="SIGKILL of the Dagster run's process", weight=2, follows=True),
@@ -58,7 +60,9 @@ KINDS = {
     ),
     "store full": Kind(description="no byte is free in the checkpoint store for 8 s", every_run=True),
     "catalog locked": Kind(description="another process holds the catalog's lock for 8 s", new_attempt=False),
-    "catalog away": Kind(description="the catalog's file is missing for 8 s, during which a rank is killed"),
+    "catalog away": Kind(
+        description="the catalog's file is missing for 8 s, during which a rank is killed", survived=True
+    ),
     "launch stopped": Kind(
         description="SIGSTOP of everything from the Dagster run's process down to the ranks; SIGCONT once another has taken over"
     ),

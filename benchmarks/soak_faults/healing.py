@@ -62,10 +62,10 @@ class Wound:
     before: Mapping[str, Seen]
     """State of the ledger before it, by run."""
 
-    @property
-    def new_attempt(self) -> bool:
-        """Whether an attempt must follow."""
-        return KINDS[self.fault.kind].new_attempt
+    def needs_attempt(self, trainee: Trainee) -> bool:
+        """Return whether an attempt of a struck run must follow."""
+        kind = KINDS[self.fault.kind]
+        return kind.new_attempt and not (kind.survived and trainee.has_replicas)
 
 
 def strike(lab: Lab, choice: Choice, earlier: Wound | None) -> Wound:
@@ -106,7 +106,7 @@ def _try_strike(lab: Lab, choice: Choice, earlier: Wound | None, chance: random.
         number=choice.number,
         kind=choice.kind,
         run=trainee.run,
-        mode=trainee.spec.checkpoint.mode,
+        mode=trainee.mode,
         step=step,
         what=struck.what,
         during=earlier.fault.number if earlier else None,
@@ -153,13 +153,13 @@ def _unreached(wound: Wound, trainee: Trainee) -> str:
         seen = trainee.seen()
         if seen.finished:
             return ""
-        if wound.new_attempt and seen.attempt <= before:
+        if wound.needs_attempt(trainee) and seen.attempt <= before:
             return f"{trainee.run} has no attempt after {before}"
         head = trainee.head_row()
     except CatalogUnreachable as err:
         return f"the catalog is away: {err}"
     fresh = head is not None and head.committed_at.timestamp() > wound.struck.lifted_at
-    if head is None or not fresh or (wound.new_attempt and head.attempt <= before):
+    if head is None or not fresh or (wound.needs_attempt(trainee) and head.attempt <= before):
         return f"{trainee.run} (attempt {seen.attempt}) has committed no checkpoint since"
     return ""
 
@@ -179,7 +179,7 @@ def _silent(lab: Lab, wound: Wound) -> str:
 
 def _recovery_s(wound: Wound) -> float:
     """Return the time until the first new step of the slowest run, or until now if the fault ends no attempt."""
-    if not wound.new_attempt:
+    if not all(map(wound.needs_attempt, wound.trainees)):
         return time.time() - wound.struck.at
     firsts = []
     for trainee in wound.trainees:

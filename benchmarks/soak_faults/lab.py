@@ -23,9 +23,11 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 from examples.demo.local_dagster import LocalDagster
 
-RUNS = 2
-"""Modes of the runs that train at the same time: synchronous and asynchronous checkpoints."""
-_MODES = ("synchronous", "asynchronous")
+_MODES = ("synchronous", "asynchronous", "replicas")
+"""Modes of the runs that train at the same time. Two ranks with states in memory, by how they take checkpoints, or groups."""
+RUNS = len(_MODES)
+_GROUPS = 3
+"""Replica groups of the third mode."""
 _SCRIPT = Path(__file__).parents[1] / "programs" / "soak_rank.py"
 _BATCH, _PASSES, _EVERY_STEPS, _KEEP_LAST = 32, 2, 10, 4
 _SETTINGS = "[recovery]\nlost_after_s = 45\nwait_for_old_launch_s = 2\n"
@@ -83,11 +85,16 @@ class Lab:
         """End Dagster, with all processes that it started."""
         self._services.close()
 
-    def train_reference(self) -> list[float]:
-        """Return the losses of an undisturbed run."""
-        trainee = Trainee(self.lakehouse, self._spec("reference", "synchronous", pause_s=0.0), self.journal)
-        Supervisor(Request(spec=trainee.spec)).run()
-        return [loss for row in trainee.lineage() for loss in row.losses]
+    def train_references(self) -> dict[str, list[float]]:
+        """Return the losses of undisturbed runs of two ranks, by the mode that they are compared with."""
+        losses = {}
+        for mode in ("synchronous", "replicas"):
+            spec = self._spec(f"reference-{mode}", mode, pause_s=0.0)
+            spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"replicas": 0, "world_size": 2})})
+            trainee = Trainee(self.lakehouse, spec, self.journal)
+            Supervisor(Request(spec=spec)).run()
+            losses[mode] = [loss for row in trainee.lineage() for loss in row.losses]
+        return {"asynchronous": losses["synchronous"], **losses}
 
     def tend(self) -> None:
         """Replace finished runs, then sleep for a moment."""
@@ -132,6 +139,7 @@ class Lab:
             self.tend()
 
     def _spec(self, run: str, mode: str, *, pause_s: float) -> JobSpec:
+        replicas = mode == "replicas"
         return parse_spec(
             {
                 "run": run,
@@ -141,10 +149,19 @@ class Lab:
                     "store": str(self.store),
                     "every_steps": _EVERY_STEPS,
                     "keep_last": _KEEP_LAST,
-                    "mode": mode,
+                    "mode": "asynchronous" if replicas else mode,
                 },
-                "launch": {"script": str(_SCRIPT), "world_size": 2, "grace_s": 10, "hang_timeout_s": 15},
-                "params": {"journal": str(self.journal), "pause_s": str(pause_s)},
+                "launch": {
+                    "script": str(_SCRIPT),
+                    **({"replicas": _GROUPS} if replicas else {"world_size": 2}),
+                    "grace_s": 10,
+                    "hang_timeout_s": 15,
+                },
+                "params": {
+                    "journal": str(self.journal),
+                    "pause_s": str(pause_s),
+                    "noise": "0" if replicas else "0.01",  # each group has generators of its own
+                },
             },
             origin="the campaign",
         ).resolved(self.home)

@@ -30,15 +30,16 @@ def page_of(campaign: Record) -> str:
         f"**{len(faults)} faults in {campaign['minutes_taken']:.0f} minutes**, seed {campaign['seed']}, on "
         f"{campaign['day']}, {campaign['machine']}.",
         "",
-        "A real Dagster (daemon, code server, sensors) on an embedded lakehouse. Two training runs of two ranks each, one with "
-        "synchronous and one with asynchronous checkpoints every 10 steps.",
+        "A real Dagster (daemon, code server, sensors) on an embedded lakehouse. Three training runs with checkpoints every 10 "
+        "steps: two ranks with synchronous checkpoints, two ranks with asynchronous ones (both with states in memory), and three "
+        "replica groups.",
         "",
         *([f"- **It failed:** {campaign['failed']}"] if campaign["failed"] else []),
         f"- Healed: {sum(fault['recovery_s'] is not None for fault in faults)} of {len(faults)} faults. {quarantined} damaged "
         "checkpoints were quarantined, and their parents resumed.",
         f"- Runs: {len(runs)}, with {sum(run['attempts'] for run in runs)} attempts. Finished: {_count(runs, 'finished')}. "
         f"Audit exact: {_count(runs, 'audit_exact')}. Journal equals ledger: {_count(runs, 'journal_agrees')}. Losses "
-        f"bit-identical to those of a run without faults: {_count(runs, 'losses_identical')}.",
+        f"bit-identical (replica groups: within 1e-5) to those of a run without faults: {_count(runs, 'losses_identical')}.",
         f"- Left over ({', '.join(campaign['left'])}): {'; '.join(left) or 'nothing'}.",
         *_launches(campaign["launch_folders"]),
         *([f"- Not in it: {skipped}."] if skipped else []),

@@ -41,6 +41,16 @@ class Trainee:
         self._journal = journal
 
     @property
+    def has_replicas(self) -> bool:
+        """True if its ranks are replica groups."""
+        return self.spec.launch.replicas > 0
+
+    @property
+    def mode(self) -> str:
+        """How it takes checkpoints, or replicas."""
+        return "replicas" if self.has_replicas else self.spec.checkpoint.mode
+
+    @property
     def folder(self) -> Path:
         """Its folder in the checkpoint store, which is also the local one."""
         return Path(self.spec.checkpoint.local) / self.run

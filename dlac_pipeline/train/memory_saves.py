@@ -2,7 +2,9 @@
 
 import math
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +29,8 @@ MOST_OVERHEAD = 0.015
 """Share of the training time that memory states may take."""
 _STATE_PER_WEIGHT = 4
 """Bytes of a state for each byte of its weights, before the first one has shown them."""
+_COSTS = 3
+"""Number of last costs whose median counts. After a single high one no state would be saved, and so none measured, for long."""
 _SMOOTHING = 0.2
 """Share of the newest time in a mean."""
 
@@ -44,10 +48,13 @@ class MemorySaves:
         self._folder: Path | None = None
         """Folder of this attempt. None: no states are kept."""
         self._every = self._fixed = spec.checkpoint.memory_every_steps
-        """Steps between two states. 0: not known yet. The first step of the attempt shows what a state costs."""
+        """Steps between two states. 0: not known yet. The first steps of the attempt show what a state costs."""
         self._number = 0
+        self._saved_step = 0
+        """Step of the last state."""
         self._failed = False
-        self._cost_s = 0.0
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        """Seconds that the last states took."""
         self._step_s = math.inf
         self._stepped_at: float | None = None
         self._due_at = 0.0
@@ -82,8 +89,8 @@ class MemorySaves:
     def report(self, report: RankReport) -> RankReport:
         """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept."""
         steps = 0
-        if self._communicator.rank == 0 and not self._fixed and self._cost_s and math.isfinite(self._step_s):
-            steps = math.ceil(self._cost_s / (MOST_OVERHEAD * self._step_s))
+        if self._communicator.rank == 0 and not self._fixed and self._costs and math.isfinite(self._step_s):
+            steps = math.ceil(statistics.median(self._costs) / (MOST_OVERHEAD * self._step_s))
         return replace(report, memory_steps=steps, memory_failed=self._failed)
 
     def on_sync(self, sync: StepSync) -> None:
@@ -96,7 +103,10 @@ class MemorySaves:
         """Return whether a state is to be saved after this step, equal on all ranks."""
         if self._folder is None:
             return False
-        return self._number == 0 or (self._every > 0 and step % self._every == 0)
+        if self._fixed:
+            return self._number == 0 or step % self._fixed == 0
+        # The first state of a slot takes longer, because its memory is new. The next one shows the cost.
+        return self._number <= states.SLOTS or 0 < self._every <= step - self._saved_step
 
     def save(self, engine: Engine, *, rows: int) -> None:
         """Save this rank's part of the state after the last step. All losses up to it are known."""
@@ -126,10 +136,12 @@ class MemorySaves:
         if failure is not None:
             self._give_up(slot, files, failure)
         self._number += 1
+        self._saved_step = self._attempt.step
         self._stepped_at = time.monotonic()
         # the first state of a slot is written to new memory, which takes longer
-        cost_s = self._stepped_at - self._due_at
-        self._cost_s = cost_s if self._number <= states.SLOTS + 1 else _mean(self._cost_s, cost_s)
+        if self._number <= states.SLOTS + 1:
+            self._costs.clear()
+        self._costs.append(self._stepped_at - self._due_at)
 
     def end(self, *, committed: bool) -> None:
         """Remove the states at the end of the attempt, whose last checkpoint has everything. Called on one rank."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
 from tests.replica_runs import STEPS, Trained, launch_groups, train
@@ -37,7 +38,13 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("death", DEATHS)
+SOAKED = ("reducing", "committer-committed", "recorded", "healing-newcomer")
+"""Deaths that others of the list resemble. They are in the soak."""
+
+
+@pytest.mark.parametrize(
+    "death", [pytest.param(each, marks=pytest.mark.soak if each in SOAKED else ()) for each in DEATHS]
+)
 def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: str) -> None:
     """Each row is in the ledger and in the committed batches once, and only dead processes are replaced."""
     run = f"dies-{death}"
@@ -55,6 +62,8 @@ def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: s
     assert len(died) == (2 if "healing" in death else 1)
     assert {rank for rank, pids in trained.processes.items() if len(pids) > 1} <= set(died)
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
+    checkpoints = {folder_of(row.manifest_uri) for row in campaign.lineage(run)}
+    assert set((campaign.home / "checkpoints" / run).glob("attempt-*/step-*")) <= checkpoints
 
 
 def test_groups_outlive_the_lighthouse(campaign: Arena, calm: Trained) -> None:
@@ -124,6 +133,14 @@ def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained)
     assert trained.journal == calm.journal
     assert [row.attempt for row in campaign.rows("all-die", ClaimRow)] == [1, 2]
     assert audit_run(campaign.lakehouse, "all-die").exact
+
+
+def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Trained) -> None:
+    """A newcomer that never gets a state stops no run: its peers would drop each step with it. The next attempt trains."""
+    trained = train(campaign, "no-state", dies_forward="1:23", loses_states=True)
+    assert trained.journal == calm.journal
+    assert [row.attempt for row in campaign.rows("no-state", ClaimRow)] == [1, 2]
+    assert audit_run(campaign.lakehouse, "no-state").exact
 
 
 def test_repeated_exception_ends_the_run(campaign: Arena) -> None:

@@ -7,8 +7,9 @@ With `sharded` the ranks of a group share out the model. Params, each "RANK:STEP
 - `hangs` (before the forward pass, by SIGSTOP)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
-`dies_healing` is "source" or "newcomer". With `awaits` = "RANK:STEP" the new process of that rank takes part after that step.
-With `dies_again` = "RANK:STEP" that process dies as well. With `raises` = "STEP" every process raises an exception in that step.
+`dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `awaits` =
+"RANK:STEP" the new process of that rank takes part after that step. With `dies_again` = "RANK:STEP" that process dies as well.
+With `raises` = "STEP" every process raises an exception in that step.
 
 The journal has a line for each share that a rank read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -31,6 +32,7 @@ from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, read_lighthouse
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.train.replicas.peers import StateServer
 
 REJOINS = REJOINS_VARIABLE in os.environ
 
@@ -85,6 +87,11 @@ def is_now(run: dlac.TrainingRun, param: str, step: int) -> bool:
     """Return True in the rank (or * for all) and step that a param names, before its process or attempt was replaced."""
     named = run.spec.params.get(param) in (f"{run.rank}:{step}", f"*:{step}")
     return named and not REJOINS and run.resume_point.attempt == 1
+
+
+def lose_state(*_arguments: Any, **_options: Any) -> None:
+    """Fail in place of receiving a state."""
+    raise OSError("the network is away")
 
 
 def die_reducing() -> None:
@@ -151,6 +158,8 @@ def train(run: dlac.TrainingRun) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
+    if params.get("loses_states") and REJOINS and run.resume_point.attempt == 1:
+        StateServer.recv_checkpoint = lose_state
     run.restore(state)
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
     if REJOINS and run.rank == awaited:  # its peers do not know it yet

@@ -11,7 +11,7 @@ import pytest
 from dlac_pipeline.checkpoint.commit import retention as retentions
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow, RetireRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, RetireRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
@@ -45,6 +45,7 @@ class Store:
         rows: list[LedgerRow] = [self.row(number) for number in range(retired)]
         rows += [RetireRow(checkpoint_id=str(number)) for number in range(retired)]
         tiers = Tiers(run="r", local=self.run.parent, store=None, files=StoreFiles(deadline_s=0.0))
+        rows.append(ClaimRow(attempt=2, nonce="ef"))
         return retentions.Retention(CheckpointSpec(keep_last=1), tiers, 2, rows)
 
     @property
@@ -71,6 +72,22 @@ def test_failed_removal_blocks_no_other(store: Store) -> None:
     store.stuck = {0}
     store.retention(4).sweep()
     assert store.existing == [0]
+
+
+def test_uncommitted_states_of_groups_are_removed(store: Store) -> None:
+    """A replica group of the same attempt that died before it committed has left a folder. One with a later state may live."""
+    retention = store.retention(1)
+    left = [
+        store.run / "attempt-0002" / f"step-{step:09d}-{name}" for step, name in ((4, "ef-0-12ab"), (5, "ef-1-12ab"))
+    ]
+    living = [store.run / "attempt-0002" / f"step-{step:09d}-{name}" for step, name in ((6, "ef-2-34cd"), (5, "ef"))]
+    strange = store.run / "attempt-0002" / "step-000000004-ff-0-12ab"
+    for folder in (*left, *living, strange):
+        folder.mkdir(parents=True)
+    retention.committed(store.row(5), [])
+    wait_for_removals()
+    assert not any(folder.exists() for folder in left)
+    assert all(folder.exists() for folder in (*living, strange))
 
 
 def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -89,17 +89,31 @@ def test_journal_counts_attempt_of_checkpoint() -> None:
     """Steps of an attempt that were repeated after its last checkpoint do not count, but those that it left in memory do."""
     lineage = [CheckpointRow(attempt=1, step=2), CheckpointRow(attempt=2, step=3), CheckpointRow(attempt=3, step=5)]
     claims = [ClaimRow(attempt=1), ClaimRow(attempt=2), ClaimRow(attempt=3, memory_of=2, memory_step=4)]
+    ranks = [
+        (1, 1, 0, [4]),
+        (1, 1, 1, [1]),
+        (1, 2, 0, [2]),
+        (1, 3, 0, [9]),
+        (2, 3, 0, [3]),
+        (2, 4, 0, [5]),
+        (2, 5, 0, [8]),
+    ]
     entries = [
-        {"attempt": 1, "step": 1, "rank": 0, "rows": [4]},
-        {"attempt": 1, "step": 1, "rank": 1, "rows": [1]},
-        {"attempt": 1, "step": 2, "rank": 0, "rows": [2]},
-        {"attempt": 1, "step": 3, "rank": 0, "rows": [9]},
-        {"attempt": 2, "step": 3, "rank": 0, "rows": [3]},
-        {"attempt": 2, "step": 4, "rank": 0, "rows": [5]},
-        {"attempt": 2, "step": 5, "rank": 0, "rows": [8]},
-        {"attempt": 3, "step": 5, "rank": 0, "rows": [6]},
+        {"attempt": attempt, "step": step, "rank": rank, "ranks": 2, "rows": rows, "done": True, "at": at}
+        for at, (attempt, step, rank, rows) in enumerate([*ranks, (3, 5, 0, [6])])
     ]
     assert journal(lineage, claims, entries) == {2: [1, 2, 4], 3: [3], 5: [5, 6]}
+
+
+def test_journal_counts_last_committed_try() -> None:
+    """Of the tries of replica groups the last one that any group committed counts, with the shares of all its groups."""
+    tried = [(0, 3, [1]), (1, 3, [2]), (2, 3, [3]), (0, 2, [1, 2]), (1, 2, [3]), (0, 2, None), (0, 3, [9])]
+    entries = [
+        {"attempt": 1, "step": 1, "rank": rank, "ranks": ranks, "done": rows is None, "at": at}
+        | ({} if rows is None else {"rows": rows})
+        for at, (rank, ranks, rows) in enumerate(tried)
+    ]
+    assert journal([CheckpointRow(attempt=1, step=1)], [ClaimRow(attempt=1)], entries) == {1: [1, 2, 3]}
 
 
 def test_unhealed_fault_is_reported() -> None:

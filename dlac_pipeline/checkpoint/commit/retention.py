@@ -21,7 +21,8 @@ _FAILING_S = 10.0
 """Seconds that failures may take after one checkpoint, because the end of the process waits for them."""
 _OUT = (typed_rows.RetireRow, typed_rows.QuarantinedCheckpointRow)
 _KINDS = (typed_rows.CheckpointRow, typed_rows.NameRow, typed_rows.RewindRow, *_OUT)
-_STAGED = re.compile(r"/step-\d+-(\w+)$")
+_STAGED = re.compile(r"/step-(\d+)-(\w+?)(-\d+-\w+)?$")
+"""Step, nonce of the attempt, and name of a replica group."""
 
 _log = logging.getLogger(__name__)
 
@@ -167,23 +168,31 @@ class Retention:
         self._removal.work()
 
     def _left_over(self) -> Iterator[str]:
-        """Yield the folders of retired checkpoints, and of earlier attempts those that no checkpoint has, by unique names."""
+        """Yield the folders of retired checkpoints, and those that no checkpoint has, by unique names.
+
+        The latter are of earlier attempts, or of replica groups of this one that did not commit them: one of that step, or of a
+        later one, has been committed.
+        """
         out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
-        checkpoints = run_rows.checkpoint_rows(self._rows).values()
+        checkpoints = list(run_rows.checkpoint_rows(self._rows).values())
         named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoints}
-        known = set(named.values())
+        known, newest = set(named.values()), max((row.step for row in checkpoints), default=0)
         files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]
         for name in [f"{each}/{step}" for each in attempts for step in files.children(below(run, each))]:
             checkpoint_id, attempt, staged = named.get(name), attempt_of(name), _STAGED.search(name)
-            mine = staged is not None and staged[1] in self._nonces  # not of a run of this name in another lakehouse
-            unnamed = checkpoint_id is None and attempt is not None and attempt < self._attempt
-            if checkpoint_id in out or (unnamed and mine and self._never_committed(below(run, name), known)):
+            if checkpoint_id in out:
                 yield below(run, name)
+            elif checkpoint_id is None and attempt is not None and staged is not None:
+                step, nonce, group = staged.groups()
+                is_over = attempt < self._attempt or (attempt == self._attempt and group and int(step) <= newest)
+                mine = nonce in self._nonces  # not of a run of this name in another lakehouse
+                if is_over and mine and self._never_committed(below(run, name), nonce, known):
+                    yield below(run, name)
 
-    def _never_committed(self, folder: str, known: set[str]) -> bool:
+    def _never_committed(self, folder: str, nonce: str, known: set[str]) -> bool:
         """Return True if a folder that no row names has no committed checkpoint. In doubt, as without commit marks, it stays."""
-        proof, nonce = older_ledger.proven_parent(folder, self._files), folder.rpartition("-")[2]
+        proof = older_ledger.proven_parent(folder, self._files)
         if proof is not None and proof.checkpoint_id not in known:
             return False
         return nonce in self._marking or MANIFEST not in self._files.children(folder)

@@ -37,6 +37,8 @@ _HEARTBEAT_S = 0.05
 _LOOK_S = 0.02
 """Seconds between two looks at the launch folder."""
 _BUCKET_BYTES = 25 * 2**20
+_MOST_FAILED = 10
+"""Quorums in a row in which a newcomer may fail to get a state. Its peers drop a step with each."""
 _NO_STATE = -1
 """Step of a group without a state. Any peer is ahead of it."""
 
@@ -111,6 +113,8 @@ class ReplicaGroup:
         self._awaited: Sequence[int] = () if self.rejoins else range(groups)
         """Groups to wait for, before the first quorum of a lighthouse. A quorum without them would be followed by another one."""
         self._hang_timeout_s = hang_timeout_s
+        self._has_peers = False
+        """True once a quorum was formed."""
         self.has_met = False
         """True if the last quorum has not been used by a step."""
         self._state: State | None = None
@@ -138,6 +142,7 @@ class ReplicaGroup:
         If the group's last step is not that of its peers, it loads the state of a peer.
         Raise `TrainingFailed` if no group has the state.
         """
+        failures = 0
         while not self.has_met:
             if self._manager is None and not self._connect():
                 continue
@@ -150,6 +155,12 @@ class ReplicaGroup:
             if lost:
                 self._disconnect()
             elif failed:
+                failures += 1
+                if failures == _MOST_FAILED and not self._has_peers and self.rejoins:
+                    raise TrainingFailed(
+                        f"expected group {self.number} to get the state of a peer, found {failures} failures in a row, the last: "
+                        f"{self._error()}"
+                    )
                 self._drop(())
             elif self._manager.current_step() == _NO_STATE:
                 raise TrainingFailed(
@@ -157,7 +168,12 @@ class ReplicaGroup:
                 )
             else:
                 self.share = (self._manager.participating_rank(), self._manager.num_participants())
-                self.has_met = True
+                self.has_met = self._has_peers = True
+
+    def _error(self) -> object:
+        """Return the error of this rank since the last quorum."""
+        error = self._manager.errored()
+        return "that of another rank of the group" if error is None else error.original_exception
 
     def _connect(self) -> bool:
         """Make the group known to the lighthouse that runs, and wait for the groups that are to be in its first quorum.
@@ -208,7 +224,7 @@ class ReplicaGroup:
     def _make_manager(self, state: State, port: int) -> Any:
         from torchft import Manager  # optional
 
-        from dlac_pipeline.train.replicas.peers import Peers
+        from dlac_pipeline.train.replicas.peers import Peers, StateServer
 
         limit = timedelta(seconds=self._hang_timeout_s + HANG_MARGIN_S)
         self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
@@ -217,6 +233,7 @@ class ReplicaGroup:
             pg=self._peers,
             load_state_dict=state.load_peer_state,
             state_dict=state.peer_state,
+            checkpoint_transport=StateServer(limit),
             min_replica_size=1,
             use_async_quorum=False,  # the share must be known before the batch is read
             timeout=limit,

@@ -1,8 +1,10 @@
-"""Process group of the replica groups present: torchft's over Gloo, whose connections are closed in threads of their own.
+"""Connections between replica groups on one node: the process group of those present, and the state for a newcomer.
 
-Gloo sometimes waits for ever when it closes the connections of a group with a dead member. A step must not wait for that.
+Gloo sometimes waits for ever when it closes the connections of a group with a dead member. A step must not wait for that, so
+they are closed in threads of their own.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,6 +12,12 @@ from typing import Any
 
 import torch
 from torchft import ProcessGroupGloo
+from torchft.checkpointing import HTTPTransport
+
+from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
+
+_OWN_CLIENTS = (LOOPBACK, f"::ffff:{LOOPBACK}")
+_NO_PROXY = "no_proxy"
 
 
 class Peers(ProcessGroupGloo):  # type: ignore[misc]  # published without types
@@ -36,3 +44,19 @@ class Peers(ProcessGroupGloo):  # type: ignore[misc]  # published without types
         connected = [self._pg, *(vars(work).pop("_work", None) for work in works)]
         self._pg = None
         threading.Thread(target=connected.clear, name="closing", daemon=True).start()
+
+
+class StateServer(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]  # published without types
+    """Server of this group's state, for newcomers on this node: torchft's, at loopback instead of the name of the node.
+
+    The name may have no address, as in a container. Processes of other nodes get no answer.
+    """
+
+    def __init__(self, limit: timedelta) -> None:
+        super().__init__(limit, num_chunks=0)
+        self._server.verify_request = lambda request, client: client[0] in _OWN_CLIENTS
+        os.environ[_NO_PROXY] = ",".join(filter(None, [os.environ.get(_NO_PROXY), LOOPBACK]))
+
+    def address(self) -> str:
+        """Return the address of the states, without the step."""
+        return f"http://{LOOPBACK}:{self._server.socket.getsockname()[1]}/checkpoint/"
