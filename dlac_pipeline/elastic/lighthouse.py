@@ -18,7 +18,7 @@ from setproctitle import setproctitle
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.rank import end_with_supervisor, held_signals, without_main_module
-from dlac_pipeline.elastic.ranks.replicas import HANG_MARGIN_S, read_lighthouse, write_lighthouse
+from dlac_pipeline.elastic.ranks.replicas import limit_s, read_lighthouse, write_lighthouse
 from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -43,7 +43,7 @@ class Lighthouse:
     def start(self) -> None:
         """Start its process."""
         fork_server.start_server(self._spec)
-        stragglers_s = self._spec.launch.hang_timeout_s + HANG_MARGIN_S  # as long as in a collective
+        stragglers_s = limit_s(self._spec.launch)  # as long as in a collective
         context: Any = multiprocessing.get_context(START_METHODS[self._spec.launch.start])
         process = context.Process(target=_serve, args=(self._spec.run, str(self._folder), stragglers_s), daemon=True)
         with held_signals(), without_main_module():
@@ -51,17 +51,17 @@ class Lighthouse:
         self._process = process
 
     def restart_dead(self) -> str:
-        """Start a dead lighthouse again, and return how it died. Empty: it runs. Raise `TrainingFailed` if it cannot run."""
+        """Start a dead lighthouse again, and return how it died. Empty: it runs. Raise `TrainingFailed` if it never ran."""
         process = self._process
         if process is None or process.exitcode is None:
             return ""
         found = read_lighthouse(self._folder)
+        self.start()
         if found is None or found.pid != process.pid:
             raise TrainingFailed(
                 f"expected torchft's lighthouse to start, found that it ended with exit status {process.exitcode}: see the fork "
                 "server's log"
             )
-        self.start()
         return f"exit status {process.exitcode}"
 
     def end(self) -> None:

@@ -179,7 +179,7 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
-            for event in replace_dead(ranks.own, self._lakehouse, self._spec.run, self._nonce):
+            for event in replace_dead(ranks.own, self._lakehouse, self._spec, self._nonce):
                 self._publish(event)
             ledger.check()
             for observation, cause in self._observe(ranks):
@@ -209,7 +209,7 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._monitor.hangs.find_hang(ranks.heartbeats())
+        hung = self._monitor.hangs.find_hang(ranks.heartbeats(), gone=ranks.own.gone())
         if hung is not None and ranks.own.outlives_hang(hung):
             self._monitor.hangs.forget()
         elif hung is not None:

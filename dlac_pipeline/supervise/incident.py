@@ -129,11 +129,11 @@ class Incident:
         return {"event": event, **facts, **times}
 
 
-def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, run: str, nonce: str) -> Iterator[Event]:
+def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, spec: JobSpec, nonce: str) -> Iterator[Event]:
     """Start dead replica groups of an attempt again, and their lighthouse. Record groups that take part again. Yield events."""
     if not isinstance(ranks, ReplicaRanks):
         return
-    if died := ranks.lighthouse.restart_dead():
+    if died := ranks.restart_lighthouse():
         yield {"event": "warning", "message": f"the lighthouse of the replica groups was started again, after {died}"}
     for dead in ranks.replace_dead():
         last = read_heartbeat(ranks.folder, dead.exit.rank)
@@ -141,19 +141,19 @@ def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, run: str, nonce: str) -
         yield {"event": "group_died", "group": dead.group, **facts}
     for rejoined in ranks.find_rejoined():
         try:
-            yield _record_rejoined(lakehouse, run, nonce, rejoined)
+            yield _record_rejoined(lakehouse, spec, nonce, rejoined)
         except DlacError as err:
             yield {"event": "warning", "message": f"the recovery could not be recorded: {err}"}
 
 
-def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoined) -> Event:
+def _record_rejoined(lakehouse: Lakehouse, spec: JobSpec, nonce: str, rejoined: Rejoined) -> Event:
     """Write the row of a replica group that takes part again in the attempt of `nonce`, and return it as an event."""
     replaced, heartbeat = rejoined.replaced, rejoined.heartbeat
-    rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow,))
+    rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
     claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
     started = heartbeat.spent.began
     recovery = Recovery(
-        run=run,
+        run=spec.run,
         seq=claim.seq,
         attempt=claim.attempt,
         replaced_attempt=claim.attempt,
@@ -162,7 +162,7 @@ def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoi
         failed_at=datetime.fromtimestamp(replaced.failed_at, UTC),
         resumed_from=None,
         resumed_step=heartbeat.step,
-        rows_replayed=0,
+        rows_replayed=spec.order.batch_size if replaced.had_batch else 0,
         detect_s=replaced.noticed_at - replaced.failed_at,
         stop_s=0.0,
         claim_s=0.0,

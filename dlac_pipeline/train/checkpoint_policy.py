@@ -99,6 +99,12 @@ class CheckpointPolicy:
         if sync.notice is not None:
             self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - sync.notice_age_s)
 
+    def leave_as(self, leaving: StepSync | None) -> None:
+        """Take over the request of a peer whose steps are this rank's from now on, or that it has none."""
+        self.leaving = None
+        if leaving is not None:
+            self.on_sync(replace(leaving, due=False))
+
     def reason(self) -> str | None:
         """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint

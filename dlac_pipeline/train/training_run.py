@@ -268,16 +268,8 @@ class TrainingRun:
         restored = self._checkpointing.engine is not None
         if self._over or not restored or self._batch is not None or self._attempt.rehearses:
             return
-        is_end = self.stopped or self.step == self.total_steps
-        if not is_end and self.step > self._attempt.tracker.committed_step:
-            self._checkpointing.take("left", wait=True)
-        if is_end or self.stopped:  # requested by a message that was still in flight
+        if self.stopped or self.step == self.total_steps or not self._leave_early():
             self._end()
-            return
-        self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
-        if self.rank == 0:
-            self._checkpointing.forget_memory()
-        self._heartbeat.doing(Phase.DONE, self.step)
 
     def discard_memory(self) -> None:
         """Remove the memory states of the run: a loss that ends it came of them."""
@@ -294,6 +286,18 @@ class TrainingRun:
         self._attempt.reader.close()
         self._heartbeat.close()
         self._communicator.close()
+
+    def _leave_early(self) -> bool:
+        """Commit the last steps. Return False if the run was asked to stop by a message that was still in flight."""
+        if self.step > self._attempt.tracker.committed_step:
+            self._checkpointing.take("left", wait=True)
+        if self.stopped:
+            return False
+        self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
+        if self.rank == 0:
+            self._checkpointing.forget_memory()
+        self._heartbeat.doing(Phase.DONE, self.step)
+        return True
 
     def _end(self) -> None:
         """Commit the rest, and finish the run if nothing is left to train. Collective."""

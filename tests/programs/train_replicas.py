@@ -144,7 +144,7 @@ def wait_for(rank: int, ready: Callable[[RankHeartbeat], bool]) -> None:
 
 def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
     """Return True for a process that has not trained, and wants to."""
-    return heartbeat.phase == Phase.TRAINING and not heartbeat.spent.rows and heartbeat.spent.in_hand == 0
+    return heartbeat.phase == Phase.LOADING and heartbeat.spent.in_hand == 0
 
 
 def train(run: dlac.TrainingRun) -> None:

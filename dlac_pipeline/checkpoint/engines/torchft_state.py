@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dlac_pipeline.checkpoint.engines import Engine, adapt
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.lakehouse.errors import ScriptInvalid
 
 Reduce = Callable[[list[torch.Tensor], torch.Tensor], bool]
 """(gradients, loss) -> True if the step commits. The gradients are then their mean over the groups present."""
@@ -29,9 +32,15 @@ class TorchFTState(Engine):
         self.name = self._saved.name
         self._parts = dict(_flat(parts))
         self._reduce: Reduce | None = None
+        self._is_checked = False
 
     def join(self, reduce: Reduce) -> None:
-        """Reduce with the groups of a run from now on."""
+        """Reduce with the groups of a run from now on. Raise `ScriptInvalid` for a part that a newcomer could not load."""
+        for name, part in self._parts.items():
+            if not isinstance(part, torch.nn.Module | torch.optim.Optimizer) and _is_sharded(part.state_dict()):
+                raise ScriptInvalid(
+                    f"expected sharded tensors in modules and optimizers only, found some in {name!r}: keep whole tensors in it"
+                )
         self._reduce = reduce
 
     def reduce(self, loss: torch.Tensor) -> bool:
@@ -39,7 +48,14 @@ class TorchFTState(Engine):
 
         `loss` is `batch.mean(...)`. A step that does not commit changes nothing, and its batch is read again. Without replica
         groups every step commits. A parameter without a gradient gets zeros, because a peer may have one.
+
+        Raises:
+            ScriptInvalid: nothing averages the gradients of a parameter over the ranks of a process group, or this is the
+                second call for a batch.
         """
+        if not self._is_checked:
+            _check_averaged(self._parts)
+            self._is_checked = True
         if self._reduce is None:
             return True
         gradients = []
@@ -73,7 +89,7 @@ class TorchFTState(Engine):
             given = state[name]
             if isinstance(part, torch.nn.Module):
                 own = part.state_dict()
-                given = {key: _with_mesh(value, own[key]) for key, value in given.items()}
+                given = {key: _with_mesh(value, _mesh_of(own.get(key))) for key, value in given.items()}
             elif isinstance(part, torch.optim.Optimizer):
                 given = {**given, "state": _optimizer_state(part, given)}
             part.load_state_dict(given)
@@ -96,27 +112,64 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _without_mesh(value: Any) -> Any:
     """Replace sharded tensors by this rank's parts of them. Those of a peer are on other ranks."""
     if isinstance(value, DTensor):
-        return {_SHARD: _local(value)}
+        return {
+            _SHARD: _local(value),
+            "shape": tuple(value.shape),
+            "stride": value.stride(),
+            "placements": value.placements,
+        }
     if isinstance(value, dict):
         return {key: _without_mesh(each) for key, each in value.items()}
     return [_without_mesh(each) for each in value] if isinstance(value, list) else value
 
 
-def _with_mesh(value: Any, like: Any) -> Any:
-    """Return the sharded tensor of a part, sharded as another one is."""
-    if not isinstance(value, dict) or _SHARD not in value:
+def _with_mesh(value: Any, mesh: Any) -> Any:
+    """Put the sharded tensors of a peer onto the mesh of this rank's group."""
+    if isinstance(value, list):
+        return [_with_mesh(each, mesh) for each in value]
+    if not isinstance(value, dict):
         return value
-    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-    return DTensor.from_local(value[_SHARD], mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    if _SHARD not in value:
+        return {key: _with_mesh(each, mesh) for key, each in value.items()}
+    shape, stride, placements = torch.Size(value["shape"]), value["stride"], value["placements"]
+    return DTensor.from_local(value[_SHARD], mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _mesh_of(tensor: object) -> Any:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the state of each parameter of a peer, sharded as the own parameter of that number is."""
+    """Return the state of each parameter of a peer, on the mesh of the own parameter of that number."""
     groups = zip(given["param_groups"], optimizer.param_groups, strict=True)
     own = {
         number: each for theirs, mine in groups for number, each in zip(theirs["params"], mine["params"], strict=True)
     }
-    return {
-        number: {key: _with_mesh(value, own[number]) for key, value in state.items()}
-        for number, state in given["state"].items()
-    }
+    return {number: _with_mesh(state, _mesh_of(own[number])) for number, state in given["state"].items()}
+
+
+def _is_sharded(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_is_sharded, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, DTensor)
+
+
+def _check_averaged(parts: Mapping[str, Any]) -> None:
+    """Raise `ScriptInvalid` for a trained parameter whose gradients nothing averages over the ranks of the process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for name, part in parts.items():
+        modules = list(part.modules()) if isinstance(part, torch.nn.Module) else []
+        averaged = {
+            id(each)
+            for module in modules
+            if isinstance(module, DistributedDataParallel)
+            for each in module.parameters()
+        }
+        for parameter_name, parameter in part.named_parameters() if modules else ():
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in averaged:
+                raise ScriptInvalid(
+                    f"expected parameter {parameter_name!r} of {name!r} to be sharded over the {dist.get_world_size()} ranks of "
+                    "the process group, found one whose gradients nothing averages over them: pass the whole model to "
+                    "fully_shard, or wrap it in DistributedDataParallel"
+                )

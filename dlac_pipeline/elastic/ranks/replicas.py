@@ -2,9 +2,12 @@
 
 import json
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 GROUP_VARIABLE = "DLAC_REPLICA_GROUP"
 """Variable with the number of the replica group. RANK and WORLD_SIZE are those within the group."""
@@ -12,7 +15,12 @@ REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
 
 HANG_MARGIN_S = 60.0
-"""Seconds beyond `launch.hang_timeout_s` for which groups wait for a hung one. The supervisor kills it earlier, if it runs."""
+"""Seconds for which groups wait for a hung one beyond the moment at which the supervisor kills it, if it runs."""
+
+
+def limit_s(launch: LaunchSpec) -> float:
+    """Return the seconds for which groups wait for each other. One that is present may still load the state of a peer."""
+    return max(launch.hang_timeout_s, launch.start_timeout_s) + HANG_MARGIN_S
 
 
 def first_rank() -> int:
@@ -52,6 +60,16 @@ def has_reached(folder: Path, group: int, address: str) -> bool:
     with suppress(FileNotFoundError):
         return _reached_file(folder, group).read_text() == address
     return False
+
+
+def any_has_reached(folder: Path, groups: Iterable[int], address: str) -> bool:
+    """Return True if one of the replica groups has reached this lighthouse with a state."""
+    return any(has_reached(folder, each, address) for each in groups)
+
+
+def forget_reached(folder: Path, group: int) -> None:
+    """Forget the lighthouse that a replica group had reached before it died."""
+    _reached_file(folder, group).unlink(missing_ok=True)
 
 
 def _lighthouse_file(folder: Path) -> Path:

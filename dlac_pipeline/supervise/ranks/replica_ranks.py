@@ -2,17 +2,24 @@
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.ranks.launch_folder import reason_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.lakehouse.errors import error_class
+from dlac_pipeline.elastic.ranks.replicas import forget_reached
+from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
+
+_MOST_TRIES = 3
+"""Times in a row that the lighthouse may fail to start."""
+_PASSING = ("peer", "passing")
+"""Origins of exceptions that a group which replaces the dead one may not raise again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +34,8 @@ class Replacement:
     failed_at: float
     """Moment of its last heartbeat."""
     noticed_at: float
+    had_batch: bool
+    """True if that rank died with a batch, which was read again."""
     deaths: int
     """How many times the group died without a finished step in between, this time included."""
 
@@ -65,17 +74,30 @@ class ReplicaRanks(RankGroup):
         self._places: list[str] = []
         """Places of the exceptions that ended groups."""
         self._stops = False
+        self._lighthouse_failures: list[str] = []
+        """Errors of starting the lighthouse, in a row."""
 
     def failures(self) -> list[Exit]:
-        """Return the failed ranks if the attempt cannot continue without their groups."""
+        """Return the failed ranks if the attempt cannot continue without their groups.
+
+        Once a group has ended, the run needs no other one. What the script does after its last step may still fail.
+        """
         failed = super().failures()
+        if self._has_ended():
+            return [each for each in failed if each.origin == "script" and self._was_done(each.rank)]
+        if len(self._lighthouse_failures) >= _MOST_TRIES:
+            return [Exit(rank=0, code=1, kind=TrainingFailed.__name__, message=self._lighthouse_failures[-1])]
         blamed = self._blamed(failed)
         return [] if self._outlives(blamed) else list(blamed.values())
+
+    def gone(self) -> Collection[int]:
+        """Return the ranks of dead groups, and those that have exited."""
+        return [rank for rank in self.ranks if self.processes.exit_code(rank) is not None]
 
     def outlives_hang(self, hung: Exit) -> bool:
         """Kill the group of a hung rank if another one has the state. It is a dead group from now on."""
         group = hung.rank // self._size
-        if self._stops or self._has_ended() or not self._outlives({group: hung}):
+        if not self._has_ended() and (self._stops or not self._outlives({group: hung})):
             return False
         self._dying[group] = hung
         for rank in self._ranks_of(group):
@@ -91,6 +113,17 @@ class ReplicaRanks(RankGroup):
         """Kill all ranks and the lighthouse. Raises as `RankGroup.end`."""
         super().end()
         self.lighthouse.end()
+
+    def restart_lighthouse(self) -> str:
+        """Start a dead lighthouse again, and return how it died. Empty: it runs, or could not be started this time."""
+        try:
+            died = self.lighthouse.restart_dead()
+        except (OSError, DlacError) as err:
+            self._lighthouse_failures.append(str(err))
+            return ""
+        if died:  # it ran
+            self._lighthouse_failures = []
+        return died
 
     def replace_dead(self) -> list[Replacement]:
         """Kill what is left of dead groups, and start those again that have no process left. Return the latter.
@@ -112,7 +145,8 @@ class ReplicaRanks(RankGroup):
 
     def _replace(self, group: int, exit_: Exit) -> Replacement:
         last, before = read_heartbeat(self.folder, exit_.rank), self._replacements.get(group)
-        self._places.append(exit_.place)
+        if exit_.origin not in _PASSING:
+            self._places.append(exit_.place)
         self._replacements[group] = Replacement(
             group=group,
             exit=exit_,
@@ -120,12 +154,25 @@ class ReplicaRanks(RankGroup):
             failed_at=self.started_at if last is None else last.at,
             noticed_at=time.time(),
             deaths=1 if before is None else before.deaths + 1,
+            had_batch=last is not None and last.spent.in_hand > 0,
         )
+        try:
+            self._start_again(group)
+        except (OSError, DlacError) as err:  # it is a dead group again
+            self._dying[group] = Exit(rank=exit_.rank, code=1, kind=type(err).__name__, message=str(err))
+        return self._replacements[group]
+
+    def _start_again(self, group: int) -> None:
+        forget_reached(self.folder, group)
         for rank in self._ranks_of(group):
             reason_file(self.folder, rank).unlink(missing_ok=True)
+            last = read_heartbeat(self.folder, rank)
+            if last is not None:  # that of the dead process would be too old for one that starts
+                self.rows_of_dead += last.spent.rows
+                with closing(HeartbeatFile(self.folder, rank)) as file:
+                    file.write(last.step, Phase.STARTING)
         for rank, process in self._restart(group).items():
             self.processes.replace(rank, process)
-        return self._replacements[group]
 
     def find_rejoined(self) -> list[Rejoined]:
         """Return the groups whose new processes have finished a step since the last call."""
@@ -147,8 +194,8 @@ class ReplicaRanks(RankGroup):
         return {group: self._dying.get(group) or _first_cause(exits) for group, exits in groups.items()}
 
     def _has_ended(self) -> bool:
-        """Return True if a group has exited after the last step. It has committed everything."""
-        return any(self.processes.exit_code(rank) == 0 for rank in self.ranks)
+        """Return True if a group is past the last step. Everything is committed, whatever its script does now."""
+        return any(self.processes.exit_code(rank) == 0 or self._was_done(rank) for rank in self.ranks)
 
     def _outlives(self, failed: Mapping[int, Exit]) -> bool:
         """Return True if the attempt continues without these groups: another one has the state, and they may do better."""
@@ -162,7 +209,7 @@ class ReplicaRanks(RankGroup):
             return True
         if before is None and error_class(exit_.kind) is not None:
             return True
-        return bool(exit_.place) and exit_.place in self._places
+        return bool(exit_.place) and exit_.place in self._places and exit_.origin not in _PASSING
 
 
 def _first_cause(exits: Sequence[Exit]) -> Exit:

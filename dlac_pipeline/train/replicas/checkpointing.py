@@ -45,7 +45,8 @@ class GroupSyncs(Syncs):
         return StepSync(step=step, losses=[reduced.loss], **asdict(reduced.report))
 
     def flush(self) -> list[StepSync]:
-        """Return nothing: no message is in flight after a step."""
+        """Return nothing: no message is in flight after a step. A checkpoint that was due is taken now, and not again."""
+        self._last = replace(self._last, due=False)
         return []
 
 
@@ -55,8 +56,8 @@ class ReplicaCheckpointing(Checkpointing):
     def __init__(self, group: ReplicaGroup, *parts: Any) -> None:
         """`parts` are the arguments of `Checkpointing`."""
         super().__init__(*parts)
-        self.ends = False
-        """True once this group, or the peer that healed it, has no step left to train."""
+        self.ends = ""
+        """How this group, or the peer that healed it, has ended: "end", "left" by the script, or empty while it trains."""
         self.history = StepHistory()
         self._group = group
         self._owns_head = False
@@ -83,7 +84,14 @@ class ReplicaCheckpointing(Checkpointing):
 
     def peer_state(self) -> dict[str, Any]:
         """Return the state of this group, for a newcomer."""
-        run = {"step": self.step, "head_step": self._group.head_step, "ends": self.ends}
+        leaving = self._policy.leaving
+        run = {
+            "step": self.step,
+            "execution": self._group.execution,
+            "head_step": self._group.head_step,
+            "ends": self.ends,
+            "leaving": None if leaving is None else asdict(leaving),
+        }
         return {"parts": self._torchft_state().peer_state(), "run": run, "history": self.history.to_records()}
 
     def load_peer_state(self, state: dict[str, Any]) -> None:
@@ -91,18 +99,20 @@ class ReplicaCheckpointing(Checkpointing):
         self._torchft_state().load_peer_state(state["parts"])
         self.history.load(state["history"])
         self._tracker.step, self._tracker.cursors = state["run"]["step"], None
-        self._group.head_step, self.ends = state["run"]["head_step"], state["run"]["ends"]
+        self._group.execution, self._group.head_step = state["run"]["execution"], state["run"]["head_step"]
+        self.ends, leaving = state["run"]["ends"], state["run"]["leaving"]
+        self._policy.leave_as(None if leaving is None else StepSync(**leaving))
         self._owns_head = False
 
     def committed(self) -> None:
         """Note the step that has just committed in the history, and forget what the committer has recorded."""
         reduced = self._group.reduced
         assert reduced is not None, "the step committed"
-        self.history.add(self.step, reduced)
+        self.history.add(self.step, reduced, applied=self.step not in self._tracker.skipped)
         self._group.head_step = max(self._group.head_step, reduced.head_step)
         self.history.forget(self._group.head_step)
         self._owns_head = self._owns_head and self._group.commits
-        self._tracker.losses = []  # `take` sets those that its checkpoint records
+        self._tracker.losses, self._tracker.skipped = [], []  # `take` sets those that its checkpoint records
 
     def due_reason(self) -> str | None:
         """Return the policy's reason for a checkpoint after the last committed step, or None."""
@@ -121,6 +131,7 @@ class ReplicaCheckpointing(Checkpointing):
 
     def take(self, reason: str, *, wait: bool = False) -> None:
         """Take a checkpoint after the last committed step, if this group is the committer. Repeat it after another group's."""
+        self.receive_all()
         if not self._group.commits:
             self._policy.taken()
             return
@@ -134,19 +145,23 @@ class ReplicaCheckpointing(Checkpointing):
 
     def _reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
         """Reduce with the groups present, and be no hung rank if another one is."""
+        self._heartbeat.doing(Phase.WAITING, self.step)
+        commits = self._group.reduce(gradients, loss)
         self._heartbeat.doing(Phase.TRAINING, self.step)
-        return self._group.reduce(gradients, loss)
+        return commits
 
     def _take(self, reason: str, *, wait: bool) -> None:
         self.settle()  # the ranks of the group know the same head then
         if not self._owns_head:
             self._take_over()
         tracker = self._tracker
-        if tracker.step <= tracker.committed_step:  # a dead group has committed these rows
+        is_recorded = tracker.step <= tracker.committed_step  # by a dead group
+        if is_recorded and not self._attempt.has_unrecorded_leg:
             self.settle()
             self._policy.taken()
             return
         tracker.losses = self.history.losses(tracker.committed_step)
+        tracker.skipped = self.history.skipped(tracker.committed_step)
         tracker.memberships = list(self.history.memberships(tracker.committed_step))
         super().take(reason, wait=wait)
 
@@ -154,7 +169,8 @@ class ReplicaCheckpointing(Checkpointing):
         """Continue after the ledger's head, which another group may have committed. The first rank of the group reads it."""
         attempt, found = self._attempt, b""
         if self._communicator.rank == 0:
-            rows = Ledger(attempt.plans.lakehouse).rows(attempt.name.run, kinds=HEAD_KINDS)
+            ledger = Ledger(attempt.plans.lakehouse)
+            rows = ledger.patiently(lambda: ledger.rows(attempt.name.run, kinds=HEAD_KINDS))
             head = fence_of_rows(rows).head
             is_new = attempt.point.leg_is_new and (head is None or leg_of(rows, head).index != attempt.leg.index)
             step = attempt.point.step if head is None else checkpoint_rows(rows)[head].step

@@ -3,6 +3,7 @@
 In: the state of the group, and the gradients of a step. Out: the group's share of each step, and the reduced step if it commits.
 """
 
+import hashlib
 import json
 import os
 import threading
@@ -23,11 +24,12 @@ from dlac_pipeline.elastic.ranks.process_group import serve_store
 from dlac_pipeline.elastic.ranks.replicas import (
     HANG_MARGIN_S,
     REJOINS_VARIABLE,
+    any_has_reached,
     has_reached,
     read_lighthouse,
     write_reached,
 )
-from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.read.share_reader import Share
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 from dlac_pipeline.train.communicator import Communicator
@@ -83,12 +85,10 @@ class State(Protocol):
 class ReplicaGroup:
     """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
 
-    def __init__(
-        self, number: int, groups: int, folder: Path, communicator: Communicator, *, hang_timeout_s: float
-    ) -> None:
+    def __init__(self, number: int, groups: int, folder: Path, communicator: Communicator, *, limit_s: float) -> None:
         """`number` is that of the group, of `groups` that there can be. `folder` is the launch folder.
 
-        `communicator` has the ranks of the group.
+        `communicator` has the ranks of the group. `limit_s` is that of a collective, in which peers wait for a newcomer.
         """
         self.number = number
         self.rejoins = REJOINS_VARIABLE in os.environ
@@ -101,6 +101,13 @@ class ReplicaGroup:
         """Place in the last quorum, and number of groups in it."""
         self.reduced: Reduced | None = None
         """The last step, if it committed."""
+        self.execution = 0
+        """Digest of the quorum in which the group's last step was done, or that of the peer that healed it. 0 at first.
+
+        A step may be done twice: by groups that committed it, and then by a group that did not, alone.
+        """
+        self._has_diverged = False
+        """True if the group has done its last step in another quorum than its peers."""
         self._groups = groups
         self._folder = folder
         self._communicator = communicator
@@ -112,8 +119,10 @@ class ReplicaGroup:
         """Step of the group when it left its peers."""
         self._awaited: Sequence[int] = () if self.rejoins else range(groups)
         """Groups to wait for, before the first quorum of a lighthouse. A quorum without them would be followed by another one."""
-        self._hang_timeout_s = hang_timeout_s
-        self._has_peers = False
+        self._limit_s = limit_s
+        self._reached = ""
+        """The lighthouse that others know this group to have reached."""
+        self.has_peers = False
         """True once a quorum was formed."""
         self.has_met = False
         """True if the last quorum has not been used by a step."""
@@ -149,14 +158,22 @@ class ReplicaGroup:
             before = self._manager.current_step()
             outcome = self._start_quorum()
             has_healed = self._manager.current_step() != before
-            lost, failed, healed = self._sums(outcome is _Outcome.LOST, outcome is _Outcome.FAILED, has_healed)
-            if 0 < healed < self._communicator.world_size:  # the ranks of the group have states of two steps
+            lost, failed, healed, diverged = self._sums(
+                outcome is _Outcome.LOST, outcome is _Outcome.FAILED, has_healed, self._has_diverged
+            )
+            if healed == self._communicator.world_size:
+                diverged = self._has_diverged = False
+            elif healed:  # the ranks of the group have states of two steps
                 self._set_step(_NO_STATE)
             if lost:
                 self._disconnect()
+            elif diverged:
+                self._drop(())
+                self._set_step(_NO_STATE)
+                self._has_diverged = False
             elif failed:
                 failures += 1
-                if failures == _MOST_FAILED and not self._has_peers and self.rejoins:
+                if failures == _MOST_FAILED and not self.has_peers and self.rejoins:
                     raise TrainingFailed(
                         f"expected group {self.number} to get the state of a peer, found {failures} failures in a row, the last: "
                         f"{self._error()}"
@@ -168,7 +185,8 @@ class ReplicaGroup:
                 )
             else:
                 self.share = (self._manager.participating_rank(), self._manager.num_participants())
-                self.has_met = self._has_peers = True
+                self.has_met = self.has_peers = True
+                self._announce()
 
     def _error(self) -> object:
         """Return the error of this rank since the last quorum."""
@@ -203,13 +221,28 @@ class ReplicaGroup:
             self._wait_for_peers()
         return True
 
+    def _announce(self) -> None:
+        """Let the other groups know that this one has the state, and has reached its lighthouse."""
+        if self._is_first and self._reached != self._lighthouse:
+            write_reached(self._folder, self.number, self._lighthouse)
+            self._reached = self._lighthouse
+
     def _wait_for_peers(self) -> None:
-        write_reached(self._folder, self.number, self._lighthouse)
-        deadline = time.monotonic() + self._hang_timeout_s
+        """Wait for the groups of the first quorum. A group without a state waits for one that has it."""
+        deadline = time.monotonic() + self._limit_s
+        if self._step == _NO_STATE:
+            others = [each for each in range(self._groups) if each != self.number]
+            while not any_has_reached(self._folder, others, self._lighthouse) and self._may_wait(deadline):
+                time.sleep(_LOOK_S)
+            return
+        self._announce()
         awaited = set(self._awaited)
-        while awaited and not self._is_lighthouse_lost() and time.monotonic() < deadline:
+        while awaited and self._may_wait(deadline):
             awaited = {each for each in awaited if not self._has_reached(each)}
             time.sleep(_LOOK_S if awaited else 0.0)
+
+    def _may_wait(self, deadline: float) -> bool:
+        return not self._is_lighthouse_lost() and time.monotonic() < deadline
 
     def _try_to_make_manager(self, state: State, port: int) -> bool:
         """Make this rank's manager, with the group's store at a port. Return False if the lighthouse is lost meanwhile."""
@@ -226,7 +259,7 @@ class ReplicaGroup:
 
         from dlac_pipeline.train.replicas.peers import Peers, StateServer
 
-        limit = timedelta(seconds=self._hang_timeout_s + HANG_MARGIN_S)
+        limit = timedelta(seconds=self._limit_s)
         self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
         self._peers.collective_timeout = limit
         return Manager(
@@ -237,7 +270,7 @@ class ReplicaGroup:
             min_replica_size=1,
             use_async_quorum=False,  # the share must be known before the batch is read
             timeout=limit,
-            quorum_timeout=limit,
+            quorum_timeout=limit + timedelta(seconds=HANG_MARGIN_S),  # the lighthouse gives up on stragglers before
             connect_timeout=timedelta(seconds=_CONNECT_S),
             rank=self._communicator.rank,
             world_size=self._communicator.world_size,
@@ -278,9 +311,9 @@ class ReplicaGroup:
         try:
             self._manager.start_quorum()
             failed = self._manager.errored() is not None  # a peer died while the quorum connected, or healed this group
-        except (RuntimeError, TimeoutError):
-            lost = failed = self._is_lighthouse_lost()
-            if not lost:
+        except (RuntimeError, TimeoutError) as err:
+            lost, failed = self._is_lighthouse_lost(), True
+            if not lost and not isinstance(err, TimeoutError):
                 raise
         finally:
             ended.set()
@@ -309,51 +342,74 @@ class ReplicaGroup:
 
     def reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
         """Average gradients in place over the groups present. Return True if the step commits here."""
-        own, speaks = self.report(), self.commits and self._is_first
-        facts = [
-            float(loss.detach()),
-            *(speaks * each for each in (self.head_step, own.due, own.needed_s)),
-            own.notice_age_s,
-            *(own.notice == each for each in NOTICES),
-            *(number == self.number for number in range(self._groups)),
-        ]
-        control = torch.tensor(facts, dtype=torch.float64)
+        if not self.has_met:
+            raise ScriptInvalid(
+                "expected one state.reduce(loss) for each batch, found another one: call it once, after the last backward pass"
+            )
+        control = self._make_control(loss)
         self._communicator.add(control)
         buckets = list(_buckets(gradients))
         flat = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         works = [self._manager.allreduce(each) for each in flat]
         works.append(self._manager.allreduce(control, reduce_op=ReduceOp.SUM))
         self.reduced = None
-        if not self._commit(works):
+        if not self._wait(works):
+            return False
+        reduced, executions = self._read_control(control)
+        expected = executions[reduced.groups[0]]
+        if any(executions[each] != expected for each in reduced.groups):
+            self._has_diverged = executions[self.number] != expected
+            self._drop(works)
+            return False
+        if not self._manager.should_commit():
             return False
         for bucket, means in zip(buckets, flat, strict=True):
             start = 0
             for gradient in bucket:
                 gradient.copy_(means[start : start + gradient.numel()].view_as(gradient))
                 start += gradient.numel()
+        self._awaited, self.reduced = reduced.groups, reduced
+        self.execution = _digest(self._peers.meeting)
+        return True
+
+    def _make_control(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the message of this rank about the step. Those of all ranks are summed."""
+        own, speaks, numbers = self.report(), self.commits and self._is_first, range(self._groups)
+        facts = [
+            float(loss.detach()),
+            *(speaks * each for each in (self.head_step, own.due, own.needed_s)),
+            own.notice_age_s,
+            *(own.notice == each for each in NOTICES),
+            *(number == self.number for number in numbers),
+            *((number == self.number and self._is_first) * self.execution for number in numbers),
+        ]
+        return torch.tensor(facts, dtype=torch.float64)
+
+    def _read_control(self, control: torch.Tensor) -> tuple[Reduced, list[float]]:
+        """Return the step, and by group the execution of the step before it."""
         total, head_step, due, needed_s, ages_s, *rest = control.tolist()
-        notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) :]
+        notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) : len(NOTICES) + self._groups]
         report = RankReport(
             notice=next((name for name, count in zip(NOTICES, notices, strict=True) if count), None),
             notice_age_s=ages_s / max(1.0, sum(notices)),
             due=due > 0,
             needed_s=needed_s,
         )
-        self._awaited = groups = tuple(number for number, count in enumerate(numbers) if count)
-        self.reduced = Reduced(loss=total / sum(numbers), report=report, head_step=int(head_step), groups=groups)
-        return True
+        groups = tuple(number for number, count in enumerate(numbers) if count)
+        reduced = Reduced(loss=total / sum(numbers), report=report, head_step=int(head_step), groups=groups)
+        return reduced, rest[len(NOTICES) + self._groups :]
 
     def part(self) -> bool:
         """Wait for the groups present, which have nothing left to do. Return False if one died, and the rest must meet again."""
-        return self._commit([self._manager.allreduce(torch.ones(1))])
+        return self._wait([self._manager.allreduce(torch.ones(1))]) and bool(self._manager.should_commit())
 
     def close(self) -> None:
         """Leave the peers."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
 
-    def _commit(self, works: list[Any]) -> bool:
-        """Wait for the reductions since the quorum. Return True if they succeeded in this group."""
+    def _wait(self, works: list[Any]) -> bool:
+        """Wait for the reductions since the quorum, which is used up. Return False if one failed, and drop the step."""
         self.has_met = False
         for index in range(len(works)):
             works[index].wait()
@@ -362,12 +418,19 @@ class ReplicaGroup:
             error.original_exception.__traceback__ = None  # its frames refer to the reductions, and they to connections
             self._drop(works)
             return False
-        return bool(self._manager.should_commit())
+        return True
 
     def _drop(self, works: Sequence[Any]) -> None:
         """Drop the step. Peers that wait for this group drop it too, because its connections close."""
         self._peers.drop(works)
+        if self._manager.errored() is None:  # the vote of this rank is no
+            self._manager.report_error(RuntimeError("the step is dropped"))
         self._manager.should_commit()
+
+
+def _digest(text: str) -> int:
+    """Return a digest that a 64-bit float can hold."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -5,6 +5,7 @@ script's `state.reduce(loss)`, and `run.step_done(loss)`. A step that did not co
 """
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import torch
 
 from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
+from dlac_pipeline.elastic.ranks.replicas import limit_s
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid, TrainingFailed
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import groups_of_slots, slots_of
@@ -60,9 +62,7 @@ class ReplicaRun(TrainingRun):
         spec, launch = self.spec, self.spec.launch
         assert self._folder is not None, "a supervisor started this rank"
         communicator, number = self._communicator, self.rank // launch.ranks_per_replica
-        self._group = ReplicaGroup(
-            number, launch.replicas, self._folder, communicator, hang_timeout_s=launch.hang_timeout_s
-        )
+        self._group = ReplicaGroup(number, launch.replicas, self._folder, communicator, limit_s=limit_s(launch))
         self._group.head_step = self.resume_point.step
         communicator.step_syncs = syncs = GroupSyncs(self._group)
         self._group.report = lambda: syncs.with_plans(self._policy.report_of_notice())
@@ -87,19 +87,39 @@ class ReplicaRun(TrainingRun):
         return None if self._replica.ends else (self.step + 1, self._group.rank_share)
 
     def _meet(self) -> None:
+        """Form the next quorum. The peers of a newcomer wait until it has the state of one of them."""
+        began = time.monotonic()
+        is_waiting = self._group.has_peers or not self._group.rejoins
+        self._heartbeat.doing(Phase.WAITING if is_waiting else Phase.LOADING, self.step)
         self._group.meet()
+        self._heartbeat.doing(Phase.TRAINING, self.step)
+        self._heartbeat.waits.seconds += time.monotonic() - began
         self._events.open(self._folder if self._group.commits else None)
 
     def _end(self) -> None:
+        self._part(self._replica.ends or "end")
+
+    def _leave_early(self) -> bool:
+        self._part("left")
+        return True
+
+    def _part(self, ends: str) -> None:
         """Meet the groups that have ended too. The committer commits the rest before it parts from them."""
-        self._replica.ends, parted = True, False
+        self._replica.ends, parted = ends, False
         while not parted:
             self._meet()
+            if not self._replica.ends:
+                raise TrainingFailed(f"expected peers that end at step {self.step} too, found that they train on")
             if self._group.commits:
                 self.settle()
                 if self.step > self._attempt.tracker.committed_step:
-                    self._replica.take("end", wait=True)
-                super()._end()
+                    self._replica.take(self._replica.ends, wait=True)
+                if self._replica.ends == "left":
+                    super()._leave_early()
+                else:
+                    super()._end()
+            else:
+                self._heartbeat.doing(Phase.WAITING, self.step)
             parted = self._group.part()
         self._heartbeat.doing(Phase.DONE, self.step)
 
