@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,7 +24,7 @@ def calm(campaign: Arena) -> Trained:
     return train(campaign, "calm")
 
 
-DEATHS = {
+DEATHS: dict[str, dict[str, Any]] = {
     "forward": {"dies_forward": "1:23"},
     "reducing": {"dies_reducing": "1:23"},
     "committer-reducing": {"dies_reducing": "0:23"},
@@ -34,10 +34,14 @@ DEATHS = {
     "recorded": {"dies_recorded": "0:20"},
     "healing-source": {"dies_forward": "1:23", "dies_healing": "source"},
     "healing-newcomer": {"dies_forward": "1:23", "dies_healing": "newcomer"},
+    "newcomer-in-dark": {"dies_forward": "1:23", "darkens": 1},
 }
+SOAK_DEATHS = ("newcomer-in-dark",)
 
 
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize(
+    "death", [pytest.param(each, marks=pytest.mark.soak if each in SOAK_DEATHS else ()) for each in DEATHS]
+)
 def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: str) -> None:
     """Each row is in the ledger and in the committed batches once, and only dead processes are replaced."""
     run = f"dies-{death}"

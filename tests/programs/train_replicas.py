@@ -7,7 +7,8 @@ With `sharded` the ranks of a group share out the model. Params, each "RANK:STEP
 - `hangs` (before the forward pass, by SIGSTOP)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
-`dies_healing` is "source" or "newcomer". With `awaits` = "RANK:STEP" the new process of that rank takes part after that step.
+`dies_healing` is "source" or "newcomer". With `darkens` the new process kills the lighthouse before it meets its peers.
+With `awaits` = "RANK:STEP" the new process of that rank takes part after that step.
 With `dies_again` = "RANK:STEP" that process dies as well. With `raises` = "STEP" every process raises an exception in that step.
 
 The journal has a line for each share that a rank read, and one for each step that it committed, as evidence that is independent
@@ -152,6 +153,8 @@ def train(run: dlac.TrainingRun) -> None:
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
     run.restore(state)
+    if REJOINS and "darkens" in params and first_to_claim("darkens"):
+        kill_lighthouse()
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
         other = (awaited + run.spec.launch.ranks_per_replica) % run.spec.launch.world_size

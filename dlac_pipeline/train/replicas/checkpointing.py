@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,17 +31,11 @@ class GroupSyncs(Syncs):
     def __init__(self, group: ReplicaGroup) -> None:
         self.waits_for_losses = False
         self._group = group
-        self._last = RankReport()
-
-    def with_plans(self, notice: RankReport) -> RankReport:
-        """Return the report of a notice with the checkpoints that this rank planned after its last step."""
-        return replace(notice, due=self._last.due, needed_s=self._last.needed_s)
 
     def step_done(self, step: int, *, loss: object, report: RankReport) -> StepSync:
         """Return the message of the step that has just committed."""
         reduced = self._group.reduced
         assert reduced is not None, "the step committed"
-        self._last = report
         return StepSync(step=step, losses=[reduced.loss], **asdict(reduced.report))
 
     def flush(self) -> list[StepSync]:

@@ -160,9 +160,7 @@ class ReplicaGroup:
                 self.has_met = True
 
     def _connect(self) -> bool:
-        """Make the group known to the lighthouse that runs, and wait for the groups that are to be in its first quorum.
-
-        Return False if the lighthouse is lost meanwhile.
+        """Make the group known to the lighthouse that runs, and wait for its peers. Return False if it is lost meanwhile.
 
         A group that replaces a dead one becomes known with its first quorum, because its peers wait for a group that is known.
         """
@@ -188,12 +186,16 @@ class ReplicaGroup:
         return True
 
     def _wait_for_peers(self) -> None:
+        """Wait for the groups that are to be in the first quorum, or for any one if this group needs its state."""
         write_reached(self._folder, self.number, self._lighthouse)
         deadline = time.monotonic() + self._hang_timeout_s
-        awaited = set(self._awaited)
-        while awaited and not self._is_lighthouse_lost() and time.monotonic() < deadline:
-            awaited = {each for each in awaited if not self._has_reached(each)}
-            time.sleep(_LOOK_S if awaited else 0.0)
+        enough, awaited = all, self._awaited
+        if self._step == _NO_STATE:
+            enough, awaited = any, [each for each in range(self._groups) if each != self.number]
+        while not self._is_lighthouse_lost() and time.monotonic() < deadline:
+            if enough(self._has_reached(each) for each in awaited):
+                return
+            time.sleep(_LOOK_S)
 
     def _try_to_make_manager(self, state: State, port: int) -> bool:
         """Make this rank's manager, with the group's store at a port. Return False if the lighthouse is lost meanwhile."""

@@ -64,8 +64,8 @@ class ReplicaRun(TrainingRun):
             number, launch.replicas, self._folder, communicator, hang_timeout_s=launch.hang_timeout_s
         )
         self._group.head_step = self.resume_point.step
-        communicator.step_syncs = syncs = GroupSyncs(self._group)
-        self._group.report = lambda: syncs.with_plans(self._policy.report_of_notice())
+        self._group.report = lambda: self._policy.report(in_background=self._attempt.manager.under_way)
+        communicator.step_syncs = GroupSyncs(self._group)
         token = communicator.tree.broadcast(secrets.token_hex(2).encode()).decode()
         self._events.open(self._folder if self._group.commits and not self._group.rejoins else None)
         attempt = open_attempt(
