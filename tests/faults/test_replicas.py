@@ -102,6 +102,7 @@ def test_death_is_an_incident(campaign: Arena) -> None:
     assert found.total_s > found.detect_s > 0
 
 
+@pytest.mark.soak
 def test_hung_group_is_replaced(campaign: Arena, calm: Trained) -> None:
     """A group without a heartbeat for `hang_timeout_s` is killed, and no other one."""
     trained = train(campaign, "hung", hangs="1:23", hang_timeout_s=2.0)
