@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,7 +25,7 @@ def calm(campaign: Arena) -> Trained:
     return train(campaign, "calm")
 
 
-DEATHS = {
+DEATHS: dict[str, dict[str, Any]] = {
     "forward": {"dies_forward": "1:23"},
     "reducing": {"dies_reducing": "1:23"},
     "committer-reducing": {"dies_reducing": "0:23"},
@@ -35,10 +35,11 @@ DEATHS = {
     "recorded": {"dies_recorded": "0:20"},
     "healing-source": {"dies_forward": "1:23", "dies_healing": "source"},
     "healing-newcomer": {"dies_forward": "1:23", "dies_healing": "newcomer"},
+    "newcomer-in-dark": {"dies_forward": "1:23", "darkens": 1},
 }
 
 
-SOAKED = ("reducing", "committer-committed", "recorded", "healing-newcomer")
+SOAKED = ("reducing", "committer-committed", "recorded", "healing-newcomer", "newcomer-in-dark")
 """Deaths that others of the list resemble. They are in the soak."""
 
 
@@ -107,6 +108,7 @@ def test_death_is_an_incident(campaign: Arena) -> None:
     assert found.total_s > found.detect_s > 0
 
 
+@pytest.mark.soak
 def test_hung_group_is_replaced(campaign: Arena, calm: Trained) -> None:
     """A group without a heartbeat for `hang_timeout_s` is killed, and no other one."""
     trained = train(campaign, "hung", hangs="1:23", hang_timeout_s=2.0)
@@ -137,7 +139,8 @@ def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained)
 
 def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Trained) -> None:
     """A newcomer that never gets a state stops no run: its peers would drop each step with it. The next attempt trains."""
-    trained = train(campaign, "no-state", dies_forward="1:23", loses_states=True)
+    changes = {"awaits": "1:30", "pause_s": 0.1, "attempts_without_progress": 1}
+    trained = train(campaign, "no-state", dies_forward="1:23", loses_states=True, **changes)
     assert trained.journal == calm.journal
     assert [row.attempt for row in campaign.rows("no-state", ClaimRow)] == [1, 2]
     assert audit_run(campaign.lakehouse, "no-state").exact

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -120,6 +121,17 @@ def test_other_faults_repeat_and_lose_no_row(campaign: Arena, calm: Trained, fau
     assert trained.journal == calm.journal
     assert audit_run(campaign.lakehouse, run).exact
     assert [event["group"] for event in trained.launch.of("group_died")] == ([1] if "hangs" in fault else [])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sharded", [SHARDED, {"replicas": 2}], ids=["sharded", "whole"])
+def test_interval_in_seconds_counts_once(campaign: Arena, sharded: dict[str, Any]) -> None:
+    """All ranks take the checkpoint that the committer's first rank asks for, and no second one in the next step."""
+    run = f"seconds-{len(sharded)}"
+    train(campaign, run, pause_s=0.05, every_steps=None, every_s=1.0, **sharded)
+    steps = [checkpoint.step for checkpoint in campaign.lineage(run)]
+    assert len(steps) > 2
+    assert all(after - before > 2 for before, after in pairwise(steps[:-1]))
 
 
 @pytest.mark.soak

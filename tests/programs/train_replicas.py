@@ -7,9 +7,10 @@ With `sharded` the ranks of a group share out the model. Params, each "RANK:STEP
 - `hangs` (before the forward pass, by SIGSTOP)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
-`dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `awaits` =
-"RANK:STEP" the new process of that rank takes part after that step. With `dies_again` = "RANK:STEP" that process dies as well.
-With `raises` = "STEP" every process raises an exception in that step.
+`dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `darkens`
+the new process kills the lighthouse before it meets its peers. With `awaits` = "RANK:STEP" the new process of that rank takes
+part after that step. With `dies_again` = "RANK:STEP" that process dies as well. With `raises` = "STEP" every process raises an
+exception in that step.
 
 The journal has a line for each share that a rank read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -161,6 +162,8 @@ def train(run: dlac.TrainingRun) -> None:
     if params.get("loses_states") and REJOINS and run.resume_point.attempt == 1:
         StateServer.recv_checkpoint = lose_state
     run.restore(state)
+    if REJOINS and "darkens" in params and first_to_claim("darkens"):
+        kill_lighthouse()
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
         other = (awaited + run.spec.launch.ranks_per_replica) % run.spec.launch.world_size

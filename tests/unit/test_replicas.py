@@ -52,11 +52,12 @@ def test_unsupported_replicas_are_refused(launch: dict[str, Any], message: str) 
 def test_membership_is_recorded_at_changes() -> None:
     """A checkpoint records the groups of the first step of the attempt, and each change after the checkpoint before."""
     history = history_of((0, 1), (0, 1), (0,), (0, 1))
-    assert list(history.memberships(0)) == [(1, (0, 1)), (3, (0,)), (4, (0, 1))]
+    assert list(history.memberships(0, ())) == [(1, (0, 1)), (3, (0,)), (4, (0, 1))]
     history.forget(2)
-    assert list(history.memberships(2)) == [(3, (0,)), (4, (0, 1))]
+    assert list(history.memberships(2, (0, 1))) == [(3, (0,)), (4, (0, 1))]
+    assert list(history.memberships(3, (0, 1))) == []
     history.forget(4)
-    assert list(history.memberships(4)) == []
+    assert list(history.memberships(4, (0, 1))) == []
 
 
 def test_newcomer_records_as_its_peer() -> None:
@@ -64,4 +65,4 @@ def test_newcomer_records_as_its_peer() -> None:
     peer, newcomer = history_of((0, 1), (0,), (0,), first_step=7), history_of((1,))
     newcomer.load(peer.to_records())
     assert newcomer.losses(7) == [8.0, 9.0]
-    assert list(newcomer.memberships(6)) == list(peer.memberships(6))
+    assert list(newcomer.memberships(6, ())) == list(peer.memberships(6, ()))

@@ -46,7 +46,7 @@ class TorchFTState(Engine):
     def reduce(self, loss: torch.Tensor) -> bool:
         """Average the gradients over the groups present. Return True if the step commits: then call `optimizer.step()`.
 
-        `loss` is `batch.mean(...)`. A step that does not commit changes nothing, and its batch is read again. Without replica
+        `loss` is `batch.mean(...)`. A step that does not commit is not applied: its batch is read again. Without replica
         groups every step commits. A parameter without a gradient gets zeros, because a peer may have one.
 
         Raises:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +59,6 @@ def has_reached(folder: Path, group: int, address: str) -> bool:
     with suppress(FileNotFoundError):
         return _reached_file(folder, group).read_text() == address
     return False
-
-
-def any_has_reached(folder: Path, groups: Iterable[int], address: str) -> bool:
-    """Return True if one of the replica groups has reached this lighthouse with a state."""
-    return any(has_reached(folder, each, address) for each in groups)
 
 
 def forget_reached(folder: Path, group: int) -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync, Syncs
 from dlac_pipeline.lakehouse.errors import HeadMoved, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow, MembershipRow
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
@@ -31,22 +31,15 @@ class GroupSyncs(Syncs):
     def __init__(self, group: ReplicaGroup) -> None:
         self.waits_for_losses = False
         self._group = group
-        self._last = RankReport()
-
-    def with_plans(self, notice: RankReport) -> RankReport:
-        """Return the report of a notice with the checkpoints that this rank planned after its last step."""
-        return replace(notice, due=self._last.due, needed_s=self._last.needed_s)
 
     def step_done(self, step: int, *, loss: object, report: RankReport) -> StepSync:
         """Return the message of the step that has just committed."""
         reduced = self._group.reduced
         assert reduced is not None, "the step committed"
-        self._last = report
         return StepSync(step=step, losses=[reduced.loss], **asdict(reduced.report))
 
     def flush(self) -> list[StepSync]:
-        """Return nothing: no message is in flight after a step. A checkpoint that was due is taken now, and not again."""
-        self._last = replace(self._last, due=False)
+        """Return nothing: no message is in flight after a step."""
         return []
 
 
@@ -62,6 +55,8 @@ class ReplicaCheckpointing(Checkpointing):
         self._group = group
         self._owns_head = False
         """True if the manager's head is the ledger's, as far as this group knows."""
+        self._recorded: tuple[int, ...] = ()
+        """Groups that the ledger has last, of this attempt. They may not be those of this group's execution of that step."""
 
     @property
     def step(self) -> int:
@@ -110,6 +105,7 @@ class ReplicaCheckpointing(Checkpointing):
         assert reduced is not None, "the step committed"
         self.history.add(self.step, reduced, applied=self.step not in self._tracker.skipped)
         self._group.head_step = max(self._group.head_step, reduced.head_step)
+        self._policy.follow(head_step=self._group.head_step)
         self.history.forget(self._group.head_step)
         self._owns_head = self._owns_head and self._group.commits
         self._tracker.losses, self._tracker.skipped = [], []  # `take` sets those that its checkpoint records
@@ -131,7 +127,6 @@ class ReplicaCheckpointing(Checkpointing):
 
     def take(self, reason: str, *, wait: bool = False) -> None:
         """Take a checkpoint after the last committed step, if this group is the committer. Repeat it after another group's."""
-        self.receive_all()
         if not self._group.commits:
             self._policy.taken()
             return
@@ -162,7 +157,9 @@ class ReplicaCheckpointing(Checkpointing):
             return
         tracker.losses = self.history.losses(tracker.committed_step)
         tracker.skipped = self.history.skipped(tracker.committed_step)
-        tracker.memberships = list(self.history.memberships(tracker.committed_step))
+        tracker.memberships = list(self.history.memberships(tracker.committed_step, self._recorded))
+        if tracker.memberships:
+            self._recorded = tracker.memberships[-1][1]
         super().take(reason, wait=wait)
 
     def _take_over(self) -> None:
@@ -170,15 +167,19 @@ class ReplicaCheckpointing(Checkpointing):
         attempt, found = self._attempt, b""
         if self._communicator.rank == 0:
             ledger = Ledger(attempt.plans.lakehouse)
-            rows = ledger.patiently(lambda: ledger.rows(attempt.name.run, kinds=HEAD_KINDS))
+            rows: list[LedgerRow] = ledger.patiently(
+                lambda: ledger.rows(attempt.name.run, kinds=(*HEAD_KINDS, MembershipRow))
+            )
             head = fence_of_rows(rows).head
             is_new = attempt.point.leg_is_new and (head is None or leg_of(rows, head).index != attempt.leg.index)
             step = attempt.point.step if head is None else checkpoint_rows(rows)[head].step
-            found = json.dumps([head, is_new, step]).encode()
-        head, is_new, step = json.loads(self._communicator.tree.broadcast(found))
+            memberships = [row for row in rows if isinstance(row, MembershipRow) and row.attempt == attempt.name.number]
+            last = max(memberships, key=lambda row: row.first_step, default=None)
+            found = json.dumps([head, is_new, step, [] if last is None else list(last.groups)]).encode()
+        head, is_new, step, recorded = json.loads(self._communicator.tree.broadcast(found))
         self._manager.continue_after(head, leg_is_new=is_new)
         self._tracker.committed_step = self._group.head_step = step
-        self._owns_head = True
+        self._owns_head, self._recorded = True, tuple(recorded)
 
     def _report(self, committed: Committed | None) -> None:
         super()._report(committed)

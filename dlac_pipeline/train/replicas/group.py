@@ -24,7 +24,6 @@ from dlac_pipeline.elastic.ranks.process_group import serve_store
 from dlac_pipeline.elastic.ranks.replicas import (
     HANG_MARGIN_S,
     REJOINS_VARIABLE,
-    any_has_reached,
     has_reached,
     read_lighthouse,
     write_reached,
@@ -194,9 +193,7 @@ class ReplicaGroup:
         return "that of another rank of the group" if error is None else error.original_exception
 
     def _connect(self) -> bool:
-        """Make the group known to the lighthouse that runs, and wait for the groups that are to be in its first quorum.
-
-        Return False if the lighthouse is lost meanwhile.
+        """Make the group known to the lighthouse that runs, and wait for its peers. Return False if it is lost meanwhile.
 
         A group that replaces a dead one becomes known with its first quorum, because its peers wait for a group that is known.
         """
@@ -232,7 +229,7 @@ class ReplicaGroup:
         deadline = time.monotonic() + self._limit_s
         if self._step == _NO_STATE:
             others = [each for each in range(self._groups) if each != self.number]
-            while not any_has_reached(self._folder, others, self._lighthouse) and self._may_wait(deadline):
+            while not any(map(self._has_reached, others)) and self._may_wait(deadline):
                 time.sleep(_LOOK_S)
             return
         self._announce()

@@ -28,8 +28,8 @@ class StepHistory:
         self._steps.append(_Step(step=step, loss=reduced.loss, applied=applied, groups=reduced.groups))
 
     def forget(self, head_step: int) -> None:
-        """Forget what a checkpoint has recorded. Its own step stays: the groups of the next step are compared with it."""
-        while self._steps and self._steps[0].step < head_step:
+        """Forget what a checkpoint has recorded."""
+        while self._steps and self._steps[0].step <= head_step:
             self._steps.popleft()
 
     def losses(self, head_step: int) -> list[float]:
@@ -40,13 +40,12 @@ class StepHistory:
         """Return the steps after a checkpoint that the optimizer skipped."""
         return [each.step for each in self._steps if each.step > head_step and not each.applied]
 
-    def memberships(self, head_step: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield (first step, groups) where the groups changed after a checkpoint, or are those of the attempt's first step."""
-        before: tuple[int, ...] = ()
+    def memberships(self, head_step: int, before: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield (first step, groups) where the groups changed after a checkpoint, whose last groups were those `before`."""
         for each in self._steps:
             if each.groups != before and each.step > head_step:
                 yield each.step, each.groups
-            before = each.groups
+                before = each.groups
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return the steps as plain values, for a peer."""

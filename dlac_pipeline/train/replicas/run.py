@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,8 +65,8 @@ class ReplicaRun(TrainingRun):
         communicator, number = self._communicator, self.rank // launch.ranks_per_replica
         self._group = ReplicaGroup(number, launch.replicas, self._folder, communicator, limit_s=limit_s(launch))
         self._group.head_step = self.resume_point.step
-        communicator.step_syncs = syncs = GroupSyncs(self._group)
-        self._group.report = lambda: syncs.with_plans(self._policy.report_of_notice())
+        self._group.report = lambda: self._policy.report(in_background=self._attempt.manager.under_way)
+        communicator.step_syncs = GroupSyncs(self._group)
         token = communicator.tree.broadcast(secrets.token_hex(2).encode()).decode()
         self._events.open(self._folder if self._group.commits and not self._group.rejoins else None)
         attempt = open_attempt(
@@ -77,9 +78,18 @@ class ReplicaRun(TrainingRun):
             writer=f"-{number}-{token}",
         )
         self._replica = ReplicaCheckpointing(
-            self._group, spec, attempt, communicator, self._policy, self._heartbeat, self._events.write
+            self._group, spec, attempt, communicator, self._policy, self._heartbeat, self._write_event
         )
         return attempt, self._replica
+
+    def _write_event(self, event: dict[str, Any]) -> None:
+        """Write an event. A checkpoint may be committed after another group has become the committer."""
+        if event["event"] != "checkpoint":
+            self._events.write(event)
+            return
+        self._events.open(self._folder)
+        self._events.write(event)
+        self._events.open(self._folder if self._group.commits else None)
 
     def _next_share(self) -> tuple[int, Share] | None:
         """Form the next quorum. Return the step that follows, and this rank's share of it. None: the groups have ended."""
