@@ -1,9 +1,10 @@
 """Fault tolerance per step: `python -m benchmarks.per_step [--quick] [--only SIDE,...]`.
 
 Four replica groups train one pass over a table, and are killed by SIGKILL at random phases: forward, between the all-reduces of a
-step, after `should_commit`, while a checkpoint is written, and while a newcomer heals (--quick: 10 kills in place of 100). The
-sides are DLAC (`launch.replicas`), and torchft alone with a StatefulDataLoader and with its DistributedSampler, each under a loop
-that starts a dead group again. All sides have the same lighthouse settings, model, batch and 20 ms of "computation" in a step.
+step, after `should_commit`, while a checkpoint is written, and while a newcomer heals. A sixth of the kills are of the lighthouse
+(--quick: 10 kills in place of 100). The sides are DLAC (`launch.replicas`), and torchft alone with a StatefulDataLoader and with
+its DistributedSampler, each under a loop that starts a dead group or lighthouse again. All sides have the same settings of
+the lighthouse, model, batch and 20 ms of "computation" in a step.
 
 - Rows repeated and missing are counted in the journal of the training functions: missing are those that the committed steps would
   have trained on with four groups. A step with another number of samples than the batch size has an odd batch. A side that takes
@@ -18,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,7 +28,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +39,10 @@ import torch
 
 from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders.tables import Lake
-from benchmarks.per_step_lab.journal import PHASES, order_file, read_lines
+from benchmarks.per_step_lab.journal import LIGHTHOUSE, PHASES, GroupJournal, order_file, read_lines
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.elastic.lighthouse import Lighthouse
+from dlac_pipeline.elastic.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.replicas import read_lighthouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -62,16 +66,19 @@ class Course:
         self._draw = random.Random(seed)
         home.mkdir()
 
-    def disturb(self, is_running: Callable[[], bool]) -> None:
-        """Order a group to die every few seconds, in a random phase, until the last step or all kills."""
+    def disturb(self, is_running: Callable[[], bool], kill_lighthouse: Callable[[], None]) -> None:
+        """Order a group to die every few seconds, in a random phase, or kill the lighthouse, until the last step or all kills."""
         killed, deadline = 0, time.monotonic() + 3 * self.steps * STEP_S
         while is_running() and time.monotonic() < deadline:
             time.sleep(KILL_EVERY_S if killed else KILL_EVERY_S / 2)
-            phase = self._draw.choice(PHASES)
+            phase = self._draw.choice((*PHASES, "lighthouse"))
             if killed == self._kills or not self._has_begun():
                 continue
             killed += 1
-            if phase == "healing":  # the process that replaces one which died in its forward pass dies while it heals
+            if phase == "lighthouse":
+                kill_lighthouse()
+                GroupJournal(str(self.folder), LIGHTHOUSE).write("died", phase=phase)
+            elif phase == "healing":  # the process that replaces one which died in its forward pass dies while it heals
                 group = self._draw.randrange(GROUPS)
                 self._order(group, "forward", within_s=5.0)
                 self._order(group, phase, within_s=20.0)
@@ -183,46 +190,59 @@ def run_dlac(home: Path, course: Course, run: str) -> None:
         assert process.stdin is not None
         process.stdin.write(json.dumps({"spec": spec.model_dump(mode="json")}).encode() + b"\n")
         process.stdin.flush()
-        course.disturb(lambda: process.poll() is None)
+        course.disturb(lambda: process.poll() is None, partial(_kill_lighthouse, Path(spec.checkpoint.local) / run))
     if process.poll() != 0:
         process.kill()
         process.wait()
         raise SystemExit(f"run {run} ended with {process.returncode}: {(home / f'{run}.log').read_text()[-2000:]}")
 
 
+def _kill_lighthouse(folder: Path) -> None:
+    """Kill the lighthouse of the last attempt in the local folder of a run."""
+    found = read_lighthouse(max(folder.glob("launch-*/"), key=lambda each: each.stat().st_ctime))
+    if found is not None:
+        os.kill(found.pid, signal.SIGKILL)
+
+
 def run_torchft(home: Path, course: Course, loader: str) -> None:
     """Train with torchft alone."""
     checkpoints = home / f"{loader}-checkpoints"
     checkpoints.mkdir()
-    with closing(Lighthouse()) as lighthouse:
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
 
-        def start(group: int) -> subprocess.Popen[bytes]:
-            numbers = [str(group), str(GROUPS), loader, lighthouse.address, str(home / "rows.pt")]
-            command = [sys.executable, str(_PROGRAMS / "per_step_torchft.py"), *numbers]
+    def start(group: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(_PROGRAMS / "per_step_lighthouse.py"), str(port)]
+        if group != LIGHTHOUSE:
+            numbers = [str(group), str(GROUPS), loader, address, str(home / "rows.pt")]
             arguments = [str(course.folder), str(checkpoints), str(course.steps)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
-            return subprocess.Popen([*command, *arguments], env=environment, stderr=subprocess.DEVNULL)
+            command = [sys.executable, str(_PROGRAMS / "per_step_torchft.py"), *numbers, *arguments]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
-        processes = {group: start(group) for group in range(GROUPS)}
-        ended = threading.Event()
+    processes = {number: start(number) for number in (LIGHTHOUSE, *range(GROUPS))}
+    ended = threading.Event()
 
-        def start_again() -> None:
-            """Start dead groups again, until a group has done the last step."""
-            while not ended.wait(0.05):
-                for group, process in processes.items():
-                    if process.poll() == 0:
-                        ended.set()
-                    elif process.poll() is not None:
-                        processes[group] = start(group)
+    def start_again() -> None:
+        """Start what is dead again, until a group has done the last step."""
+        while not ended.wait(0.05):
+            for number, process in processes.items():
+                if process.poll() == 0:
+                    ended.set()
+                elif process.poll() is not None:
+                    processes[number] = start(number)
 
-        keeper = threading.Thread(target=start_again)
-        keeper.start()
-        course.disturb(lambda: not ended.is_set())
-        ended.set()
-        keeper.join()
-        for process in processes.values():
-            process.kill()
-            process.wait()
+    keeper = threading.Thread(target=start_again)
+    keeper.start()
+
+    def kill_lighthouse() -> None:
+        processes[LIGHTHOUSE].kill()  # the one that runs now
+
+    course.disturb(lambda: not ended.is_set(), kill_lighthouse)
+    ended.set()
+    keeper.join()
+    for process in processes.values():
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
@@ -269,7 +289,7 @@ def _measure_dlac(home: Path, lake: Lake, *, steps: int, kills: int) -> dict[str
     figures["dlac_loss_difference"] = Figure(value=1e6 * max(differences), unit="ppm", bar="<= 10")
     attempts = len(ledger.rows("killed", kinds=(ClaimRow,)))
     figures["dlac_attempts"] = Figure(value=attempts, unit="attempts", bar="<= 1")
-    lines = read_lines(course.folder)
+    lines = [line for line in read_lines(course.folder) if line["group"] != LIGHTHOUSE]
     deaths = sum(line["event"] == "died" for line in lines)
     figures["dlac_other_restarts"] = Figure(
         value=len({line["pid"] for line in lines}) - GROUPS - deaths, unit="processes", bar="<= 0"

@@ -16,6 +16,8 @@ from typing import Any
 
 PHASES = ("forward", "all_reduce", "should_commit", "checkpoint", "healing")
 """Phases in which a group is killed."""
+LIGHTHOUSE = -1
+"""Number in the journal of the lighthouse, which is killed too."""
 
 
 class GroupJournal:

@@ -3,10 +3,7 @@
 import logging
 import multiprocessing
 import os
-import sys
-import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,12 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.handler import DlacRendezvous
+from dlac_pipeline.elastic.lighthouse import START_METHODS
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks import rank
 from dlac_pipeline.elastic.ranks.environment import environment_of_attempt, set_environment
 from dlac_pipeline.elastic.ranks.processes import Processes
-from dlac_pipeline.elastic.ranks.rank import held_signals
+from dlac_pipeline.elastic.ranks.rank import held_signals, without_main_module
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
@@ -33,7 +31,6 @@ _UNLIMITED = 2**31 - 1
 _IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Variables that identify a rank. This process may have inherited some from another launcher."""
 _SERVER_ENDS_S = 2.0
-_METHODS = {"fork": "forkserver", "spawn": "spawn"}
 # It warns that signals are not handled on another thread than the main one: the supervisor handles them.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
 
@@ -56,7 +53,7 @@ class RankAgent(LocalElasticAgent):
             numa_options=_numa_options(launch),
             virtual_local_rank=launch.virtual_local_rank,
         )
-        super().__init__(workers, logs_specs=_OwnLogs(), start_method=_METHODS[launch.start])
+        super().__init__(workers, logs_specs=_OwnLogs(), start_method=START_METHODS[launch.start])
         self._environment: Mapping[str, str] = {}
         self._first_local_rank = 0
         self._has_started = False
@@ -72,7 +69,7 @@ class RankAgent(LocalElasticAgent):
         around = {} if fork_server.is_used(spec) else self._environment
         before = set(multiprocessing.active_children())
         try:
-            with set_environment(around), held_signals(), _without_main_module():
+            with set_environment(around), held_signals(), without_main_module():
                 self._start_workers(self._worker_group)
             gone = fork_server.why_gone(spec)
             if gone is not None:
@@ -136,14 +133,3 @@ def _numa_options(launch: LaunchSpec) -> NumaOptions | None:
             f"expected accelerators for launch.numa_binding = {launch.numa_binding!r}, found none: leave it empty on this node"
         )
     return NumaOptions(affinity_mode=AffinityMode(launch.numa_binding))
-
-
-@contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Keep multiprocessing from importing this process's main module in each rank: a rank has a script of its own."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

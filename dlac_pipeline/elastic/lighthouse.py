@@ -1,46 +1,101 @@
-"""Lighthouse of the replica groups: torchft's server, which forms their quorums, in threads of the supervisor's process.
+"""Lighthouse of the replica groups: torchft's server, which forms their quorums, in a process of its own.
 
-No rank outlives its supervisor, so the lighthouse needs no supervision of its own.
+The supervisor starts a dead lighthouse again. Each one has an address of its own, which it writes to the launch folder: a group
+that reached a new lighthouse with the quorum of the one before would wait for peers that do not know that quorum.
 """
 
+import multiprocessing
 import os
+import signal
+from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from setproctitle import setproctitle
 
+from dlac_pipeline.elastic import fork_server
+from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
+from dlac_pipeline.elastic.ranks.rank import end_with_supervisor, held_signals, without_main_module
+from dlac_pipeline.elastic.ranks.replicas import limit_s, read_lighthouse, write_lighthouse
+from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
+from dlac_pipeline.spec.job_spec import JobSpec
+
+START_METHODS = {"fork": "forkserver", "spawn": "spawn"}
+"""Start methods of multiprocessing by `launch.start`."""
 _HEARTBEAT_TIMEOUT_MS = 400
 """Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a thread of its own."""
 _TICK_MS = 10
-_STRAGGLERS_MS = 60_000
-"""Milliseconds for which a quorum waits for groups that are alive: as long as their peers would wait in a collective."""
+_ENDS_WITHIN_S = 5.0
 
 
 class Lighthouse:
-    """Lighthouse of one supervisor. It listens at loopback."""
+    """Lighthouse of one attempt."""
 
-    def __init__(self) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # it would write lines for each step
-        try:
-            from torchft.coordination import LighthouseServer
-        except ImportError as err:
-            raise SpecInvalid(
-                f"expected torchft for launch.replicas, found none ({err}): pip install 'dlac-pipeline[torchft]'"
-            ) from err
-        self._server: Any = LighthouseServer(
-            bind=f"{LOOPBACK}:0",
-            min_replicas=1,
-            join_timeout_ms=_STRAGGLERS_MS,
-            quorum_tick_ms=_TICK_MS,
-            heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS,
-        )
+    def __init__(self, spec: JobSpec, folder: Path) -> None:
+        """Raise `SpecInvalid` without torchft. `folder` is the launch folder."""
+        if find_spec("torchft") is None:
+            raise SpecInvalid("expected torchft for launch.replicas, found none: pip install 'dlac-pipeline[torchft]'")
+        self._spec, self._folder = spec, folder
+        self._process: BaseProcess | None = None
 
-    @property
-    def address(self) -> str:
-        """Its address, for the groups on this node."""
-        return f"http://{LOOPBACK}:{urlsplit(self._server.address()).port}"
+    def start(self) -> None:
+        """Start its process."""
+        fork_server.start_server(self._spec)
+        stragglers_s = limit_s(self._spec.launch)  # as long as in a collective
+        context: Any = multiprocessing.get_context(START_METHODS[self._spec.launch.start])
+        process = context.Process(target=_serve, args=(self._spec.run, str(self._folder), stragglers_s), daemon=True)
+        with held_signals(), without_main_module():
+            process.start()
+        self._process = process
 
-    def close(self) -> None:
+    def restart_dead(self) -> str:
+        """Start a dead lighthouse again, and return how it died. Empty: it runs. Raise `TrainingFailed` if it never ran."""
+        process = self._process
+        if process is None or process.exitcode is None:
+            return ""
+        found = read_lighthouse(self._folder)
+        self.start()
+        if found is None or found.pid != process.pid:
+            raise TrainingFailed(
+                f"expected torchft's lighthouse to start, found that it ended with exit status {process.exitcode}: see the fork "
+                "server's log"
+            )
+        return f"exit status {process.exitcode}"
+
+    def end(self) -> None:
         """End it."""
-        self._server.shutdown()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(_ENDS_WITHIN_S)
+
+
+def make_server(*, port: int = 0, stragglers_s: float) -> Any:
+    """Return torchft's server at loopback. Port 0: any free one. A quorum waits `stragglers_s` for groups that are alive."""
+    os.environ.setdefault("RUST_LOG", "error")  # it would write lines for each step
+    from torchft.coordination import LighthouseServer
+
+    return LighthouseServer(
+        bind=f"{LOOPBACK}:{port}",
+        min_replicas=1,
+        join_timeout_ms=int(stragglers_s * 1000),
+        quorum_tick_ms=_TICK_MS,
+        heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS,
+    )
+
+
+def address_of(server: Any) -> str:
+    """Return the address of a server, for the groups on this node."""
+    return f"http://{LOOPBACK}:{urlsplit(server.address()).port}"
+
+
+def _serve(run: str, folder: str, stragglers_s: float) -> None:
+    """Serve until the supervisor ends this process, or ends itself."""
+    os.setpgid(0, 0)
+    end_with_supervisor()
+    setproctitle(f"dlac {run} lighthouse")
+    server = make_server(stragglers_s=stragglers_s)
+    write_lighthouse(Path(folder), address_of(server))
+    while True:
+        signal.pause()

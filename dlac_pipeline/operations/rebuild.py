@@ -236,7 +236,7 @@ def _append_of(
         facts |= {"model_digest": manifest.model_digest, "bytes": sum(entry.bytes for entry in manifest.files)}
         own = [row for row in repeated if not row.seq]
         own = [replace(row, **facts) if isinstance(row, typed_rows.CheckpointRow) else row for row in own]
-        nonce = checkpoint_id.rpartition("-")[2]
+        nonce = checkpoint_id.removeprefix(f"{run}-").split("-")[1]  # a replica group has its name after it
         fence = run_rows.Fence(attempt=manifest.attempt, nonce=nonce, seq=before.seq + 1, head=checkpoint_id)
         return recorded_rows(lakehouse, run, fence, own)
     raise errors.CheckpointDamaged(f"expected the folder of checkpoint {checkpoint_id!r} in {folder!r}, found none")

@@ -78,7 +78,8 @@ def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: CheckpointRow, folder: P
     order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
     checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
     # All ranks are on this node.
-    here = {"replicas": 0, "world_size": successor.world_size, "nodes": "", "termination_url": "", "on_spike": None}
+    alone = {"replicas": 0, "ranks_per_replica": 1}
+    here = {**alone, "world_size": successor.world_size, "nodes": "", "termination_url": "", "on_spike": None}
     launch = spec.launch.model_copy(update={**here, "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"}})
     return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
 

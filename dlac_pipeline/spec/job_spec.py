@@ -326,10 +326,10 @@ class JobSpec(spec_problems.Section):
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> JobSpec:
-        if self.launch.replicas > self.order.batch_size:
+        if self.launch.replicas and self.launch.world_size > self.order.batch_size:
             raise ValueError(
-                f"expected at most {self.order.batch_size} replica groups, one for each sample of a batch, found "
-                f"{self.launch.replicas}: choose fewer"
+                f"expected at most {self.order.batch_size} ranks of replica groups, one for each sample of a batch, found "
+                f"{self.launch.world_size} ({self.launch.replicas} groups of {self.launch.ranks_per_replica}): choose fewer"
             )
         if self.launch.replicas:
             return self

@@ -33,8 +33,11 @@ class LaunchSpec(Section):
     world_size: int = Field(default=1, ge=1, le=MOST_NODES)
     """Number of ranks. It divides the batch size. With `nodes` DLAC chooses it and ignores this value."""
     replicas: int = Field(default=0, ge=0, le=MOST_NODES)
-    """Replica groups of one process on this node, each with the whole model. If one dies, the others train on without it, and its
-    replacement joins them at a step. The script restores a `TorchFTState`. Needs torchft. 0: none."""
+    """Replica groups on this node, each with the whole model. If one dies, the others train on without it, and its replacement
+    joins them at a step. The script restores a `TorchFTState`. Needs torchft. 0: none."""
+    ranks_per_replica: int = Field(default=1, ge=1, le=MOST_NODES)
+    """Ranks of a replica group. The script shards its model over them with `fully_shard`. If one dies, its whole group is started
+    again. Ranks may have one sample more than others, if `replicas` * `ranks_per_replica` does not divide the batch size."""
     on: Literal["here", "slurm", "kubernetes"] = "here"
     """"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of that scheduler,
     with a supervisor on each node. See the cluster section."""
@@ -88,7 +91,8 @@ class LaunchSpec(Section):
     """Largest log of a rank in one attempt (MiB). Of a longer log the first quarter and at least the last quarter of this size
     are kept. 0: no bound."""
     hang_timeout_s: Timeout = 600.0
-    """Seconds without progress of a rank after which the attempt ends and the ranks restart."""
+    """Seconds without progress of a rank after which the attempt ends and the ranks restart. Of replica groups only the hung one
+    is killed and started again."""
     start_timeout_s: Timeout = 600.0
     """Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state. hang_timeout_s
     counts if it is longer."""
@@ -170,18 +174,24 @@ class LaunchSpec(Section):
 
     @model_validator(mode="after")
     def _replicas_are_ranks(self) -> "LaunchSpec":
-        """Start a rank for each replica group."""
+        """Start the ranks of all replica groups."""
         if not self.replicas:
+            if self.ranks_per_replica > 1:
+                raise ValueError(
+                    f"expected launch.replicas with launch.ranks_per_replica = {self.ranks_per_replica}, found none: set "
+                    "it to the number of groups"
+                )
             return self
         unusable = ("nodes", "on_spike", "numa_binding", "virtual_local_rank")
         found = [name for name in unusable if getattr(self, name)] + ["on"] * (self.on != "here")
         if found:
             raise ValueError(f"expected launch.replicas without launch.{found[0]}, found both: leave one out")
-        if self.world_size not in (1, self.replicas):
+        ranks = self.replicas * self.ranks_per_replica
+        if self.world_size not in (1, ranks):
             raise ValueError(
                 f"expected launch.replicas or launch.world_size, found {self.replicas} and {self.world_size}: leave one out"
             )
-        object.__setattr__(self, "world_size", self.replicas)  # the model is frozen for everybody else
+        object.__setattr__(self, "world_size", ranks)  # the model is frozen for everybody else
         return self
 
     @property

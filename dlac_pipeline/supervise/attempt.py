@@ -199,7 +199,7 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
-            for event in replace_dead(ranks.own, self._lakehouse, self._spec.run, self._nonce):
+            for event in replace_dead(ranks.own, self._lakehouse, self._spec, self._nonce):
                 self._publish(event)
             ledger.check()
             for observation, cause in self._observe(ranks):
@@ -229,8 +229,10 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._monitor.find_hang(ranks.heartbeats())
-        if hung is not None:
+        hung = self._monitor.hangs.find_hang(ranks.heartbeats(), gone=ranks.own.gone())
+        if hung is not None and ranks.own.outlives_hang(hung):
+            self._monitor.hangs.forget()
+        elif hung is not None:
             yield Observation.HANG_FOUND, hung
         drained_s = time.monotonic() - self._drains_since  # the wall clock may be set during the attempt
         if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.leave_s + _LEAVE_MARGIN_S:

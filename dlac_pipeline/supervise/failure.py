@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,7 +149,7 @@ def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> 
         stopped_at=time.time(),
         last_step=max((found.step for found in known), default=step),
         began=min((found.spent.began for found in known), default=0.0),
-        rows=sum(found.spent.rows for found in known),
+        rows=sum(found.spent.rows for found in known) + ranks.own.rows_of_dead,
         in_hand=0 if mine is None else max(0, mine.spent.in_hand),
         doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
         rank=cause.rank,
@@ -193,6 +193,10 @@ def stuck_rank(ranks: AllRanks, drained_s: float) -> Exit:
     return Exit(rank=min(steps, key=steps.__getitem__), code=1, kind=STUCK, message=message)
 
 
+def _is_in(phase: Phase, heartbeat: RankHeartbeat | None) -> bool:
+    return heartbeat is not None and heartbeat.phase == phase
+
+
 class HangDetector:
     """Detector of hung ranks: how long each rank of an attempt has sent no heartbeat, from the first call on.
 
@@ -205,18 +209,20 @@ class HangDetector:
         self._clock = clock or watched_time()
         self._changed: dict[int, tuple[_Mark, float]] = {}
 
-    def find_hang(self, heartbeats: Sequence[RankHeartbeat | None]) -> Exit | None:
-        """Return the rank that has been silent for the longest time, if that is too long.
+    def find_hang(self, heartbeats: Sequence[RankHeartbeat | None], *, gone: Collection[int] = ()) -> Exit | None:
+        """Return the rank that has been silent for the longest time, if that is too long. `gone` have no process any more.
 
         While one rank starts or loads, the others may wait for it, so all ranks get the longer timeout. A rank that has done
-        its last step sends no more heartbeats, because the script may then evaluate or export for any length of time.
+        its last step sends no more heartbeats, because the script may then evaluate or export for any length of time. A rank
+        that waits for other replica groups is not blamed, unless all ranks do.
         """
         now = self._clock()
         for rank, each in enumerate(heartbeats):
             mark = None if each is None else (each.at, each.step, each.phase)
             if rank not in self._changed or self._changed[rank][0] != mark:
                 self._changed[rank] = (mark, now)
-        last = {rank: each for rank, each in enumerate(heartbeats) if each is None or each.phase != Phase.DONE}
+        last = {rank: each for rank, each in enumerate(heartbeats) if rank not in gone and not _is_in(Phase.DONE, each)}
+        last = {rank: each for rank, each in last.items() if not _is_in(Phase.WAITING, each)} or last
         if not last:
             return None
         launch = self._launch
@@ -230,3 +236,7 @@ class HangDetector:
         hung = last[rank]
         doing = Phase.STARTING.name.lower() if hung is None else hung.doing
         return Exit(rank=rank, code=1, kind=HANG, message=f"no heartbeat for {silent_s:.0f} s, last while {doing}")
+
+    def forget(self) -> None:
+        """Measure silence from the next call on. A hung rank was killed, and the others have waited for it."""
+        self._changed = {}

@@ -33,7 +33,7 @@ class AttemptMonitor:
     def __init__(self, lakehouse: Lakehouse, launch: LaunchSpec, publish: Callable[[Event], None]) -> None:
         self.step = 0
         """Last step that all ranks have finished."""
-        self.find_hang = HangDetector(launch).find_hang
+        self.hangs = HangDetector(launch)
         self.incident: Incident | None = None
         self._lakehouse = lakehouse
         self._publish = publish
@@ -129,38 +129,40 @@ class Incident:
         return {"event": event, **facts, **times}
 
 
-def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, run: str, nonce: str) -> Iterator[Event]:
-    """Start dead replica groups of an attempt again, and record those that take part again. Yield the events."""
+def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, spec: JobSpec, nonce: str) -> Iterator[Event]:
+    """Start dead replica groups of an attempt again, and their lighthouse. Record groups that take part again. Yield events."""
     if not isinstance(ranks, ReplicaRanks):
         return
+    if died := ranks.restart_lighthouse():
+        yield {"event": "warning", "message": f"the lighthouse of the replica groups was started again, after {died}"}
     for dead in ranks.replace_dead():
-        last = read_heartbeat(ranks.folder, dead.rank)
-        facts = {"cause": str(dead), "step": 0 if last is None else last.step, **ranks.log_end(dead.rank)}
-        yield {"event": "group_died", "group": dead.rank, **facts}
+        last = read_heartbeat(ranks.folder, dead.exit.rank)
+        facts = {"cause": str(dead.exit), "step": 0 if last is None else last.step, **ranks.log_end(dead.exit.rank)}
+        yield {"event": "group_died", "group": dead.group, **facts}
     for rejoined in ranks.find_rejoined():
         try:
-            yield _record_rejoined(lakehouse, run, nonce, rejoined)
+            yield _record_rejoined(lakehouse, spec, nonce, rejoined)
         except DlacError as err:
             yield {"event": "warning", "message": f"the recovery could not be recorded: {err}"}
 
 
-def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoined) -> Event:
+def _record_rejoined(lakehouse: Lakehouse, spec: JobSpec, nonce: str, rejoined: Rejoined) -> Event:
     """Write the row of a replica group that takes part again in the attempt of `nonce`, and return it as an event."""
     replaced, heartbeat = rejoined.replaced, rejoined.heartbeat
-    rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow,))
+    rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
     claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
     started = heartbeat.spent.began
     recovery = Recovery(
-        run=run,
+        run=spec.run,
         seq=claim.seq,
         attempt=claim.attempt,
         replaced_attempt=claim.attempt,
-        cause=f"group {replaced.exit.rank}: {replaced.exit}, while {replaced.doing}",
+        cause=f"group {replaced.group}: {replaced.exit}, while {replaced.doing}",
         noticed_by="supervisor",
         failed_at=datetime.fromtimestamp(replaced.failed_at, UTC),
         resumed_from=None,
         resumed_step=heartbeat.step,
-        rows_replayed=0,
+        rows_replayed=spec.order.batch_size if replaced.had_batch else 0,
         detect_s=replaced.noticed_at - replaced.failed_at,
         stop_s=0.0,
         claim_s=0.0,
@@ -171,8 +173,8 @@ def _record_rejoined(lakehouse: Lakehouse, run: str, nonce: str, rejoined: Rejoi
         outcome="rejoined",
     )
     write_recovery(lakehouse, recovery)
-    group, took_s = replaced.exit.rank, recovery.total_s
-    return {"event": "group_rejoined", "group": group, "step": heartbeat.step, "took_s": took_s}
+    facts = {"step": heartbeat.step, "took_s": recovery.total_s}
+    return {"event": "group_rejoined", "group": replaced.group, **facts}
 
 
 def rows_replayed(

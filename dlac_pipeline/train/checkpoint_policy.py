@@ -45,7 +45,8 @@ class CheckpointPolicy:
         """The message that requested the exit."""
         self._notices = Notices(
             spec.launch,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            # the first rank of each replica group asks the URL: any of them may die
+            local_rank=rank if spec.launch.replicas else int(os.environ.get("LOCAL_RANK", "0")),
             launched=folder is None and "LOCAL_RANK" in os.environ,
             on_deadline=self._too_late,
             notice_file=None if folder is None else notice_file(folder, rank),
@@ -70,19 +71,19 @@ class CheckpointPolicy:
             self._interval.taken(time.monotonic() - self._age_s)
             self._report_interval(self._interval)
 
-    @property
-    def notice(self) -> str | None:
-        """The notice that this rank received, if any."""
-        return None if self._notices.first is None else self._notices.first.name
-
     def step_done(self, step: int, *, in_background: bool) -> RankReport:
         """Return this rank's report of the step that it has just finished. `in_background`: a checkpoint is in progress."""
-        now, notice = time.monotonic(), self._notices.first
         self._step = step
+        if self._interval is not None:
+            self._interval.step_done(time.monotonic(), in_background=in_background)
+        return self.report(in_background=in_background)
+
+    def report(self, *, in_background: bool) -> RankReport:
+        """Return this rank's report now."""
+        now, notice = time.monotonic(), self._notices.first
         report = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
         if self._interval is None:
             return report
-        self._interval.step_done(now, in_background=in_background)
         needed_s = self._interval.needed_s(now, in_background=in_background)
         # The supervisor asks to make room only where nodes may join.
         folder = self._folder if self._spec.launch.max_nodes > 1 else None
@@ -97,6 +98,16 @@ class CheckpointPolicy:
         self.leaving = sync
         if sync.notice is not None:
             self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - sync.notice_age_s)
+
+    def follow(self, *, head_step: int) -> None:
+        """Note the step of a checkpoint that another replica group has committed."""
+        self._head_step = max(self._head_step, head_step)
+
+    def leave_as(self, leaving: StepSync | None) -> None:
+        """Take over the request of a peer whose steps are this rank's from now on, or that it has none."""
+        self.leaving = None
+        if leaving is not None:
+            self.on_sync(replace(leaving, due=False))
 
     def reason(self) -> str | None:
         """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""

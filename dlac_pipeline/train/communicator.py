@@ -3,11 +3,13 @@
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSyncs, Syncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
+from dlac_pipeline.elastic.ranks.replicas import first_rank
 from dlac_pipeline.read.reader import Exchange, Waits, summing_over
 
 _GROUP_TIMEOUT_S = 86_400.0
@@ -23,7 +25,7 @@ class Communicator:
         """`waits` counts the waits of reading for other ranks."""
         self.rank = rank
         self.world_size = world_size
-        self.is_first_of_node = world_size == 1 or int(os.environ.get("LOCAL_RANK", rank)) == 0
+        self.is_first_of_node = world_size == 1 or int(os.environ.get("LOCAL_RANK", rank)) == first_rank()
         self.first_rank_here = 0 if world_size == 1 else rank - int(os.environ.get("LOCAL_RANK", rank))
         self.ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         """Number of ranks on this node, as the launcher says."""
@@ -39,6 +41,11 @@ class Communicator:
         self.tree = RankTree(self.rank, self.world_size, self._group)
         self.background_tree = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
         self.step_syncs: Syncs = StepSyncs(self.world_size, self._group)
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Add the numbers of all ranks, in place. Collective."""
+        if self._group is not None:
+            dist.all_reduce(numbers, group=self._group)
 
     def exchange(self, *, counted: bool) -> Exchange:
         """Return the exchange of the lengths of batches. Collective, unless they are `counted` beforehand.

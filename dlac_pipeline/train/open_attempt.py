@@ -75,8 +75,14 @@ class OpenAttempt:
         return unrecorded and (self.ends_run or point.leaves_out_more)
 
     def end_run(self, communicator: Communicator, *, stopped: bool) -> str:
-        """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective."""
+        """Finish the run if its last leg is trained, and return the ending: finished, stopped or caught up. Collective.
+
+        Raise `CursorMismatch` if steps of the leg are left to train.
+        """
         finished, is_first = not stopped and self.ends_run, communicator.rank == 0
+        total = self.order.total_steps
+        if not stopped and total is not None and self.step < total:
+            raise CursorMismatch(f"expected the leg to end at step {total}, found its end at step {self.step}")
         if finished and is_first:
             finish(Ledger(self.plans.lakehouse), self.name, step=self.step)
         communicator.tree.broadcast(b"done" if is_first else None)

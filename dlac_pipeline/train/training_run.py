@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, global_rank, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -77,9 +77,8 @@ class TrainingRun:
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
-        self.rank = int(os.environ.get("RANK", "0"))
-        # A replica group trains with a process group of its own.
-        rank, world_size = (0, 1) if spec.launch.replicas else (self.rank, int(os.environ.get("WORLD_SIZE", "1")))
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = global_rank()  # RANK is that in the replica group, if any
         self._folder = folder
         self._events = EventWriter(folder, rank)
         self._heartbeat = HeartbeatWriter(folder, self.rank)
@@ -269,16 +268,8 @@ class TrainingRun:
         restored = self._checkpointing.engine is not None
         if self._over or not restored or self._batch is not None or self._attempt.rehearses:
             return
-        is_end = self.stopped or self.step == self.total_steps
-        if not is_end and self.step > self._attempt.tracker.committed_step:
-            self._checkpointing.take("left", wait=True)
-        if is_end or self.stopped:  # requested by a message that was still in flight
+        if self.stopped or self.step == self.total_steps or not self._leave_early():
             self._end()
-            return
-        self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
-        if self._communicator.is_first_of_node:
-            self._checkpointing.forget_memory()
-        self._heartbeat.doing(Phase.DONE, self.step)
 
     def discard_memory(self) -> None:
         """Remove the memory states of the run: a loss that ends it came of them."""
@@ -295,6 +286,18 @@ class TrainingRun:
         self._attempt.reader.close()
         self._heartbeat.close()
         self._communicator.close()
+
+    def _leave_early(self) -> bool:
+        """Commit the last steps. Return False if the run was asked to stop by a message that was still in flight."""
+        if self.step > self._attempt.tracker.committed_step:
+            self._checkpointing.take("left", wait=True)
+        if self.stopped:
+            return False
+        self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
+        if self._communicator.is_first_of_node:
+            self._checkpointing.forget_memory()
+        self._heartbeat.doing(Phase.DONE, self.step)
+        return True
 
     def _end(self) -> None:
         """Commit the rest, and finish the run if nothing is left to train. Collective."""

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,59 +11,12 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
+from tests.replica_runs import STEPS, Trained, launch_groups, train
 
 if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch, Steps
+    from tests.conftest import Arena
 
 pytest.importorskip("torchft")
-STEPS = 60
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A run of three replica groups that has ended."""
-
-    launch: Launch
-    entries: list[dict[str, Any]]
-
-    @property
-    def journal(self) -> Steps:
-        """Row ids of each step in slot order: the shares of the groups of its last try that committed in one of them."""
-        steps: Steps = {}
-        for entry in sorted(self.entries, key=lambda each: each["at"]):
-            if entry["event"] == "committed":
-                shares = [
-                    each
-                    for each in self.entries
-                    if (each["event"], each["step"], each["groups"]) == ("share", entry["step"], entry["groups"])
-                ]
-                latest = {each["group"]: each for each in sorted(shares, key=lambda each: each["at"])}
-                assert len(latest) == entry["groups"], f"step {entry['step']}: the shares of groups {sorted(latest)}"
-                steps[entry["step"]] = [row for group in sorted(latest) for row in latest[group]["rows"]]
-        return steps
-
-    @property
-    def processes(self) -> dict[int, set[int]]:
-        """Process ids by group."""
-        found: dict[int, set[int]] = {}
-        for entry in self.entries:
-            found.setdefault(entry["group"], set()).add(entry["pid"])
-        return found
-
-
-def launch_groups(campaign: Arena, run: str, *, replicas: int = 3, **changes: Any) -> Launch:
-    """Start a run with replica groups."""
-    settings = {"replicas": replicas, "world_size": 1, "steps": STEPS, **changes}
-    return campaign.launch(campaign.spec(run, "train_replicas.py", **settings))
-
-
-def train(campaign: Arena, run: str, **changes: Any) -> Trained:
-    """Train a run with replica groups, three unless named otherwise, to its end."""
-    launch = launch_groups(campaign, run, **changes)
-    assert launch.wait() == 0, launch.stderr + str(launch.events[-3:])
-    assert launch.of("ended")[0]["ending"] == "finished"
-    paths = (campaign.home / "journal").glob(f"{run}-*.jsonl")
-    return Trained(launch, [json.loads(line) for path in paths for line in path.read_text().splitlines()])
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +25,7 @@ def calm(campaign: Arena) -> Trained:
     return train(campaign, "calm")
 
 
-DEATHS = {
+DEATHS: dict[str, dict[str, Any]] = {
     "forward": {"dies_forward": "1:23"},
     "reducing": {"dies_reducing": "1:23"},
     "committer-reducing": {"dies_reducing": "0:23"},
@@ -84,10 +35,11 @@ DEATHS = {
     "recorded": {"dies_recorded": "0:20"},
     "healing-source": {"dies_forward": "1:23", "dies_healing": "source"},
     "healing-newcomer": {"dies_forward": "1:23", "dies_healing": "newcomer"},
+    "newcomer-in-dark": {"dies_forward": "1:23", "darkens": 1},
 }
 
 
-SOAKED = ("reducing", "committer-committed", "recorded", "healing-newcomer")
+SOAKED = ("reducing", "committer-committed", "recorded", "healing-newcomer", "newcomer-in-dark")
 """Deaths that others of the list resemble. They are in the soak."""
 
 
@@ -109,10 +61,20 @@ def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: s
     assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1]
     died = [event["group"] for event in trained.launch.of("group_died")]
     assert len(died) == (2 if "healing" in death else 1)
-    assert {group for group, pids in trained.processes.items() if len(pids) > 1} <= set(died)
+    assert {rank for rank, pids in trained.processes.items() if len(pids) > 1} <= set(died)
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
     checkpoints = {folder_of(row.manifest_uri) for row in campaign.lineage(run)}
     assert set((campaign.home / "checkpoints" / run).glob("attempt-*/step-*")) <= checkpoints
+
+
+def test_groups_outlive_the_lighthouse(campaign: Arena, calm: Trained) -> None:
+    """The groups meet again at a new lighthouse, all together: no process is replaced, and the losses are bit-identical."""
+    trained = train(campaign, "dark", pause_s=0.02, kills_lighthouse="1:23")
+    assert trained.journal == calm.journal
+    assert {len(pids) for pids in trained.processes.values()} == {1}
+    assert "the lighthouse of the replica groups was started again" in str(trained.launch.of("warning"))
+    assert [tuple(row.groups) for row in campaign.rows("dark", MembershipRow)] == [(0, 1, 2)]
+    assert campaign.losses("dark") == campaign.losses("calm")
 
 
 def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Trained) -> None:
@@ -146,6 +108,15 @@ def test_death_is_an_incident(campaign: Arena) -> None:
     assert found.total_s > found.detect_s > 0
 
 
+@pytest.mark.soak
+def test_hung_group_is_replaced(campaign: Arena, calm: Trained) -> None:
+    """A group without a heartbeat for `hang_timeout_s` is killed, and no other one."""
+    trained = train(campaign, "hung", hangs="1:23", hang_timeout_s=2.0)
+    assert trained.journal == calm.journal
+    assert [event["group"] for event in trained.launch.of("group_died")] == [1]
+    assert "died of Hang: no heartbeat for 2 s, last while computing" in trained.launch.of("group_died")[0]["cause"]
+
+
 def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -> None:
     """A stop ends all groups after one checkpoint at the same step. Two groups train the rest, with the same batches."""
     launch = launch_groups(campaign, "stopped", pause_s=0.02)
@@ -168,7 +139,8 @@ def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained)
 
 def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Trained) -> None:
     """A newcomer that never gets a state stops no run: its peers would drop each step with it. The next attempt trains."""
-    trained = train(campaign, "no-state", dies_forward="1:23", loses_states=True)
+    changes = {"awaits": "1:30", "pause_s": 0.1, "attempts_without_progress": 1}
+    trained = train(campaign, "no-state", dies_forward="1:23", loses_states=True, **changes)
     assert trained.journal == calm.journal
     assert [row.attempt for row in campaign.rows("no-state", ClaimRow)] == [1, 2]
     assert audit_run(campaign.lakehouse, "no-state").exact

@@ -1,15 +1,18 @@
 """A tiny model trained by replica groups on a table of (row_id, x), with a journal of its own.
 
-Params, each "GROUP:STEP", end a process by SIGKILL in a step:
+With `sharded` the ranks of a group share out the model. Params, each "RANK:STEP", end a process by SIGKILL in a step:
 
 - `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
+- `kills_lighthouse` (before the forward pass; the process itself lives on)
+- `hangs` (before the forward pass, by SIGSTOP)
 - `dies_saving` (while a checkpoint is written), `dies_recorded` (the ledger has the checkpoint, and the process does not know)
 
-`dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `awaits` =
-"GROUP:STEP" the new process of that group takes part after that step. With `dies_again` = "GROUP:STEP" that process dies as well.
-With `raises` = "STEP" every process raises an exception in that step.
+`dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `darkens`
+the new process kills the lighthouse before it meets its peers. With `awaits` = "RANK:STEP" the new process of that rank takes
+part after that step. With `dies_again` = "RANK:STEP" that process dies as well. With `raises` = "STEP" every process raises an
+exception in that step.
 
-The journal has a line for each share that a group read, and one for each step that it committed, as evidence that is independent
+The journal has a line for each share that a rank read, and one for each step that it committed, as evidence that is independent
 of DLAC.
 """
 
@@ -23,10 +26,11 @@ from typing import Any
 
 import torch
 import torchft
+from torch.distributed.fsdp import fully_shard
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE
+from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, read_lighthouse
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.train.replicas.peers import StateServer
@@ -77,11 +81,11 @@ def write(run: dlac.TrainingRun, **facts: Any) -> None:
     """Append a line to this process's journal."""
     path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{run.rank}-{os.getpid()}.jsonl"
     with path.open("a") as stream:
-        stream.write(json.dumps({"group": run.rank, **facts}) + "\n")
+        stream.write(json.dumps({"rank": run.rank, **facts}) + "\n")
 
 
 def is_now(run: dlac.TrainingRun, param: str, step: int) -> bool:
-    """Return True in the group (or * for all) and step that a param names, before its process or attempt was replaced."""
+    """Return True in the rank (or * for all) and step that a param names, before its process or attempt was replaced."""
     named = run.spec.params.get(param) in (f"{run.rank}:{step}", f"*:{step}")
     return named and not REJOINS and run.resume_point.attempt == 1
 
@@ -115,16 +119,33 @@ def die_recorded() -> None:
     vars(coordinator)["commit_checkpoint"] = dying
 
 
-def wait_for(group: int, ready: Callable[[RankHeartbeat], bool]) -> None:
-    """Wait for a heartbeat of a group."""
+def kill_lighthouse() -> None:
+    """Kill the lighthouse."""
+    lighthouse = read_lighthouse(Path(os.environ["DLAC_LAUNCH"]))
+    assert lighthouse is not None
+    os.kill(lighthouse.pid, signal.SIGKILL)
+
+
+def fail_before_forward(run: dlac.TrainingRun, step: int) -> None:
+    """Die, hang or kill the lighthouse if a param says so."""
+    if is_now(run, "kills_lighthouse", step):
+        kill_lighthouse()
+    if is_now(run, "hangs", step):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if is_now(run, "dies_forward", step):
+        die()
+
+
+def wait_for(rank: int, ready: Callable[[RankHeartbeat], bool]) -> None:
+    """Wait for a heartbeat of a rank."""
     folder = Path(os.environ["DLAC_LAUNCH"])
-    while (found := read_heartbeat(folder, group)) is None or not ready(found):
+    while (found := read_heartbeat(folder, rank)) is None or not ready(found):
         time.sleep(0.01)
 
 
 def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
     """Return True for a process that has not trained, and wants to."""
-    return heartbeat.phase == Phase.TRAINING and not heartbeat.spent.rows and heartbeat.spent.in_hand == 0
+    return heartbeat.phase == Phase.LOADING and heartbeat.spent.in_hand == 0
 
 
 def train(run: dlac.TrainingRun) -> None:
@@ -133,21 +154,25 @@ def train(run: dlac.TrainingRun) -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.Dropout(float(params.get("dropout", "0"))), torch.nn.Linear(8, 1)
     )
+    for layer in (model[0], model[2], model) if "sharded" in params else ():
+        fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
     if params.get("loses_states") and REJOINS and run.resume_point.attempt == 1:
         StateServer.recv_checkpoint = lose_state
     run.restore(state)
+    if REJOINS and "darkens" in params and first_to_claim("darkens"):
+        kill_lighthouse()
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
-        wait_for((awaited + 1) % 3, lambda peer: max(peer.spent.in_hand, peer.step) >= at)
+        other = (awaited + run.spec.launch.ranks_per_replica) % run.spec.launch.world_size
+        wait_for(other, lambda peer: max(peer.spent.in_hand, peer.step) >= at)
     for batch in run.batches():
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
         if step == at and not REJOINS:
             wait_for(awaited, is_about_to_meet)
-        if is_now(run, "dies_forward", step):
-            die()
+        fail_before_forward(run, step)
         if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):
             die()
         if params.get("raises") == str(step):
@@ -163,13 +188,13 @@ def train(run: dlac.TrainingRun) -> None:
         loss = batch.mean((model(features).squeeze(-1) - target) ** 2)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        write(run, event="share", step=step, rows=rows, groups=batch.world_size, pid=os.getpid(), at=time.time())
+        write(run, event="share", step=step, rows=rows, ranks=batch.world_size, pid=os.getpid(), at=time.time())
         time.sleep(float(params.get("pause_s", "0")))
         if state.reduce(loss):
             if is_now(run, "dies_committed", step):
                 die()
             optimizer.step()
-            write(run, event="committed", step=step, groups=batch.world_size, pid=os.getpid(), at=time.time())
+            write(run, event="committed", step=step, ranks=batch.world_size, pid=os.getpid(), at=time.time())
         state.dies_saving = is_now(run, "dies_saving", step)
         run.step_done(loss)
 

@@ -97,6 +97,10 @@ class RankProcesses:
         with self._lock:
             self._processes = {**self._processes, rank: process}
 
+    def kill(self, rank: int) -> None:
+        """Kill the process group of one rank."""
+        signal_rank(self._pid(rank), signal.SIGKILL, alive=self.exit_code(rank) is None)
+
     def signal(self, number: signal.Signals) -> None:
         """Signal the process group of every rank that runs. Ranks that have not started never start."""
         if not self._started.is_set():

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 from setproctitle import getproctitle, setproctitle
 
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file, reason_file
+from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, first_rank
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception, text_of
 from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, error_kind
 from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
@@ -58,6 +60,22 @@ def held_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def without_main_module() -> Iterator[None]:
+    """Keep multiprocessing from importing this process's main module in a process that is started inside."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def global_rank() -> int:
+    """Return the number of this rank among all ranks of its attempt. Without a launcher it is 0."""
+    return first_rank() + int(os.environ.get("RANK", "0"))
+
+
 def main(script: str, *arguments: str) -> NoReturn:
     """Run the training script, in a process of `multiprocessing` whose environment names the rank."""
     try:
@@ -74,21 +92,22 @@ def main(script: str, *arguments: str) -> NoReturn:
 
 
 def _prepare(script: str, arguments: tuple[str, ...]) -> None:
-    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
+    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), global_rank()
     with suppress(PermissionError):  # it leads one already
         os.setpgid(0, 0)
-    _end_with_supervisor()
+    end_with_supervisor()
     with log_file(folder, rank).open("ab") as log, open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {rank}/{os.environ['WORLD_SIZE']}")
+    of_group = f" group {os.environ[GROUP_VARIABLE]}" if GROUP_VARIABLE in os.environ else ""
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
     reason_file(folder, rank).write_bytes(b" " * _RESERVED_BYTES)
     pid_file(folder, rank).write_text(str(os.getpid()))
     _be_a_new_python(script, arguments)
 
 
-def _end_with_supervisor() -> None:
+def end_with_supervisor() -> None:
     """Have the kernel kill this process group, hung or not, when the supervisor ends: their pipe breaks then. Linux only."""
     parent = parent_process()
     if parent is None or sys.platform != "linux":
@@ -177,7 +196,7 @@ def leave_reason(err: BaseException) -> None:
         reason["kind"] = error_kind(err)
         reason["message"] = mask_secrets(text_of(err))[: _RESERVED_BYTES // 8]
         reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
-    with reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).open("r+b") as stream:
+    with reason_file(Path(os.environ[LAUNCH_VARIABLE]), global_rank()).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
 
 

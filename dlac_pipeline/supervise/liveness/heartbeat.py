@@ -26,6 +26,8 @@ class Phase(IntEnum):
     TRAINING = 2
     CHECKPOINT = 3
     DONE = 4
+    WAITING = 5
+    """In training, for the other replica groups."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -58,6 +58,9 @@ class Stragglers:
             return []
         pairs = list(zip(heartbeats, before, strict=True))
         steps = [now.step - then.step for now, then in pairs]
+        if any(now.spent.rows < then.spent.rows for now, then in pairs):  # a process was replaced
+            self._window = heartbeats
+            return []
         if min(steps) < self._launch.straggler_steps:
             return []
         self._window = heartbeats
@@ -74,6 +77,7 @@ class Stragglers:
         for phase, name in _EACH_TIME.items():
             now = [getattr(each.spent, name) for each in heartbeats]
             before = self._seen.get(phase, [0] * len(now))
+            before = [there if there <= here else 0 for here, there in zip(now, before, strict=True)]
             if all(here > there for here, there in zip(now, before, strict=True)):
                 self._seen[phase] = now
                 own_s = {rank: (here - before[rank]) / 1e6 for rank, here in enumerate(now)}

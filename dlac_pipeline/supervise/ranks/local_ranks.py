@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ class Exit(RankError):
 class RankGroup:
     """The ranks of one attempt on this node. Each has a process group of its own, and none outlives its supervisor."""
 
+    rows_of_dead = 0
+    """Rows that ranks had worked on whose processes were replaced in this attempt."""
+
     def __init__(self, folder: Path, processes: RankProcesses, *, log_mb: int) -> None:
         """Watch the ranks and their logs. `log_mb` is the largest size of a rank's log (MiB), 0 for no bound."""
         self.folder = folder
@@ -86,6 +90,14 @@ class RankGroup:
             return []
         running = [rank for rank in self.ranks if self.processes.exit_code(rank) is None]
         return [*ended, *(Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank)))]
+
+    def gone(self) -> Collection[int]:
+        """Return the ranks whose processes have ended while the attempt continues."""
+        return ()
+
+    def outlives_hang(self, hung: Exit) -> bool:
+        """Kill a hung rank and return True if the attempt continues without it."""
+        return False
 
     def suppressed_errors(self) -> list[Exit]:
         """Return the ranks that ended well although they recorded a failure, because the script suppressed the exception."""

@@ -4,20 +4,19 @@ A supervisor begins with this before it imports the catalog. So nothing here imp
 """
 
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.rank_assignment import Share
+from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.elastic.ranks.replicas import LIGHTHOUSE_VARIABLE, REJOINS_VARIABLE
+from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, REJOINS_VARIABLE
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.replica_ranks import ReplicaRanks
@@ -34,7 +33,6 @@ class RankStarter:
 
     def __init__(self) -> None:
         self._agent: RankAgent | None = None
-        self._lighthouse: Lighthouse | None = None
         self._may_import = threading.Event()
         """Set unless the import of PyTorch waits for the claim of the run, which it would make slower by a second."""
         self._may_import.set()
@@ -50,18 +48,18 @@ class RankStarter:
         """Start this node's ranks of an attempt. `folder` is the launch folder."""
         launch, user = spec.launch, object()
         fork_server.add_user(user)
-        if launch.replicas and self._lighthouse is None:
-            self._lighthouse = Lighthouse()
+        lighthouse = Lighthouse(spec, folder) if launch.replicas else None
         processes = RankProcesses(
             range(share.first_rank, share.first_rank + share.ranks),
-            partial(self._start, spec, folder, share),
+            partial(self._start, spec, folder, share, lighthouse),
             abort=partial(self._abort, user),
             why_unknown=partial(fork_server.why_gone, spec),
             on_gone=partial(fork_server.remove_user, user),
             patience_s=max(launch.hang_timeout_s, launch.start_timeout_s),
         )
-        if launch.replicas:
-            return ReplicaRanks(folder, processes, launch, restart=partial(self._restart, spec, folder, share))
+        if lighthouse is not None:
+            restart = partial(self._start_group, spec, folder, share, rejoins=True)
+            return ReplicaRanks(folder, processes, launch, lighthouse, restart=restart)
         return RankGroup(folder, processes, log_mb=launch.log_mb)
 
     def import_agent(self) -> None:
@@ -69,16 +67,16 @@ class RankStarter:
         self._may_import.set()
 
     def close(self) -> None:
-        """End the fork server and the lighthouse. No rank starts after that."""
+        """End the fork server. No rank starts after that."""
         fork_server.end_server()
-        if self._lighthouse is not None:
-            self._lighthouse.close()
 
     def _abort(self, user: object) -> None:
         self._may_import.set()
         fork_server.end_server(only_user=user)
 
-    def _start(self, spec: JobSpec, folder: Path, share: Share, processes: RankProcesses) -> Processes:
+    def _start(
+        self, spec: JobSpec, folder: Path, share: Share, lighthouse: Lighthouse | None, processes: RankProcesses
+    ) -> Processes:
         if self._agent is None:
             if share.nodes == 1:  # several nodes have met through PyTorch's store
                 self._may_import.wait(_CLAIM_FIRST_S)
@@ -90,20 +88,31 @@ class RankStarter:
         if not processes.is_wanted:
             return {}
         fork_server.start_server(spec)
-        return self._agent.start_processes(self._with_variables(spec), folder, share)
+        if lighthouse is not None:
+            lighthouse.start()
+        if not spec.launch.replicas:
+            return self._agent.start_processes(spec, folder, share)
+        started: dict[int, BaseProcess] = {}
+        try:
+            for group in range(spec.launch.replicas):
+                started.update(self._start_group(spec, folder, share, group))
+        except Exception:
+            for process in started.values():
+                process.kill()
+            raise
+        return started
 
-    def _restart(self, spec: JobSpec, folder: Path, share: Share, rank: int) -> BaseProcess:
-        """Start the process of a replica group again, in the same attempt."""
-        assert self._agent is not None, "it started the ranks"
+    def _start_group(
+        self, spec: JobSpec, folder: Path, share: Share, group: int, *, rejoins: bool = False
+    ) -> Processes:
+        """Start the ranks of a replica group, at first or again. To its ranks the group is all there is."""
+        assert self._agent is not None, "it starts all ranks of an attempt"
         fork_server.start_server(spec)
-        alone, local_rank = replace(share, first_rank=rank, ranks=1), rank - share.first_rank
-        rejoining = self._with_variables(spec, {REJOINS_VARIABLE: "1"})
-        return self._agent.start_processes(rejoining, folder, alone, first_local_rank=local_rank)[rank]
-
-    def _with_variables(self, spec: JobSpec, more: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
-        """Return the spec with the environment of replica groups, if it has some."""
-        if self._lighthouse is None:
-            return spec
-        own = {LIGHTHOUSE_VARIABLE: self._lighthouse.address, **more}
-        launch = spec.launch.model_copy(update={"env": {**own, **spec.launch.env}})
-        return spec.model_copy(update={"launch": launch})
+        ranks = spec.launch.ranks_per_replica
+        own = replace(share, world_size=ranks, ranks=ranks, first_rank=0, port=free_port())
+        variables = {GROUP_VARIABLE: str(group), **({REJOINS_VARIABLE: "1"} if rejoins else {})}
+        launch = spec.launch.model_copy(update={"env": {**spec.launch.env, **variables}})
+        local = spec.model_copy(update={"launch": launch})
+        first = group * ranks
+        started = self._agent.start_processes(local, folder, own, first_local_rank=first)
+        return {first + rank: process for rank, process in started.items()}

@@ -1,30 +1,43 @@
-"""Ranks of an attempt that are replica groups: a dead one is started again, as long as another one has the state of the run."""
+"""Ranks of an attempt in replica groups: a dead group is started again, as long as another one has the state of the run."""
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from dlac_pipeline.elastic.ranks.processes import RankProcesses
-from dlac_pipeline.lakehouse.errors import error_class
+from dlac_pipeline.elastic.lighthouse import Lighthouse
+from dlac_pipeline.elastic.ranks.launch_folder import reason_file
+from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
+from dlac_pipeline.elastic.ranks.replicas import forget_reached
+from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
+
+_MOST_TRIES = 3
+"""Times in a row that the lighthouse may fail to start."""
+_PASSING = ("peer", "passing")
+"""Origins of exceptions that a group which replaces the dead one may not raise again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """A dead replica group, whose new process has not finished a step yet. Moments are in seconds since the epoch."""
+    """A dead replica group, whose new processes have not finished a step yet. Moments are in seconds since the epoch."""
 
+    group: int
     exit: Exit
+    """End of the rank to blame."""
     doing: str
-    """Phase of the dead process."""
+    """Phase of that rank."""
     failed_at: float
     """Moment of its last heartbeat."""
     noticed_at: float
+    had_batch: bool
+    """True if that rank died with a batch, which was read again."""
     deaths: int
-    """How many processes of the group died one after the other without a finished step, this one included."""
+    """How many times the group died without a finished step in between, this time included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,77 +46,173 @@ class Rejoined:
 
     replaced: Replacement
     heartbeat: RankHeartbeat
-    """Heartbeat after a finished step of the new process."""
+    """Heartbeat of its first rank after a finished step."""
 
 
 class ReplicaRanks(RankGroup):
     """The replica groups of one attempt. `replace_dead` starts the dead ones again."""
 
     def __init__(
-        self, folder: Path, processes: RankProcesses, launch: LaunchSpec, *, restart: Callable[[int], BaseProcess]
+        self,
+        folder: Path,
+        processes: RankProcesses,
+        launch: LaunchSpec,
+        lighthouse: Lighthouse,
+        *,
+        restart: Callable[[int], Processes],
     ) -> None:
-        """`restart` starts the process of a rank again."""
+        """`restart` starts the processes of a group again."""
         super().__init__(folder, processes, log_mb=launch.log_mb)
+        self.lighthouse = lighthouse
         self._restart = restart
+        self._groups, self._size = range(launch.replicas), launch.ranks_per_replica
         self._most_deaths = launch.attempts_without_progress
         self._replacements: dict[int, Replacement] = {}
-        """By rank."""
+        """By group, as the following ones."""
+        self._dying: dict[int, Exit] = {}
+        """Groups whose remaining ranks were killed, with the rank to blame."""
         self._places: list[str] = []
-        """Places of the exceptions that ended processes."""
+        """Places of the exceptions that ended groups."""
         self._stops = False
+        self._lighthouse_failures: list[str] = []
+        """Errors of starting the lighthouse, in a row."""
 
     def failures(self) -> list[Exit]:
-        """Return the failed ranks if the attempt cannot continue without them."""
+        """Return the failed ranks if the attempt cannot continue without their groups.
+
+        Once a group has ended, the run needs no other one. What the script does after its last step may still fail.
+        """
         failed = super().failures()
-        return [] if self._outlives(failed) else failed
+        if self._has_ended():
+            return [each for each in failed if each.origin == "script" and self._was_done(each.rank)]
+        if len(self._lighthouse_failures) >= _MOST_TRIES:
+            return [Exit(rank=0, code=1, kind=TrainingFailed.__name__, message=self._lighthouse_failures[-1])]
+        blamed = self._blamed(failed)
+        return [] if self._outlives(blamed) else list(blamed.values())
+
+    def gone(self) -> Collection[int]:
+        """Return the ranks of dead groups, and those that have exited."""
+        return [rank for rank in self.ranks if self.processes.exit_code(rank) is not None]
+
+    def outlives_hang(self, hung: Exit) -> bool:
+        """Kill the group of a hung rank if another one has the state. It is a dead group from now on."""
+        group = hung.rank // self._size
+        if not self._has_ended() and (self._stops or not self._outlives({group: hung})):
+            return False
+        self._dying[group] = hung
+        for rank in self._ranks_of(group):
+            self.processes.kill(rank)
+        return True
 
     def request_stop(self) -> None:
         """Send SIGTERM. A group that dies from now on is not started again."""
         self._stops = True
         super().request_stop()
 
-    def replace_dead(self) -> list[Exit]:
-        """Start dead groups again, and return their exits. Without effect at the end of the run, or if the attempt fails."""
-        dead = [each for each in super().failures() if self.processes.exit_code(each.rank) is not None]
-        if not dead or self._stops or self._has_ended() or not self._outlives(dead):
+    def end(self) -> None:
+        """Kill all ranks and the lighthouse. Raises as `RankGroup.end`."""
+        super().end()
+        self.lighthouse.end()
+
+    def restart_lighthouse(self) -> str:
+        """Start a dead lighthouse again, and return how it died. Empty: it runs, or could not be started this time."""
+        try:
+            died = self.lighthouse.restart_dead()
+        except (OSError, DlacError) as err:
+            self._lighthouse_failures.append(str(err))
+            return ""
+        if died:  # it ran
+            self._lighthouse_failures = []
+        return died
+
+    def replace_dead(self) -> list[Replacement]:
+        """Kill what is left of dead groups, and start those again that have no process left. Return the latter.
+
+        No group is started again at the end of the run, or if the attempt fails.
+        """
+        dead = self._blamed([each for each in super().failures() if self.processes.exit_code(each.rank) is not None])
+        if not dead or not self._outlives(dead):
             return []
-        for exit_ in dead:
-            last, before = read_heartbeat(self.folder, exit_.rank), self._replacements.get(exit_.rank)
+        replaced, ends = [], self._stops or self._has_ended()
+        for group, exit_ in dead.items():
+            self._dying[group] = exit_
+            running = [rank for rank in self._ranks_of(group) if self.processes.exit_code(rank) is None]
+            for rank in running:
+                self.processes.kill(rank)
+            if not running and not ends:
+                replaced.append(self._replace(group, self._dying.pop(group)))
+        return replaced
+
+    def _replace(self, group: int, exit_: Exit) -> Replacement:
+        last, before = read_heartbeat(self.folder, exit_.rank), self._replacements.get(group)
+        if exit_.origin not in _PASSING:
             self._places.append(exit_.place)
-            self._replacements[exit_.rank] = Replacement(
-                exit=exit_,
-                doing="starting" if last is None else last.doing,
-                failed_at=self.started_at if last is None else last.at,
-                noticed_at=time.time(),
-                deaths=1 if before is None else before.deaths + 1,
-            )
-            self.processes.replace(exit_.rank, self._restart(exit_.rank))
-        return dead
+        self._replacements[group] = Replacement(
+            group=group,
+            exit=exit_,
+            doing="starting" if last is None else last.doing,
+            failed_at=self.started_at if last is None else last.at,
+            noticed_at=time.time(),
+            deaths=1 if before is None else before.deaths + 1,
+            had_batch=last is not None and last.spent.in_hand > 0,
+        )
+        try:
+            self._start_again(group)
+        except (OSError, DlacError) as err:  # it is a dead group again
+            self._dying[group] = Exit(rank=exit_.rank, code=1, kind=type(err).__name__, message=str(err))
+        return self._replacements[group]
+
+    def _start_again(self, group: int) -> None:
+        forget_reached(self.folder, group)
+        for rank in self._ranks_of(group):
+            reason_file(self.folder, rank).unlink(missing_ok=True)
+            last = read_heartbeat(self.folder, rank)
+            if last is not None:  # that of the dead process would be too old for one that starts
+                self.rows_of_dead += last.spent.rows
+                with closing(HeartbeatFile(self.folder, rank)) as file:
+                    file.write(last.step, Phase.STARTING)
+        for rank, process in self._restart(group).items():
+            self.processes.replace(rank, process)
 
     def find_rejoined(self) -> list[Rejoined]:
         """Return the groups whose new processes have finished a step since the last call."""
         found = []
-        for rank, replaced in list(self._replacements.items()):
-            heartbeat = read_heartbeat(self.folder, rank)
+        for group, replaced in list(self._replacements.items()):
+            heartbeat = read_heartbeat(self.folder, group * self._size)
             if heartbeat is not None and heartbeat.at > replaced.noticed_at and heartbeat.spent.rows:
-                found.append(Rejoined(replaced=self._replacements.pop(rank), heartbeat=heartbeat))
+                found.append(Rejoined(replaced=self._replacements.pop(group), heartbeat=heartbeat))
         return found
 
+    def _ranks_of(self, group: int) -> range:
+        return range(group * self._size, (group + 1) * self._size)
+
+    def _blamed(self, failed: Sequence[Exit]) -> dict[int, Exit]:
+        """Return the failed groups, each with the rank to blame: the others fail with it, or were killed."""
+        groups: dict[int, list[Exit]] = {}
+        for each in failed:
+            groups.setdefault(each.rank // self._size, []).append(each)
+        return {group: self._dying.get(group) or _first_cause(exits) for group, exits in groups.items()}
+
     def _has_ended(self) -> bool:
-        """Return True if a group has exited after the last step. It has committed everything."""
-        return any(self.processes.exit_code(rank) == 0 for rank in self.ranks)
+        """Return True if a group is past the last step. Everything is committed, whatever its script does now."""
+        return any(self.processes.exit_code(rank) == 0 or self._was_done(rank) for rank in self.ranks)
 
-    def _outlives(self, failed: list[Exit]) -> bool:
-        """Return True if the attempt continues without these ranks: another group has the state, and they may do better."""
-        ended = {each.rank for each in failed}
-        holders = [rank for rank in self.ranks if rank not in ended and rank not in self._replacements]
-        return bool(holders) and not any(self._is_final(each) for each in failed)
+    def _outlives(self, failed: Mapping[int, Exit]) -> bool:
+        """Return True if the attempt continues without these groups: another one has the state, and they may do better."""
+        holders = [group for group in self._groups if group not in failed and group not in self._replacements]
+        return bool(holders) and not any(self._is_final(group, exit_) for group, exit_ in failed.items())
 
-    def _is_final(self, exit_: Exit) -> bool:
-        """Return True if each process that replaces this one would fail as well."""
-        before = self._replacements.get(exit_.rank)
+    def _is_final(self, group: int, exit_: Exit) -> bool:
+        """Return True if each group that replaces this one would fail as well."""
+        before = self._replacements.get(group)
         if before is not None and before.deaths >= self._most_deaths:
             return True
         if before is None and error_class(exit_.kind) is not None:
             return True
-        return bool(exit_.place) and exit_.place in self._places
+        return bool(exit_.place) and exit_.place in self._places and exit_.origin not in _PASSING
+
+
+def _first_cause(exits: Sequence[Exit]) -> Exit:
+    """Return the end of a group's rank that explains those of the others: a signal, or the first own exception."""
+    killed = [each for each in exits if each.code < 0 and each.code != -signal.SIGABRT]
+    return killed[0] if killed else min(exits, key=lambda each: (each.origin == "peer", each.at))

@@ -1,8 +1,12 @@
 """Checkpoints of a replica group: the committer takes them, and a group that becomes the committer continues after the head."""
 
+import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from dlac_pipeline.checkpoint.engines import adapt
 from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
@@ -11,8 +15,9 @@ from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync, Syncs
 from dlac_pipeline.lakehouse.errors import HeadMoved, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow, MembershipRow
 from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.replicas.group import ReplicaGroup
 from dlac_pipeline.train.replicas.history import StepHistory
@@ -31,14 +36,7 @@ class GroupSyncs(Syncs):
         """Return the message of the step that has just committed."""
         reduced = self._group.reduced
         assert reduced is not None, "the step committed"
-        return StepSync(
-            step=step,
-            losses=[reduced.loss],
-            notice=reduced.notice,
-            notice_age_s=report.notice_age_s,
-            due=report.due,
-            needed_s=report.needed_s,
-        )
+        return StepSync(step=step, losses=[reduced.loss], **asdict(reduced.report))
 
     def flush(self) -> list[StepSync]:
         """Return nothing: no message is in flight after a step."""
@@ -51,12 +49,14 @@ class ReplicaCheckpointing(Checkpointing):
     def __init__(self, group: ReplicaGroup, *parts: Any) -> None:
         """`parts` are the arguments of `Checkpointing`."""
         super().__init__(*parts)
-        self.ends = False
-        """True once this group, or the peer that healed it, has no step left to train."""
+        self.ends = ""
+        """How this group, or the peer that healed it, has ended: "end", "left" by the script, or empty while it trains."""
         self.history = StepHistory()
         self._group = group
         self._owns_head = False
         """True if the manager's head is the ledger's, as far as this group knows."""
+        self._recorded: tuple[int, ...] = ()
+        """Groups that the ledger has last, of this attempt. They may not be those of this group's execution of that step."""
 
     @property
     def step(self) -> int:
@@ -74,12 +74,19 @@ class ReplicaCheckpointing(Checkpointing):
                 f"expected run.restore(dlac_pipeline.TorchFTState(model=..., optimizer=...)) with launch.replicas, found "
                 f"{type(self.engine).__name__}: wrap the state of the script in it"
             )
-        self.engine.join(self._group.reduce)
+        self.engine.join(self._reduce)
         self._group.join(self)
 
     def peer_state(self) -> dict[str, Any]:
         """Return the state of this group, for a newcomer."""
-        run = {"step": self.step, "head_step": self._group.head_step, "ends": self.ends}
+        leaving = self._policy.leaving
+        run = {
+            "step": self.step,
+            "execution": self._group.execution,
+            "head_step": self._group.head_step,
+            "ends": self.ends,
+            "leaving": None if leaving is None else asdict(leaving),
+        }
         return {"parts": self._torchft_state().peer_state(), "run": run, "history": self.history.to_records()}
 
     def load_peer_state(self, state: dict[str, Any]) -> None:
@@ -87,18 +94,21 @@ class ReplicaCheckpointing(Checkpointing):
         self._torchft_state().load_peer_state(state["parts"])
         self.history.load(state["history"])
         self._tracker.step, self._tracker.cursors = state["run"]["step"], None
-        self._group.head_step, self.ends = state["run"]["head_step"], state["run"]["ends"]
+        self._group.execution, self._group.head_step = state["run"]["execution"], state["run"]["head_step"]
+        self.ends, leaving = state["run"]["ends"], state["run"]["leaving"]
+        self._policy.leave_as(None if leaving is None else StepSync(**leaving))
         self._owns_head = False
 
     def committed(self) -> None:
         """Note the step that has just committed in the history, and forget what the committer has recorded."""
         reduced = self._group.reduced
         assert reduced is not None, "the step committed"
-        self.history.add(self.step, reduced)
+        self.history.add(self.step, reduced, applied=self.step not in self._tracker.skipped)
         self._group.head_step = max(self._group.head_step, reduced.head_step)
+        self._policy.follow(head_step=self._group.head_step)
         self.history.forget(self._group.head_step)
         self._owns_head = self._owns_head and self._group.commits
-        self._tracker.losses = []  # `take` sets those that its checkpoint records
+        self._tracker.losses, self._tracker.skipped = [], []  # `take` sets those that its checkpoint records
 
     def due_reason(self) -> str | None:
         """Return the policy's reason for a checkpoint after the last committed step, or None."""
@@ -128,29 +138,48 @@ class ReplicaCheckpointing(Checkpointing):
             except HeadMoved as err:
                 self._lose_head(err)
 
+    def _reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
+        """Reduce with the groups present, and be no hung rank if another one is."""
+        self._heartbeat.doing(Phase.WAITING, self.step)
+        commits = self._group.reduce(gradients, loss)
+        self._heartbeat.doing(Phase.TRAINING, self.step)
+        return commits
+
     def _take(self, reason: str, *, wait: bool) -> None:
+        self.settle()  # the ranks of the group know the same head then
         if not self._owns_head:
             self._take_over()
         tracker = self._tracker
-        if tracker.step <= tracker.committed_step:  # a dead group has committed these rows
+        is_recorded = tracker.step <= tracker.committed_step  # by a dead group
+        if is_recorded and not self._attempt.has_unrecorded_leg:
             self.settle()
             self._policy.taken()
             return
         tracker.losses = self.history.losses(tracker.committed_step)
-        tracker.memberships = list(self.history.memberships(tracker.committed_step))
+        tracker.skipped = self.history.skipped(tracker.committed_step)
+        tracker.memberships = list(self.history.memberships(tracker.committed_step, self._recorded))
+        if tracker.memberships:
+            self._recorded = tracker.memberships[-1][1]
         super().take(reason, wait=wait)
 
     def _take_over(self) -> None:
-        """Continue after the ledger's head, which another group may have committed."""
-        self.settle()  # of an earlier time as the committer
-        attempt = self._attempt
-        rows = Ledger(attempt.plans.lakehouse).rows(attempt.name.run, kinds=HEAD_KINDS)
-        head = fence_of_rows(rows).head
-        is_new = attempt.point.leg_is_new and (head is None or leg_of(rows, head).index != attempt.leg.index)
+        """Continue after the ledger's head, which another group may have committed. The first rank of the group reads it."""
+        attempt, found = self._attempt, b""
+        if self._communicator.rank == 0:
+            ledger = Ledger(attempt.plans.lakehouse)
+            rows: list[LedgerRow] = ledger.patiently(
+                lambda: ledger.rows(attempt.name.run, kinds=(*HEAD_KINDS, MembershipRow))
+            )
+            head = fence_of_rows(rows).head
+            is_new = attempt.point.leg_is_new and (head is None or leg_of(rows, head).index != attempt.leg.index)
+            step = attempt.point.step if head is None else checkpoint_rows(rows)[head].step
+            memberships = [row for row in rows if isinstance(row, MembershipRow) and row.attempt == attempt.name.number]
+            last = max(memberships, key=lambda row: row.first_step, default=None)
+            found = json.dumps([head, is_new, step, [] if last is None else list(last.groups)]).encode()
+        head, is_new, step, recorded = json.loads(self._communicator.tree.broadcast(found))
         self._manager.continue_after(head, leg_is_new=is_new)
-        self._tracker.committed_step = attempt.point.step if head is None else checkpoint_rows(rows)[head].step
-        self._group.head_step = self._tracker.committed_step
-        self._owns_head = True
+        self._tracker.committed_step = self._group.head_step = step
+        self._owns_head, self._recorded = True, tuple(recorded)
 
     def _report(self, committed: Committed | None) -> None:
         super()._report(committed)

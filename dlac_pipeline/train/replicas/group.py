@@ -3,26 +3,40 @@
 In: the state of the group, and the gradients of a step. Out: the group's share of each step, and the reduced step if it commits.
 """
 
+import hashlib
+import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import ReduceOp
 
-from dlac_pipeline.checkpoint.step_sync import NOTICES
+from dlac_pipeline.checkpoint.step_sync import NOTICES, RankReport
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.process_group import serve_store
-from dlac_pipeline.elastic.ranks.replicas import LIGHTHOUSE_VARIABLE, REJOINS_VARIABLE
-from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.elastic.ranks.replicas import (
+    HANG_MARGIN_S,
+    REJOINS_VARIABLE,
+    has_reached,
+    read_lighthouse,
+    write_reached,
+)
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.read.share_reader import Share
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
+from dlac_pipeline.train.communicator import Communicator
 
-_COLLECTIVE_S = 60.0
-"""Seconds in a collective after which its step is dropped. Connections of dead peers break at once."""
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.05
+_LOOK_S = 0.02
+"""Seconds between two looks at the launch folder."""
 _BUCKET_BYTES = 25 * 2**20
 _MOST_FAILED = 10
 """Quorums in a row in which a newcomer may fail to get a state. Its peers drop a step with each."""
@@ -36,12 +50,21 @@ class Reduced:
 
     loss: float
     """Mean over the samples of the global batch."""
-    notice: str | None
-    """One of NOTICES, if any group was asked to stop."""
+    report: RankReport
+    """Notices that any rank has received, and the checkpoints that the committer's first rank plans."""
     head_step: int
     """Step of the last checkpoint that the committer knows."""
     groups: tuple[int, ...]
     """Numbers of the groups that took part."""
+
+
+class _Outcome(Enum):
+    """Outcome of an attempt to form a quorum."""
+
+    MET = auto()
+    FAILED = auto()
+    LOST = auto()
+    """The lighthouse is lost, or was when the quorum had been formed."""
 
 
 class State(Protocol):
@@ -61,23 +84,45 @@ class State(Protocol):
 class ReplicaGroup:
     """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
 
-    def __init__(self, number: int, groups: int, *, hang_timeout_s: float) -> None:
-        """`number` is that of the group, of `groups` that there can be."""
+    def __init__(self, number: int, groups: int, folder: Path, communicator: Communicator, *, limit_s: float) -> None:
+        """`number` is that of the group, of `groups` that there can be. `folder` is the launch folder.
+
+        `communicator` has the ranks of the group. `limit_s` is that of a collective, in which peers wait for a newcomer.
+        """
         self.number = number
         self.rejoins = REJOINS_VARIABLE in os.environ
         """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
-        self.notice: Callable[[], str | None] = lambda: None
-        """Returns this group's own notice."""
+        self.report: Callable[[], RankReport] = RankReport
+        """Returns this rank's own report."""
         self.head_step = 0
         """Step of the last checkpoint that this group knows."""
         self.share: Share = (number, groups)
         """Place in the last quorum, and number of groups in it."""
         self.reduced: Reduced | None = None
         """The last step, if it committed."""
+        self.execution = 0
+        """Digest of the quorum in which the group's last step was done, or that of the peer that healed it. 0 at first.
+
+        A step may be done twice: by groups that committed it, and then by a group that did not, alone.
+        """
+        self._has_diverged = False
+        """True if the group has done its last step in another quorum than its peers."""
+        self._groups = groups
+        self._folder = folder
+        self._communicator = communicator
+        self._is_first = communicator.rank == 0
+        """True for the rank that speaks for its group, and serves its manager."""
+        self._lighthouse = ""
+        """Address of the lighthouse that this group has reached."""
+        self._step: int | None = None
+        """Step of the group when it left its peers."""
+        self._awaited: Sequence[int] = () if self.rejoins else range(groups)
+        """Groups to wait for, before the first quorum of a lighthouse. A quorum without them would be followed by another one."""
+        self._limit_s = limit_s
+        self._reached = ""
+        """The lighthouse that others know this group to have reached."""
         self.has_peers = False
         """True once a quorum was formed."""
-        self._groups = groups
-        self._hang_timeout_s = hang_timeout_s
         self.has_met = False
         """True if the last quorum has not been used by a step."""
         self._state: State | None = None
@@ -85,73 +130,54 @@ class ReplicaGroup:
         self._peers: Any = None
 
     @property
+    def rank_share(self) -> Share:
+        """Place of this rank among the ranks of the last quorum, and their number."""
+        (place, groups), size = self.share, self._communicator.world_size
+        return place * size + self._communicator.rank, groups * size
+
+    @property
     def commits(self) -> bool:
         """True if this group takes the checkpoints of its attempt."""
         return self.share[0] == 0
 
     def join(self, state: State) -> None:
-        """Take part with this state. A process that rejoins has none until its first quorum.
-
-        It becomes known to its peers then, because they wait for a group that is known. Groups that start together wait anyway.
-        """
+        """Take part with this state. A process that rejoins has none until its first quorum."""
         self._state = state
-        if not self.rejoins:
-            self._start_manager(state)
 
-    def _start_manager(self, state: State) -> None:
-        """Make the group known to its peers."""
-        from torchft import Manager  # optional
-
-        from dlac_pipeline.train.replicas.peers import Peers, StateServer
-
-        store = serve_store(LOOPBACK, 0)
-        limit = timedelta(seconds=_COLLECTIVE_S)
-        self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
-        self._peers.collective_timeout = limit
-        self._manager = Manager(
-            pg=self._peers,
-            load_state_dict=state.load_peer_state,
-            state_dict=state.peer_state,
-            checkpoint_transport=StateServer(limit),
-            min_replica_size=1,
-            use_async_quorum=False,  # the share must be known before the batch is read
-            timeout=limit,
-            quorum_timeout=timedelta(seconds=self._hang_timeout_s),
-            connect_timeout=timedelta(seconds=_CONNECT_S),
-            rank=0,
-            world_size=1,
-            store_addr=LOOPBACK,
-            store_port=store.port,
-            lighthouse_addr=os.environ[LIGHTHOUSE_VARIABLE],
-            replica_id=f"group-{self.number:05d}",  # quorums are in the order of these names
-            hostname=LOOPBACK,
-            heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
-            init_sync=False,  # the groups begin with the same state
-        )
-        self._store = store
-        step = _NO_STATE if self.rejoins else state.step
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
-
-    def meet(self) -> Share:
-        """Form the next quorum, unless the last one was not used, and return this group's share.
+    def meet(self) -> None:
+        """Form the next quorum, unless the last one was not used.
 
         If the group's last step is not that of its peers, it loads the state of a peer.
         Raise `TrainingFailed` if no group has the state.
         """
-        if self._manager is None and self._state is not None:
-            self._start_manager(self._state)
-        failed = 0
+        failures = 0
         while not self.has_met:
-            self._manager.start_quorum()
-            error = self._manager.errored()
-            if error is not None:  # a peer died while the quorum connected, or healed this group
+            if self._manager is None and not self._connect():
+                continue
+            before = self._manager.current_step()
+            outcome = self._start_quorum()
+            has_healed = self._manager.current_step() != before
+            lost, failed, healed, diverged = self._sums(
+                outcome is _Outcome.LOST, outcome is _Outcome.FAILED, has_healed, self._has_diverged
+            )
+            if healed == self._communicator.world_size:
+                diverged = self._has_diverged = False
+            elif healed:  # the ranks of the group have states of two steps
+                self._set_step(_NO_STATE)
+            if lost:
+                self._disconnect()
+            elif diverged:
                 self._drop(())
-                failed += 1
-                if failed == _MOST_FAILED and not self.has_peers and self.rejoins:
+                self._set_step(_NO_STATE)
+                self._has_diverged = False
+            elif failed:
+                failures += 1
+                if failures == _MOST_FAILED and not self.has_peers and self.rejoins:
                     raise TrainingFailed(
-                        f"expected group {self.number} to get the state of a peer, found {failed} failures in a row, the last: "
-                        f"{error.original_exception}"
+                        f"expected group {self.number} to get the state of a peer, found {failures} failures in a row, the last: "
+                        f"{self._error()}"
                     )
+                self._drop(())
             elif self._manager.current_step() == _NO_STATE:
                 raise TrainingFailed(
                     f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
@@ -159,44 +185,228 @@ class ReplicaGroup:
             else:
                 self.share = (self._manager.participating_rank(), self._manager.num_participants())
                 self.has_met = self.has_peers = True
-        return self.share
+                self._announce()
+
+    def _error(self) -> object:
+        """Return the error of this rank since the last quorum."""
+        error = self._manager.errored()
+        return "that of another rank of the group" if error is None else error.original_exception
+
+    def _connect(self) -> bool:
+        """Make the group known to the lighthouse that runs, and wait for its peers. Return False if it is lost meanwhile.
+
+        A group that replaces a dead one becomes known with its first quorum, because its peers wait for a group that is known.
+        """
+        assert self._state is not None, "a script restores its state before the first batch"
+        if self._step is None:
+            self._step = _NO_STATE if self.rejoins else self._state.step
+        port = 0
+        if self._is_first:
+            while (found := read_lighthouse(self._folder)) is None:
+                time.sleep(_LOOK_S)
+            self._lighthouse, self._store = found.address, serve_store(LOOPBACK, 0)
+            port = self._try_to_make_manager(self._state, self._store.port) * self._store.port
+        answer = self._communicator.tree.broadcast(json.dumps([self._lighthouse, port]).encode())
+        self._lighthouse, port = json.loads(answer)
+        if port and not self._is_first:
+            self._try_to_make_manager(self._state, port)
+        (missing,) = self._sums(self._manager is None)
+        if missing:
+            self._disconnect()
+            return False
+        if self._is_first:
+            self._wait_for_peers()
+        return True
+
+    def _announce(self) -> None:
+        """Let the other groups know that this one has the state, and has reached its lighthouse."""
+        if self._is_first and self._reached != self._lighthouse:
+            write_reached(self._folder, self.number, self._lighthouse)
+            self._reached = self._lighthouse
+
+    def _wait_for_peers(self) -> None:
+        """Wait for the groups of the first quorum. A group without a state waits for one that has it."""
+        deadline = time.monotonic() + self._limit_s
+        if self._step == _NO_STATE:
+            others = [each for each in range(self._groups) if each != self.number]
+            while not any(map(self._has_reached, others)) and self._may_wait(deadline):
+                time.sleep(_LOOK_S)
+            return
+        self._announce()
+        awaited = set(self._awaited)
+        while awaited and self._may_wait(deadline):
+            awaited = {each for each in awaited if not self._has_reached(each)}
+            time.sleep(_LOOK_S if awaited else 0.0)
+
+    def _may_wait(self, deadline: float) -> bool:
+        return not self._is_lighthouse_lost() and time.monotonic() < deadline
+
+    def _try_to_make_manager(self, state: State, port: int) -> bool:
+        """Make this rank's manager, with the group's store at a port. Return False if the lighthouse is lost meanwhile."""
+        try:
+            self._manager = self._make_manager(state, port)
+            self._set_step(self._step or 0)
+        except RuntimeError:
+            if not self._is_lighthouse_lost():
+                raise
+        return self._manager is not None
+
+    def _make_manager(self, state: State, port: int) -> Any:
+        from torchft import Manager  # optional
+
+        from dlac_pipeline.train.replicas.peers import Peers, StateServer
+
+        limit = timedelta(seconds=self._limit_s)
+        self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
+        self._peers.collective_timeout = limit
+        return Manager(
+            pg=self._peers,
+            load_state_dict=state.load_peer_state,
+            state_dict=state.peer_state,
+            checkpoint_transport=StateServer(limit),
+            min_replica_size=1,
+            use_async_quorum=False,  # the share must be known before the batch is read
+            timeout=limit,
+            quorum_timeout=limit + timedelta(seconds=HANG_MARGIN_S),  # the lighthouse gives up on stragglers before
+            connect_timeout=timedelta(seconds=_CONNECT_S),
+            rank=self._communicator.rank,
+            world_size=self._communicator.world_size,
+            store_addr=LOOPBACK,
+            store_port=port,
+            lighthouse_addr=self._lighthouse,
+            replica_id=f"group-{self.number:05d}",  # quorums are in the order of these names
+            hostname=LOOPBACK,
+            heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
+            init_sync=False,  # the groups begin with the same state
+        )
+
+    def _set_step(self, step: int) -> None:
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def _sums(self, *flags: bool) -> list[int]:
+        """Return how many ranks of the group have each flag. Collective."""
+        numbers = torch.tensor(flags, dtype=torch.int64)
+        self._communicator.add(numbers)
+        return [int(number) for number in numbers.tolist()]
+
+    def _has_reached(self, group: int) -> bool:
+        """Return True if a group has reached this group's lighthouse, or has ended."""
+        heartbeat = read_heartbeat(self._folder, group * self._communicator.world_size)
+        has_ended = heartbeat is not None and heartbeat.phase == Phase.DONE
+        return has_ended or has_reached(self._folder, group, self._lighthouse)
+
+    def _is_lighthouse_lost(self) -> bool:
+        found = read_lighthouse(self._folder)
+        return found is None or found.address != self._lighthouse
+
+    def _start_quorum(self) -> "_Outcome":
+        """Try to form a quorum. torchft would wait for the quorum of a dead lighthouse for ever."""
+        ended, lost = threading.Event(), False
+        watch = threading.Thread(target=self._watch_lighthouse, args=(ended,), name="lighthouse", daemon=True)
+        if self._is_first:
+            watch.start()
+        try:
+            self._manager.start_quorum()
+            failed = self._manager.errored() is not None  # a peer died while the quorum connected, or healed this group
+        except (RuntimeError, TimeoutError) as err:
+            lost, failed = self._is_lighthouse_lost(), True
+            if not lost and not isinstance(err, TimeoutError):
+                raise
+        finally:
+            ended.set()
+            if self._is_first:
+                watch.join()
+                lost = lost or self._manager._manager is None
+        return _Outcome.LOST if lost else _Outcome.FAILED if failed else _Outcome.MET
+
+    def _watch_lighthouse(self, ended: threading.Event) -> None:
+        """End the server of the manager if the lighthouse is lost. The quorum that waits for it fails then."""
+        while not ended.wait(_LOOK_S):
+            if self._is_lighthouse_lost():
+                server, self._manager._manager = self._manager._manager, None
+                server.shutdown()
+                del server  # its connections close
+                return
+
+    def _disconnect(self) -> None:
+        """Leave the peers, to meet them again at another lighthouse."""
+        if self._manager is None:  # its lighthouse was lost at once
+            return
+        self._step = self._manager.current_step()
+        self._peers.drop(())
+        self._manager.shutdown(wait=False)
+        self._manager = None
 
     def reduce(self, gradients: list[torch.Tensor], loss: torch.Tensor) -> bool:
         """Average gradients in place over the groups present. Return True if the step commits here."""
-        own = self.notice()
-        facts = [float(loss.detach()), float(self.head_step * self.commits), *(float(own == each) for each in NOTICES)]
-        present = [float(number == self.number) for number in range(self._groups)]
-        control = torch.tensor([*facts, *present], dtype=torch.float64)
+        if not self.has_met:
+            raise ScriptInvalid(
+                "expected one state.reduce(loss) for each batch, found another one: call it once, after the last backward pass"
+            )
+        control = self._make_control(loss)
+        self._communicator.add(control)
         buckets = list(_buckets(gradients))
         flat = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         works = [self._manager.allreduce(each) for each in flat]
         works.append(self._manager.allreduce(control, reduce_op=ReduceOp.SUM))
         self.reduced = None
-        if not self._commit(works):
+        if not self._wait(works):
+            return False
+        reduced, executions = self._read_control(control)
+        expected = executions[reduced.groups[0]]
+        if any(executions[each] != expected for each in reduced.groups):
+            self._has_diverged = executions[self.number] != expected
+            self._drop(works)
+            return False
+        if not self._manager.should_commit():
             return False
         for bucket, means in zip(buckets, flat, strict=True):
             start = 0
             for gradient in bucket:
                 gradient.copy_(means[start : start + gradient.numel()].view_as(gradient))
                 start += gradient.numel()
-        total, head_step, *rest = control.tolist()
-        notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) :]
-        groups = tuple(number for number, count in enumerate(numbers) if count)
-        notice = next((name for name, count in zip(NOTICES, notices, strict=True) if count), None)
-        self.reduced = Reduced(loss=total / len(groups), notice=notice, head_step=int(head_step), groups=groups)
+        self._awaited, self.reduced = reduced.groups, reduced
+        self.execution = _digest(self._peers.meeting)
         return True
+
+    def _make_control(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the message of this rank about the step. Those of all ranks are summed."""
+        own, speaks, numbers = self.report(), self.commits and self._is_first, range(self._groups)
+        facts = [
+            float(loss.detach()),
+            *(speaks * each for each in (self.head_step, own.due, own.needed_s)),
+            own.notice_age_s,
+            *(own.notice == each for each in NOTICES),
+            *(number == self.number for number in numbers),
+            *((number == self.number and self._is_first) * self.execution for number in numbers),
+        ]
+        return torch.tensor(facts, dtype=torch.float64)
+
+    def _read_control(self, control: torch.Tensor) -> tuple[Reduced, list[float]]:
+        """Return the step, and by group the execution of the step before it."""
+        total, head_step, due, needed_s, ages_s, *rest = control.tolist()
+        notices, numbers = rest[: len(NOTICES)], rest[len(NOTICES) : len(NOTICES) + self._groups]
+        report = RankReport(
+            notice=next((name for name, count in zip(NOTICES, notices, strict=True) if count), None),
+            notice_age_s=ages_s / max(1.0, sum(notices)),
+            due=due > 0,
+            needed_s=needed_s,
+        )
+        groups = tuple(number for number, count in enumerate(numbers) if count)
+        reduced = Reduced(loss=total / sum(numbers), report=report, head_step=int(head_step), groups=groups)
+        return reduced, rest[len(NOTICES) + self._groups :]
 
     def part(self) -> bool:
         """Wait for the groups present, which have nothing left to do. Return False if one died, and the rest must meet again."""
-        return self._commit([self._manager.allreduce(torch.ones(1))])
+        return self._wait([self._manager.allreduce(torch.ones(1))]) and bool(self._manager.should_commit())
 
     def close(self) -> None:
         """Leave the peers."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
 
-    def _commit(self, works: list[Any]) -> bool:
-        """Wait for the reductions since the quorum. Return True if they succeeded in this group."""
+    def _wait(self, works: list[Any]) -> bool:
+        """Wait for the reductions since the quorum, which is used up. Return False if one failed, and drop the step."""
         self.has_met = False
         for index in range(len(works)):
             works[index].wait()
@@ -205,12 +415,19 @@ class ReplicaGroup:
             error.original_exception.__traceback__ = None  # its frames refer to the reductions, and they to connections
             self._drop(works)
             return False
-        return bool(self._manager.should_commit())
+        return True
 
     def _drop(self, works: Sequence[Any]) -> None:
         """Drop the step. Peers that wait for this group drop it too, because its connections close."""
         self._peers.drop(works)
+        if self._manager.errored() is None:  # the vote of this rank is no
+            self._manager.report_error(RuntimeError("the step is dropped"))
         self._manager.should_commit()
+
+
+def _digest(text: str) -> int:
+    """Return a digest that a 64-bit float can hold."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

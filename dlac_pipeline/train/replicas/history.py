@@ -12,35 +12,40 @@ from dlac_pipeline.train.replicas.group import Reduced
 class _Step:
     step: int
     loss: float
+    applied: bool
+    """False if the optimizer skipped the step."""
     groups: tuple[int, ...]
 
 
 class StepHistory:
-    """Losses and groups of the committed steps after a checkpoint, in step order."""
+    """Losses, results and groups of the committed steps after a checkpoint, in step order."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
 
-    def add(self, step: int, reduced: Reduced) -> None:
+    def add(self, step: int, reduced: Reduced, *, applied: bool = True) -> None:
         """Add the step after the last one."""
-        self._steps.append(_Step(step=step, loss=reduced.loss, groups=reduced.groups))
+        self._steps.append(_Step(step=step, loss=reduced.loss, applied=applied, groups=reduced.groups))
 
     def forget(self, head_step: int) -> None:
-        """Forget what a checkpoint has recorded. Its own step stays: the groups of the next step are compared with it."""
-        while self._steps and self._steps[0].step < head_step:
+        """Forget what a checkpoint has recorded."""
+        while self._steps and self._steps[0].step <= head_step:
             self._steps.popleft()
 
     def losses(self, head_step: int) -> list[float]:
         """Return the losses of the steps after a checkpoint."""
         return [each.loss for each in self._steps if each.step > head_step]
 
-    def memberships(self, head_step: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield (first step, groups) where the groups changed after a checkpoint, or are those of the attempt's first step."""
-        before: tuple[int, ...] = ()
+    def skipped(self, head_step: int) -> list[int]:
+        """Return the steps after a checkpoint that the optimizer skipped."""
+        return [each.step for each in self._steps if each.step > head_step and not each.applied]
+
+    def memberships(self, head_step: int, before: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield (first step, groups) where the groups changed after a checkpoint, whose last groups were those `before`."""
         for each in self._steps:
             if each.groups != before and each.step > head_step:
                 yield each.step, each.groups
-            before = each.groups
+                before = each.groups
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return the steps as plain values, for a peer."""

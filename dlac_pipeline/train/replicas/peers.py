@@ -24,8 +24,15 @@ class Peers(ProcessGroupGloo):  # type: ignore[misc]  # published without types
     """Process group of the groups present. Each quorum with other members configures it again."""
 
     _pg: Any
+    meeting: str = ""
+    """Address of the stores of the last quorum, which no other quorum has."""
     collective_timeout: timedelta
     """Time limit of a collective. That of connecting is the group's own: a peer may die before it connects."""
+
+    def configure(self, store_addr: str, *arguments: Any, **options: Any) -> None:
+        """Connect the groups of a quorum."""
+        super().configure(store_addr, *arguments, **options)
+        self.meeting = store_addr
 
     def abort(self, errored: bool = True) -> None:
         """Close the connections in the background."""

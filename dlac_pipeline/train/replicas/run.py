@@ -9,30 +9,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
+from dlac_pipeline.elastic.ranks.replicas import limit_s
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid, TrainingFailed
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import groups_of_slots, slots_of
 from dlac_pipeline.read.share_reader import Share, ShareReader
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeats
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
 from dlac_pipeline.train.replicas.group import ReplicaGroup
 from dlac_pipeline.train.training_run import TrainingRun
 
-_START_TOGETHER_S = 60.0
-"""Seconds for which a group waits for those that start with it. A quorum without them would be followed by another one."""
-_LOOK_S = 0.01
-
 
 class ReplicaRun(TrainingRun):
-    """One replica group of one attempt. `rank` is the number of the group."""
+    """One rank of a replica group of one attempt. `rank` is its number among the ranks of all groups."""
 
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. Raise `SpecInvalid` without a supervisor."""
@@ -63,62 +61,81 @@ class ReplicaRun(TrainingRun):
 
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
         spec, launch = self.spec, self.spec.launch
-        self._group = ReplicaGroup(self.rank, launch.replicas, hang_timeout_s=launch.hang_timeout_s)
-        self._group.notice = lambda: self._policy.notice
+        assert self._folder is not None, "a supervisor started this rank"
+        communicator, number = self._communicator, self.rank // launch.ranks_per_replica
+        self._group = ReplicaGroup(number, launch.replicas, self._folder, communicator, limit_s=limit_s(launch))
         self._group.head_step = self.resume_point.step
-        self._communicator.step_syncs = GroupSyncs(self._group)
+        self._group.report = lambda: self._policy.report(in_background=self._attempt.manager.under_way)
+        communicator.step_syncs = GroupSyncs(self._group)
+        token = communicator.tree.broadcast(secrets.token_hex(2).encode()).decode()
         self._events.open(self._folder if self._group.commits and not self._group.rejoins else None)
         attempt = open_attempt(
             spec,
             self._plans,
             self.resume_point,
-            self._communicator,
+            communicator,
             make_reader=lambda opened: QuorumReader(opened, self._next_share),
-            writer=f"-{self.rank}-{secrets.token_hex(2)}",
+            writer=f"-{number}-{token}",
         )
         self._replica = ReplicaCheckpointing(
-            self._group, spec, attempt, self._communicator, self._policy, self._heartbeat, self._events.write
+            self._group, spec, attempt, communicator, self._policy, self._heartbeat, self._write_event
         )
         return attempt, self._replica
 
-    def _next_share(self) -> tuple[int, Share] | None:
-        """Form the next quorum. Return the step that follows, and this group's share of it. None: the groups have ended."""
-        self._wait_for_all()
-        share = self._meet()
-        return None if self._replica.ends else (self.step + 1, share)
-
-    def _meet(self) -> Share:
-        share = self._group.meet()
-        self._events.open(self._folder if self._group.commits else None)
-        return share
-
-    def _wait_for_all(self) -> None:
-        """Before the first quorum, wait until all groups that start with this one are ready to meet."""
-        if self._folder is None or self._group.has_peers or self._group.rejoins:
+    def _write_event(self, event: dict[str, Any]) -> None:
+        """Write an event. A checkpoint may be committed after another group has become the committer."""
+        if event["event"] != "checkpoint":
+            self._events.write(event)
             return
-        deadline = time.monotonic() + _START_TOGETHER_S
-        while time.monotonic() < deadline:
-            ready = sum(each.phase >= Phase.TRAINING for each in read_heartbeats(self._folder))
-            if ready == self.spec.launch.replicas:
-                return
-            time.sleep(_LOOK_S)
+        self._events.open(self._folder)
+        self._events.write(event)
+        self._events.open(self._folder if self._group.commits else None)
+
+    def _next_share(self) -> tuple[int, Share] | None:
+        """Form the next quorum. Return the step that follows, and this rank's share of it. None: the groups have ended."""
+        self._meet()
+        return None if self._replica.ends else (self.step + 1, self._group.rank_share)
+
+    def _meet(self) -> None:
+        """Form the next quorum. The peers of a newcomer wait until it has the state of one of them."""
+        began = time.monotonic()
+        is_waiting = self._group.has_peers or not self._group.rejoins
+        self._heartbeat.doing(Phase.WAITING if is_waiting else Phase.LOADING, self.step)
+        self._group.meet()
+        self._heartbeat.doing(Phase.TRAINING, self.step)
+        self._heartbeat.waits.seconds += time.monotonic() - began
+        self._events.open(self._folder if self._group.commits else None)
 
     def _end(self) -> None:
+        self._part(self._replica.ends or "end")
+
+    def _leave_early(self) -> bool:
+        self._part("left")
+        return True
+
+    def _part(self, ends: str) -> None:
         """Meet the groups that have ended too. The committer commits the rest before it parts from them."""
-        self._replica.ends, parted = True, False
+        self._replica.ends, parted = ends, False
         while not parted:
             self._meet()
+            if not self._replica.ends:
+                raise TrainingFailed(f"expected peers that end at step {self.step} too, found that they train on")
             if self._group.commits:
                 self.settle()
                 if self.step > self._attempt.tracker.committed_step:
-                    self._replica.take("end", wait=True)
-                super()._end()
+                    self._replica.take(self._replica.ends, wait=True)
+                if self._replica.ends == "left":
+                    super()._leave_early()
+                else:
+                    super()._end()
+            else:
+                self._heartbeat.doing(Phase.WAITING, self.step)
             parted = self._group.part()
         self._heartbeat.doing(Phase.DONE, self.step)
 
 
 class QuorumReader:
-    """Reader of a replica group. The next batch follows the last committed step of the next quorum."""
+    """Reader of a rank of a replica group. The next batch follows the last committed step of the next quorum."""
 
     def __init__(self, opened: OpenLeg, next_share: Callable[[], tuple[int, Share] | None]) -> None:
         self.groups = range(0)

@@ -1,0 +1,13 @@
+"""torchft's lighthouse with DLAC's settings at a port, for benchmarks/per_step.py: `per_step_lighthouse.py PORT`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from dlac_pipeline.elastic.lighthouse import make_server
+
+if __name__ == "__main__":
+    server = make_server(port=int(sys.argv[1]), stragglers_s=60.0)
+    while True:
+        signal.pause()

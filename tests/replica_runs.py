@@ -1,0 +1,59 @@
+"""Runs with replica groups in tests: their start, and the journals of their ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch, Steps
+
+STEPS = 60
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of replica groups that has ended."""
+
+    launch: Launch
+    entries: list[dict[str, Any]]
+
+    @property
+    def journal(self) -> Steps:
+        """Row ids of each step in slot order: the shares of the ranks of its last try that committed in one of them."""
+        steps: Steps = {}
+        for entry in sorted(self.entries, key=lambda each: each["at"]):
+            if entry["event"] == "committed":
+                shares = [
+                    each
+                    for each in self.entries
+                    if (each["event"], each["step"], each["ranks"]) == ("share", entry["step"], entry["ranks"])
+                ]
+                latest = {each["rank"]: each for each in sorted(shares, key=lambda each: each["at"])}
+                assert len(latest) == entry["ranks"], f"step {entry['step']}: the shares of ranks {sorted(latest)}"
+                steps[entry["step"]] = [row for rank in sorted(latest) for row in latest[rank]["rows"]]
+        return steps
+
+    @property
+    def processes(self) -> dict[int, set[int]]:
+        """Process ids by rank."""
+        found: dict[int, set[int]] = {}
+        for entry in self.entries:
+            found.setdefault(entry["rank"], set()).add(entry["pid"])
+        return found
+
+
+def launch_groups(campaign: Arena, run: str, *, replicas: int = 3, **changes: Any) -> Launch:
+    """Start a run with replica groups."""
+    settings = {"replicas": replicas, "world_size": 1, "steps": STEPS, **changes}
+    return campaign.launch(campaign.spec(run, "train_replicas.py", **settings))
+
+
+def train(campaign: Arena, run: str, **changes: Any) -> Trained:
+    """Train a run with replica groups, three unless named otherwise, to its end."""
+    launch = launch_groups(campaign, run, **changes)
+    assert launch.wait() == 0, launch.stderr + str(launch.events[-3:])
+    assert launch.of("ended")[0]["ending"] == "finished"
+    paths = (campaign.home / "journal").glob(f"{run}-*.jsonl")
+    return Trained(launch, [json.loads(line) for path in paths for line in path.read_text().splitlines()])
