@@ -12,7 +12,7 @@ from dlac_pipeline.supervise.memory.server import TIMEOUT_S, home_of
 _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.005, 0.05
-_RETRY_S = 0.5
+_RETRY_S = 0.1
 _Mark = list[tuple[int, int]]
 
 
