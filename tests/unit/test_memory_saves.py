@@ -1,0 +1,118 @@
+"""A rank keeps another state only when all ranks know that the one before is whole and copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
+from dlac_pipeline.track.tracker import ReaderStateTracker
+from dlac_pipeline.train.memory_saves import MemorySaves
+from tests.unit.test_node_memory import point_of, spec_of
+
+SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)
+
+
+class Rank:
+    """A rank with ranks on other nodes, as far as its memory states need it."""
+
+    def __init__(self, home: Path) -> None:
+        spec = spec_of(home)
+        checkpoint = spec.checkpoint.model_copy(update={"memory_every_steps": 1})
+        tracker = ReaderStateTracker(
+            committed_step=0, step=0, groups=range(1), cursors=np.zeros((1, 1, 4), dtype=np.int64)
+        )
+        self.attempt = SimpleNamespace(
+            rehearses=False,
+            point=point_of(),
+            tracker=tracker,
+            step=0,
+            manager=SimpleNamespace(head=None, in_progress=lambda: []),
+        )
+        communicator = SimpleNamespace(
+            rank=0,
+            world_size=1,
+            ranks_here=1,
+            first_rank_here=0,
+            is_first_of_node=True,
+            is_on_one_node=False,
+            tree=RankTree(0, 1, None),
+        )
+        self.warnings: list[str] = []
+        self.engine = TorchState(model=torch.nn.Linear(2, 1))
+        self.saves = MemorySaves(
+            spec.model_copy(update={"checkpoint": checkpoint}),
+            cast(Any, self.attempt),
+            cast(Any, communicator),
+            self.warnings.append,
+        )
+        folder = states.memory_folder(spec)
+        assert folder is not None
+        self.folder = states.attempt_folder(folder, 3, "c")
+        self.saves.begin(self.engine)
+
+    def step(self) -> list[int]:
+        """Finish a step, keep a state if one may be kept, and return the steps of the states."""
+        self.attempt.step += 1
+        self.attempt.tracker.step = self.attempt.step
+        if self.saves.is_due(self.attempt.step):
+            self.saves.save(self.engine, rows=0)
+        return sorted(part.state.step for part in states.read_parts(self.folder.parent))
+
+    @property
+    def is_copied(self) -> bool:
+        """What the rank reports of its last state."""
+        return self.saves.report(RankReport()).memory_copied
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A rank that a supervisor has started."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
+    return Rank(tmp_path / "memory")
+
+
+def test_state_waits_for_copies_of_all(rank: Rank) -> None:
+    """The rank reports the copy of its own node, and keeps another state once all have reported theirs."""
+    assert (rank.is_copied, rank.step()) == (False, [1])
+    states.mark_copied(rank.folder, 0, 0)
+    assert not rank.is_copied
+    states.mark_copied(rank.folder, 0, 1)
+    assert rank.is_copied
+    rank.saves.on_sync(replace(SYNC, memory_copied=False))
+    assert rank.step() == [1]
+    rank.saves.on_sync(SYNC)
+    assert rank.step() == [1, 3]
+    assert not rank.is_copied
+    assert rank.step() == [1, 3], "the message was about the state before"
+    rank.saves.on_sync(SYNC)
+    assert rank.step() == [3, 5]
+
+
+def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
+    """A node that cannot copy says so once, and its ranks wait for it no more."""
+    rank.step()
+    states.mark_copied(rank.folder, 0, states.ALWAYS)
+    for step in (2, 3):
+        assert rank.is_copied
+        rank.saves.on_sync(SYNC)
+        assert rank.step() == [step - 1, step]
+
+
+def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
+    """A rank on another node cannot keep states: this node keeps none any more, and a warning says so."""
+    rank.step()
+    rank.saves.on_sync(replace(SYNC, memory_failed=True))
+    assert not rank.folder.exists()
+    assert rank.step() == []
+    assert len(rank.warnings) == 1
