@@ -10,6 +10,8 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, clai
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.job_spec import JobSpec
 
+_MOST_TAKEN = 2
+"""Attempts that may resume from one state. If all die, it may be the state's fault."""
 FindStates = Callable[[], Sequence[MemoryState]]
 """Function that returns the whole memory states of a run, the newest first."""
 
@@ -82,6 +84,10 @@ def _name_of(state: MemoryState) -> tuple[int, int, float]:
     return state.first.attempt, state.first.step, state.first.saved_at
 
 
+def _taken_by(claim: ClaimRow) -> tuple[int, int, float]:
+    return claim.memory_of, claim.memory_step, claim.memory_at
+
+
 def _head_of(fence: Fence, rows: list[LedgerRow]) -> CheckpointRow | None:
     """Return the row of the head, an empty one before the first checkpoint, or None if the rows lack it."""
     return CheckpointRow() if fence.head is None else checkpoint_rows(rows).get(fence.head)
@@ -92,7 +98,8 @@ def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRo
     first, before = state.first, claim_of(rows, replaced)
     owner = claim_of(rows, first.attempt)
     # An attempt that was replaced may still run, and write other states: only the one that was taken then counts.
-    is_taken_again = _name_of(state) == (before.memory_of, before.memory_step, before.memory_at)
+    taken_by = [row for row in rows if isinstance(row, ClaimRow) and _taken_by(row) == _name_of(state)]
+    is_taken_again = _taken_by(before) == _name_of(state) and len(taken_by) < _MOST_TAKEN
     is_of_replaced = before.trains and (first.attempt == before.attempt or is_taken_again)
     is_of_its_launch = first.attempt > 0 and first.nonce == owner.nonce
     is_named = (head.checkpoint_id or None) == first.head

@@ -196,7 +196,7 @@ def test_untrained_attempt_is_not_repeated(campaign: Arena) -> None:
     launch.wait_for("attempt", 2)
     os.kill(launch.ranks()[1].pid, signal.SIGKILL)
     check_run(campaign, run, launch)
-    assert launch.of("failure")[1]["step"] == launch.of("attempt")[1]["step"]
+    assert launch.of("failure")[1]["step"] <= launch.of("attempt")[1]["step"]
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 0]
 
 

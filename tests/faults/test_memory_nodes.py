@@ -303,4 +303,4 @@ def test_full_memory_of_one_node(nodes: Callable[..., Nodes], small_disk: Path) 
     assert run.claims() == [0, 0]
     assert audit_run(run.arena.lakehouse, run.spec.run).exact
     warnings = [event["message"] for launch in run.launches.values() for event in launch.of("warning")]
-    assert any("of free memory" in each for each in warnings), warnings
+    assert any("reads the last checkpoint" in each for each in warnings), warnings

@@ -68,10 +68,12 @@ def test_checkpoint_committed_meanwhile_is_continued() -> None:
 
 
 def test_state_is_taken_twice() -> None:
-    """An attempt that resumed from memory died before it kept a state of its own."""
+    """An attempt that resumed from memory died before it kept a state of its own. It may be the state's fault the next time."""
     claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
     assert taken(STATE, [*_ROWS, claim], _HEAD, replaced=3)
     assert not taken(replace(STATE, step=14, saved_at=6.0), [*_ROWS, claim], _HEAD, replaced=3)
+    again = replace(claim, seq=5, attempt=4, nonce="d")
+    assert not taken(STATE, [*_ROWS, claim, again], _HEAD, replaced=4)
 
 
 @pytest.mark.parametrize(

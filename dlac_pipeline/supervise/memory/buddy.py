@@ -15,7 +15,7 @@ _LOOKS_PER_STATE = 20
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.005, 0.05
 _SLOWER = 1.05
 """Factor of the time between two looks of which one found nothing."""
-_RETRY_S = 0.5
+_RETRY_S = 0.1
 _LATER_S = 30.0
 """Seconds between two tries while the ranks do not wait for copies."""
 _Mark = list[tuple[int, int]]

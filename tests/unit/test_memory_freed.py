@@ -1,0 +1,141 @@
+"""A rank keeps states in memory as often as the copies allow, seals whole ones only, and loses those that it cannot load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.step_sync import StepSync
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
+from dlac_pipeline.lakehouse.errors import MemoryStateLost
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.train import memory_saves
+from dlac_pipeline.train.memory_saves import MemorySaves
+from dlac_pipeline.train.restored_state import _losing
+from tests.unit.test_node_memory import keep, part_of, spec_of
+
+
+class _Engine:
+    name = "torch"
+
+    def save(self, folder: Path, write: Callable[[Path, Any], None]) -> None:
+        """Save one tensor."""
+        write(folder / "state.pt", {"weight": torch.zeros(3)})
+
+
+def tree_of(fixed: int) -> Any:
+    """Return the tree of a rank whose rank 0 has another setting."""
+    return SimpleNamespace(
+        lowest=lambda payload: payload, broadcast=lambda payload: payload.replace(b"0 ", b"%d " % fixed, 1)
+    )
+
+
+def saves_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fixed: int = 0, memory_of: int = 0) -> MemorySaves:
+    """Return the states of a rank on one of two nodes, after `begin`."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(folder))
+    tracker = SimpleNamespace(
+        cursors=None, groups=[0], step=4, committed_step=0, losses=[], skipped=[], advances=lambda: {}
+    )
+    attempt: Any = SimpleNamespace(
+        rehearses=False,
+        step=4,
+        tracker=tracker,
+        point=ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False, memory_of=memory_of),
+        manager=SimpleNamespace(in_progress=lambda: [], head=None),
+    )
+    communicator: Any = SimpleNamespace(
+        rank=0,
+        world_size=2,
+        is_on_one_node=False,
+        is_first_of_node=True,
+        first_rank_here=0,
+        ranks_here=1,
+        tree=tree_of(fixed),
+    )
+    warnings: list[str] = []
+    saves = MemorySaves(spec_of(folder), attempt, communicator, warnings.append)
+    saves.begin(_Engine())  # type: ignore[arg-type]  # only what is used
+    return saves
+
+
+def sync(*, copied: bool) -> StepSync:
+    """Return the message of a step."""
+    return StepSync(step=4, losses=[0.5], memory_copied=copied)
+
+
+def save(saves: MemorySaves) -> None:
+    """Save a state of the tests' engine."""
+    saves.save(_Engine(), rows=8)  # type: ignore[arg-type]  # only what is used
+
+
+def test_first_states_wait_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step asks for the copy of the state before. With a fixed number of steps each of them does."""
+    saves = saves_of(tmp_path, monkeypatch)
+    assert saves.is_due(1)
+    save(saves)
+    assert not saves.is_due(2)
+    saves.on_sync(sync(copied=True))
+    assert saves.is_due(3)
+    saves = saves_of(tmp_path, monkeypatch, fixed=2)
+    save(saves)
+    assert [saves.is_due(step) for step in (2, 3, 4)] == [True, False, True]
+
+
+def test_failed_state_has_no_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be written leaves the slot without a seal from the beginning."""
+    saves = saves_of(tmp_path, monkeypatch)
+    sealed: list[Path] = []
+
+    def fail(state: Any, path: Path) -> int:
+        raise OSError("no space")
+
+    monkeypatch.setattr(memory_saves, "overwrite_state", fail)
+    monkeypatch.setattr(states, "write_seal", lambda slot, rank, content: sealed.append(slot))
+    saves._number = 1
+    saves._copied = True
+    monkeypatch.setattr(saves, "_check_room", lambda folder: fail(None, folder))
+    save(saves)
+    assert sealed == []
+    assert saves._failed
+
+
+def test_fetched_state_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have loaded it. If a node has no room for new states, the old ones are removed as well."""
+    folder = states.memory_folder(spec_of(tmp_path))
+    assert folder is not None
+    keep(folder, part_of(0))
+    fetched = states.fetched_folder(folder / "000003-c", 0)
+    fetched.mkdir(parents=True)
+    saves_of(tmp_path, monkeypatch, memory_of=2)
+    assert not fetched.exists()
+    assert len(states.read_parts(folder)) == 1
+    monkeypatch.setattr(states, "room_for_states", lambda memory: -1)
+    saves_of(tmp_path, monkeypatch)
+    assert states.read_parts(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "stays"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (OSError(28, "No space left on device"), True),
+        (ValueError("invalid header"), False),
+        (MemoryStateLost("another attempt wrote it"), False),
+    ],
+    ids=["peer", "no room", "content", "changed"],
+)
+def test_lost_peer_leaves_states(tmp_path: Path, failure: Exception, stays: bool) -> None:
+    """A rank that dies while all load is not the state's fault."""
+    folder = tmp_path / "mine" / "run"
+    keep(folder, replace(part_of(0), world_size=1))
+    (state,) = states.read_states(folder)
+    with pytest.raises(type(failure) if stays else MemoryStateLost), _losing(state):
+        raise failure
+    assert bool(states.read_states(folder)) == stays
