@@ -131,7 +131,7 @@ def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("death", [{}, {"dies_committed": "0:33"}], ids=["calm", "committer-dies"])
-def test_script_leaves_with_all_groups(campaign: Arena, calm: Trained, death: dict[str, str]) -> None:
+def test_script_leaves_with_all_groups(campaign: Arena, calm: Trained, death: dict[str, Any]) -> None:
     """Groups that leave the loop at the same step commit it, also if one dies in it. The run is not finished."""
     run = f"left-{len(death)}"
     launch = launch_groups(campaign, run, leaves=33, pause_s=0.02, **death)
