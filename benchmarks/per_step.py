@@ -9,7 +9,8 @@ the lighthouse, model, batch and 20 ms of "computation" in a step.
 - Rows repeated and missing are counted in the journal of the training functions: missing are those that the committed steps would
   have trained on with four groups. A step with another number of samples than the batch size has an odd batch. A side that takes
   more than three times its time is ended.
-- Downtime is the time from a kill until the next step that a survivor commits, less the median step.
+- Downtime is the time from a kill until the next step that a survivor commits, less the median step. That of the lighthouse is
+  the time until the second next step, because the step in progress commits without it.
 - The losses of DLAC are compared with those of a run that nobody disturbs.
 """
 
@@ -99,7 +100,9 @@ class Course:
         """Return what the journal shows."""
         lines = read_lines(self.folder)
         deaths = [line for line in lines if line["event"] == "died"]
-        downtimes = list(_downtimes(lines, deaths))
+        of_lighthouse = [line for line in deaths if line["group"] == LIGHTHOUSE]
+        downtimes = list(_downtimes(lines, [line for line in deaths if line["group"] != LIGHTHOUSE]))
+        dark = list(_downtimes(lines, of_lighthouse))
         steps = committed_rows(lines)
         count = Counter(row for step_rows in steps.values() for row in step_rows)
         by_phase = Counter(line["phase"] for line in deaths)
@@ -114,6 +117,8 @@ class Course:
         if downtimes:
             found["downtime_p50_s"] = Figure(value=statistics.median(downtimes), unit="s")
             found["downtime_max_s"] = Figure(value=max(downtimes), unit="s")
+        if dark:
+            found["lighthouse_downtime_max_s"] = Figure(value=max(dark), unit="s")
         return {f"{side}_{name}": figure for name, figure in found.items()}
 
 
@@ -151,9 +156,10 @@ def _downtimes(lines: _Lines, deaths: _Lines) -> Iterator[float]:
     moments = sorted(committed.values())
     step_s = statistics.median(np.diff(moments)) if len(moments) > 1 else 0.0
     for death in deaths:
-        after = next((moment for moment in moments if moment > death["at"] + 0.001), None)
-        if after is not None and death["phase"] != "healing":
-            yield max(0.0, after - death["at"] - float(step_s))
+        steps = 2 if death["group"] == LIGHTHOUSE else 1
+        after = [moment for moment in moments if moment > death["at"] + 0.001][:steps]
+        if len(after) == steps and death["phase"] != "healing":
+            yield max(0.0, after[-1] - death["at"] - steps * float(step_s))
 
 
 @contextmanager

@@ -129,6 +129,20 @@ def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -
     assert campaign.losses("stopped") == pytest.approx(campaign.losses("calm"), rel=1e-5)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("death", [{}, {"dies_committed": "0:33"}], ids=["calm", "committer-dies"])
+def test_script_leaves_with_all_groups(campaign: Arena, calm: Trained, death: dict[str, Any]) -> None:
+    """Groups that leave the loop at the same step commit it, also if one dies in it. The run is not finished."""
+    run = f"left-{len(death)}"
+    launch = launch_groups(campaign, run, leaves=33, pause_s=0.02, **death)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "left"
+    assert campaign.lineage(run)[-1].step == 33
+    trained = train(campaign, run)
+    assert trained.journal == calm.journal
+    assert audit_run(campaign.lakehouse, run).exact
+
+
 def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained) -> None:
     """Without a group that has the state, the next attempt resumes from the last checkpoint."""
     trained = train(campaign, "all-die", dies_forward="*:23")

@@ -10,7 +10,7 @@ With `sharded` the ranks of a group share out the model. Params, each "RANK:STEP
 `dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `darkens`
 the new process kills the lighthouse before it meets its peers. With `awaits` = "RANK:STEP" the new process of that rank takes
 part after that step. With `dies_again` = "RANK:STEP" that process dies as well. With `raises` = "STEP" every process raises an
-exception in that step.
+exception in that step. With `leaves` = "STEP" the script leaves its loop after that step.
 
 The journal has a line for each share that a rank read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -20,7 +20,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,14 @@ def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
     return heartbeat.phase == Phase.LOADING and heartbeat.spent.in_hand == 0
 
 
+def batches_of(run: dlac.TrainingRun) -> Iterator[dlac.Batch]:
+    """Yield the batches, to the step after which the script leaves."""
+    for batch in run.batches():
+        yield batch
+        if run.spec.params.get("leaves") == str(run.step):
+            return
+
+
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
@@ -168,7 +176,7 @@ def train(run: dlac.TrainingRun) -> None:
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
         other = (awaited + run.spec.launch.ranks_per_replica) % run.spec.launch.world_size
         wait_for(other, lambda peer: max(peer.spent.in_hand, peer.step) >= at)
-    for batch in run.batches():
+    for batch in batches_of(run):
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
         if step == at and not REJOINS:
             wait_for(awaited, is_about_to_meet)

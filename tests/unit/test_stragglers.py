@@ -70,3 +70,13 @@ def test_single_rank_is_never_slow() -> None:
     detector = Stragglers(LaunchSpec(script="x", straggler_steps=1))
     assert detector.observe(signs(0, computing=[0.0])) == []
     assert detector.observe(signs(9, computing=[900.0])) == []
+
+
+def test_replaced_process_is_no_straggler() -> None:
+    """The counts of a process that replaces a dead one begin again, and so does the comparison."""
+    detector = started_detector()
+    assert detector.observe(signs(5, computing=[50.0] * 4)) == []
+    assert detector.observe(signs(10, computing=[100.0, 100.0, 30.0, 100.0])) == []
+    assert detector.observe(signs(15, computing=[150.0, 150.0, 80.0, 150.0])) == []
+    (found,) = detector.observe(signs(20, computing=[200.0, 200.0, 230.0, 200.0]))
+    assert (found.rank, found.own_s) == (2, 30.0)

@@ -58,7 +58,7 @@ class Stragglers:
             return []
         pairs = list(zip(heartbeats, before, strict=True))
         steps = [now.step - then.step for now, then in pairs]
-        if any(now.spent.rows < then.spent.rows for now, then in pairs):  # a process was replaced
+        if any(now.spent.computing_us < then.spent.computing_us for now, then in pairs):  # a process was replaced
             self._window = heartbeats
             return []
         if min(steps) < self._launch.straggler_steps:

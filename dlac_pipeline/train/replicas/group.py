@@ -227,12 +227,13 @@ class ReplicaGroup:
     def _wait_for_peers(self) -> None:
         """Wait for the groups of the first quorum. A group without a state waits for one that has it."""
         deadline = time.monotonic() + self._limit_s
+        if self.has_peers or self._step != _NO_STATE:
+            self._announce()
         if self._step == _NO_STATE:
             others = [each for each in range(self._groups) if each != self.number]
             while not any(map(self._has_reached, others)) and self._may_wait(deadline):
                 time.sleep(_LOOK_S)
             return
-        self._announce()
         awaited = set(self._awaited)
         while awaited and self._may_wait(deadline):
             awaited = {each for each in awaited if not self._has_reached(each)}

@@ -61,6 +61,8 @@ class ReplicaRun(TrainingRun):
 
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
         spec, launch = self.spec, self.spec.launch
+        self._has_finished = False
+        """True once everything is committed."""
         assert self._folder is not None, "a supervisor started this rank"
         communicator, number = self._communicator, self.rank // launch.ranks_per_replica
         self._group = ReplicaGroup(number, launch.replicas, self._folder, communicator, limit_s=limit_s(launch))
@@ -100,11 +102,15 @@ class ReplicaRun(TrainingRun):
         """Form the next quorum. The peers of a newcomer wait until it has the state of one of them."""
         began = time.monotonic()
         is_waiting = self._group.has_peers or not self._group.rejoins
-        self._heartbeat.doing(Phase.WAITING if is_waiting else Phase.LOADING, self.step)
+        self._note(Phase.WAITING if is_waiting else Phase.LOADING)
         self._group.meet()
-        self._heartbeat.doing(Phase.TRAINING, self.step)
+        self._note(Phase.TRAINING)
         self._heartbeat.waits.seconds += time.monotonic() - began
         self._events.open(self._folder if self._group.commits else None)
+
+    def _note(self, phase: Phase) -> None:
+        """Note a phase. One that has committed everything is past all: the supervisor then needs no other group."""
+        self._heartbeat.doing(Phase.DONE if self._has_finished else phase, self.step)
 
     def _end(self) -> None:
         self._part(self._replica.ends or "end")
@@ -124,14 +130,15 @@ class ReplicaRun(TrainingRun):
                 self.settle()
                 if self.step > self._attempt.tracker.committed_step:
                     self._replica.take(self._replica.ends, wait=True)
-                if self._replica.ends == "left":
+                if self._replica.ends == "left" and not self.stopped:
                     super()._leave_early()
                 else:
                     super()._end()
-            else:
-                self._heartbeat.doing(Phase.WAITING, self.step)
+                self._has_finished = True
+            self._note(Phase.WAITING)
             parted = self._group.part()
-        self._heartbeat.doing(Phase.DONE, self.step)
+        self._has_finished = True
+        self._note(Phase.DONE)
 
 
 class QuorumReader:
