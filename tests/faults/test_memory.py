@@ -107,7 +107,7 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["writable", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "file"))]
+    "damage", ["file", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "writable"))]
 )
 def test_damaged_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path) -> None:
     """Without a seal, with a shorter file, or in a folder that others may write, the checkpoint is read."""
@@ -154,6 +154,7 @@ def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
     assert audit_run(campaign.lakehouse, run).exact
 
 
+@pytest.mark.soak
 def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
     """A state of the branch that a rewind abandons is not used, although it is newer than the new head."""
     run = "memory-rewound"

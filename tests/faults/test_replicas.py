@@ -39,7 +39,7 @@ DEATHS: dict[str, dict[str, Any]] = {
 }
 
 
-SOAKED = ("reducing", "committer-committed", "recorded", "healing-newcomer", "newcomer-in-dark")
+SOAKED = ("reducing", "committed", "committer-committed", "recorded", "healing-newcomer", "newcomer-in-dark")
 """Deaths that others of the list resemble. They are in the soak."""
 
 
@@ -151,6 +151,7 @@ def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained)
     assert audit_run(campaign.lakehouse, "all-die").exact
 
 
+@pytest.mark.soak
 def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Trained) -> None:
     """A newcomer that never gets a state stops no run: its peers would drop each step with it. The next attempt trains."""
     changes = {"awaits": "1:30", "pause_s": 0.1, "attempts_without_progress": 1}
@@ -167,7 +168,7 @@ def test_repeated_exception_ends_the_run(campaign: Arena) -> None:
     assert "the script is wrong" in str(launch.of("error")[0])
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_committer_changes_to_and_fro(campaign: Arena, calm: Trained, mode: str) -> None:
     """Group 1 commits while group 0 is dead, group 0 after it rejoins, and group 1 again after its second death."""
     run = f"to-and-fro-{mode}"
