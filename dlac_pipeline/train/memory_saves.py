@@ -30,7 +30,7 @@ from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
 
 _log = logging.getLogger(__name__)
-MOST_OVERHEAD = 0.015
+MOST_OVERHEAD = 0.018
 """Share of the training time that memory states may take."""
 _STATE_PER_WEIGHT = 4
 """Bytes of a state for each byte of its weights, before the first one has shown them."""
@@ -136,7 +136,8 @@ class MemorySaves:
         if self._has_buddy and 0 < self._number <= states.SLOTS and not self._copied:
             return False  # to ask in each step until the copy is done would cost more than a late state
         passed = step - self._saved_step
-        return self._number <= states.SLOTS or (self._every > 0 and passed >= self._every and passed % self._every == 0)
+        is_time = 0 < self._every <= passed and (passed % self._every == 0 or not self._has_buddy)
+        return self._number <= states.SLOTS or is_time
 
     def save(self, engine: Engine, *, rows: int) -> None:
         """Save this rank's part of the state after the last step, if the one before is copied. All losses up to it are known."""
