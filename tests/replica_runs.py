@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,5 +56,6 @@ def train(campaign: Arena, run: str, **changes: Any) -> Trained:
     launch = launch_groups(campaign, run, **changes)
     assert launch.wait() == 0, launch.stderr + str(launch.events[-3:])
     assert launch.of("ended")[0]["ending"] == "finished"
-    paths = (campaign.home / "journal").glob(f"{run}-*.jsonl")
+    journals = (campaign.home / "journal").iterdir()  # also those of other tests
+    paths = [path for path in journals if re.fullmatch(rf"{re.escape(run)}-\d+-\d+\.jsonl", path.name)]
     return Trained(launch, [json.loads(line) for path in paths for line in path.read_text().splitlines()])
