@@ -173,8 +173,8 @@ def train(run: dlac.TrainingRun) -> None:
     if REJOINS and "darkens" in params and first_to_claim("darkens"):
         kill_lighthouse()
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
-    if REJOINS and (Path(os.environ["DLAC_LAUNCH"]) / "claimed-again").exists():
-        at += 30  # the third process of a group that has died again
+    third = REJOINS and (Path(os.environ["DLAC_LAUNCH"]) / "claimed-again").exists()
+    at += 30 * third  # of a group that has died again
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
         other = (awaited + run.spec.launch.ranks_per_replica) % run.spec.launch.world_size
         wait_for(other, lambda peer: max(peer.spent.in_hand, peer.step) >= at)
