@@ -11,7 +11,7 @@ the lighthouse, model, batch and 20 ms of "computation" in a step.
   more than three times its time is ended.
 - Downtime is the time from a kill until the next step that a survivor commits, less the median step. That of the lighthouse is
   the time until the second next step, because the step in progress commits without it.
-- The losses of DLAC are compared with those of a run that nobody disturbs.
+- The losses of DLAC are compared with those of an undisturbed run.
 """
 
 from __future__ import annotations

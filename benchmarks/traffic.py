@@ -27,10 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from benchmarks.figures import Figure, report
+from benchmarks.programs.recovery_sizes import WIDTH
+from benchmarks.recovery_lab.training import fill_source
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.elastic.ranks.launch_folder import pid_file
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -43,7 +42,7 @@ from tests.network_namespaces import SWITCH, network_node, open_switch
 from tests.seaweedfs import SeaweedFS, seaweedfs
 
 RANKS = 4
-HIDDEN, WIDTH = 62_000, 64
+HIDDEN = 62_000
 _PARAMETERS = HIDDEN * WIDTH + HIDDEN + HIDDEN + 1
 _GRADIENT_BYTES, _STATE_BYTES = 4 * _PARAMETERS, 12 * _PARAMETERS
 _EVERY_STEPS, _STEPS_PER_KILL, _PAUSE_S = 20, 30, 0.1
@@ -162,14 +161,6 @@ def _megabytes(count: float) -> Figure:
     return Figure(value=count / 1e6, unit="MB")
 
 
-def _make_source(lakehouse: Lakehouse) -> None:
-    lakehouse.create_namespace("src")
-    numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
-    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers, WIDTH)})
-    table = table.cast(pa.schema([pa.field("x", pa.list_(pa.float32()))]))
-    lakehouse.catalog.create_table("src.rows", table.schema).append(table)
-
-
 def _on_node(address: str, kills: int, modes: list[str]) -> None:
     """Measure on the network of this process."""
     with tempfile.TemporaryDirectory(prefix="dlac-traffic-") as folder:
@@ -178,7 +169,7 @@ def _on_node(address: str, kills: int, modes: list[str]) -> None:
         store.mkdir()
         with seaweedfs(store, address=address, under=["ip", "netns", "exec", SWITCH]) as server:
             lakehouse = connect(server.lakehouse("dlac"))
-            _make_source(lakehouse)
+            fill_source(lakehouse)
             figures: dict[str, Figure] = {"state": _megabytes(_STATE_BYTES), "gradients": _megabytes(_GRADIENT_BYTES)}
             for mode in modes:
                 figures |= measure(mode, home, server, lakehouse, kills)

@@ -21,13 +21,13 @@ RANKS = 2
 def make_source(home: Path) -> Lakehouse:
     """Make a lakehouse with the training table."""
     lakehouse = connect(LakehouseConfig().at_home(home))
-    lakehouse.create_namespace("src")
     fill_source(lakehouse)
     return lakehouse
 
 
 def fill_source(lakehouse: Lakehouse) -> None:
-    """Make the training table in the namespace of a lakehouse."""
+    """Make the training table."""
+    lakehouse.create_namespace("src")
     numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers, WIDTH)})
     table = table.cast(pa.schema([pa.field("x", pa.list_(pa.float32()))]))

@@ -16,7 +16,6 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.handler import DlacRendezvous
-from dlac_pipeline.elastic.lighthouse import START_METHODS
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks import rank
 from dlac_pipeline.elastic.ranks.environment import environment_of_attempt, set_environment
@@ -53,7 +52,7 @@ class RankAgent(LocalElasticAgent):
             numa_options=_numa_options(launch),
             virtual_local_rank=launch.virtual_local_rank,
         )
-        super().__init__(workers, logs_specs=_OwnLogs(), start_method=START_METHODS[launch.start])
+        super().__init__(workers, logs_specs=_OwnLogs(), start_method=fork_server.START_METHODS[launch.start])
         self._environment: Mapping[str, str] = {}
         self._first_local_rank = 0
         self._has_started = False

@@ -18,6 +18,8 @@ from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
+START_METHODS = {"fork": "forkserver", "spawn": "spawn"}
+"""Start methods of multiprocessing by `launch.start`."""
 _LOG_BYTES = 2**20
 """Size from which a log of earlier launches is started again."""
 _ENDS_WITHIN_S = 5.0

@@ -22,8 +22,6 @@ from dlac_pipeline.elastic.ranks.replicas import limit_s, read_lighthouse, write
 from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
-START_METHODS = {"fork": "forkserver", "spawn": "spawn"}
-"""Start methods of multiprocessing by `launch.start`."""
 _HEARTBEAT_TIMEOUT_MS = 400
 """Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a thread of its own."""
 _TICK_MS = 10
@@ -44,7 +42,7 @@ class Lighthouse:
         """Start its process."""
         fork_server.start_server(self._spec)
         stragglers_s = limit_s(self._spec.launch)  # as long as in a collective
-        context: Any = multiprocessing.get_context(START_METHODS[self._spec.launch.start])
+        context: Any = multiprocessing.get_context(fork_server.START_METHODS[self._spec.launch.start])
         process = context.Process(target=_serve, args=(self._spec.run, str(self._folder), stragglers_s), daemon=True)
         with held_signals(), without_main_module():
             process.start()

@@ -274,7 +274,7 @@ def test_lost_buddy_reads_store(nodes: Callable[..., Nodes], who: str) -> None:
 
 @pytest.mark.soak
 def test_node_hangs_while_states_are_copied(nodes: Callable[..., Nodes]) -> None:
-    """The buddy takes no copy any more: training goes on with the states that both have, and the last of them is taken."""
+    """The buddy takes no copy any more: training continues with the states that both have, and the last of them is taken."""
     run = nodes("memory-hangs", every_steps=1000)
     run.start("a", "b")
     run.wait_for_copies(3)

@@ -436,8 +436,8 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        alike = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
-        if bucket and (not alike or size + tensor.nbytes > _BUCKET_BYTES):
+        fits = size + tensor.nbytes <= _BUCKET_BYTES
+        if bucket and not (fits and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
