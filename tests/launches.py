@@ -67,6 +67,8 @@ class Launch:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the current ranks of it or of its fork server, by rank."""
+        if self.process.poll() is not None:
+            return []  # its process id may be another one's by now
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children()
             titles = {process: " ".join(process.cmdline()) for process in children}
@@ -84,9 +86,11 @@ class Launch:
 
     def signal_all(self, number: signal.Signals) -> None:
         """Signal the supervisor and all its ranks."""
-        for pid in (self.process.pid, *(rank.pid for rank in self.ranks())):
+        ranks = self.ranks()
+        self.process.send_signal(number)
+        for rank in ranks:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(rank.pid, number)
 
     def destroy(self) -> None:
         """Send SIGKILL to all processes. A rank dies with its supervisor."""

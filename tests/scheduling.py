@@ -39,6 +39,22 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # as above
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid.partition("::")[0])
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Give a process up, and return the test in which it crashed.
+
+        xdist 3.8 gives its finished groups to the process that replaces it too, which then waits for ever.
+        """
+        work = self.assigned_work[node]
+        self.assigned_work[node] = {group: tests for group, tests in work.items() if not all(tests.values())}
+        crashed: str | None = super().remove_node(node)
+        return crashed
+
+    def schedule(self) -> None:
+        """Give groups to the processes. One that replaces another begins its last test once it knows that none follows."""
+        super().schedule()
+        for node in self.nodes:
+            self._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         self.workqueue.move_to_end(self._next_group(), last=False)
         super()._assign_work_unit(node)
