@@ -69,4 +69,4 @@ peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mo
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf .venv .venv-peers .venv-peers-mosaic demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-peers-mosaic .venv-peers-dlrover demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,6 +1,7 @@
-"""The optional environments of the loaders: made on demand with pip, next to the project's own.
+"""The optional environments of what DLAC is compared with: made on demand with pip, next to the project's own.
 
-MosaicML Streaming has its own environment: it needs numpy < 2.2 and transformers < 5, which the others do not allow.
+MosaicML Streaming has its own environment: it needs numpy < 2.2 and transformers < 5, which the others do not allow. DLRover is
+no loader, and has its own as well.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Environment:
 OWN = Environment(".venv")
 SHARED = Environment(".venv-peers", "benchmarks/peers-requirements.txt")
 MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requirements.txt")
+DLROVER = Environment(".venv-peers-dlrover", "benchmarks/peer_loaders/dlrover-requirements.txt")
 
 
 def python_of(environment: Environment) -> Path:
