@@ -1,6 +1,6 @@
 """DLAC beside DLRover's flash checkpoint: ranks of both are killed in turns, and resume from shared memory.
 
-DLRover's own start of its master fails with torch 2.9 and later, so this program starts the master, as on a cluster.
+DLRover's own start of its master fails with torch 2.13, so the benchmark starts the master, as on a cluster.
 """
 
 from __future__ import annotations
