@@ -30,7 +30,7 @@ PROGRAMS = {
     "memory_recovery": Program(
         title="Recovery from states in memory, and work at risk",
         paper="a recovery point objective below 30 s at an overhead below 2 % (5.1)",
-        arguments=("--sizes", "1.1M"),
+        arguments=("--sizes", "1.1M", "100M"),
     ),
     "resume": Program(
         title="Positioning: from resuming to the first batch",
