@@ -183,8 +183,8 @@ def _month(modes: Sequence[Mode]) -> Found:
     text = [
         "The paper has no figure of it.",
         "",
-        f"Modelled: {MONTHS:,} simulated months with interruptions at random times, {INTERRUPTIONS} in {DAYS} days, as Llama 3 405B "
-        "had on 16,384 GPUs. Each costs the restart, half of the work at risk on average, and the time that a job of that "
+        f"Modelled: {MONTHS:,} months with interruptions at random times, {INTERRUPTIONS} in {DAYS} days, as Llama 3 405B had on "
+        "16,384 GPUs. Each costs the restart, half of the work at risk on average, and the time that a job of that "
         "size needs to start its processes and communicators, which is assumed. Ranges hold 90 % of the months.",
     ]
     return {"title": "Goodput over a month", "text": text, "tables": [(heads, rows)]}
