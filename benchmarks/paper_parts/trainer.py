@@ -170,7 +170,8 @@ def _batches(training: Training, loaders: list[Loader], from_pass: int) -> Itera
     """Yield global batches without end. A pass ends for all ranks as soon as one of them has no batch, and another begins."""
     for pass_number in itertools.count(from_pass):
         found = False
-        for shares in zip(*(loader.batches(pass_number) for loader in loaders), strict=False):
+        parts = [loader.batches(pass_number) for loader in loaders]
+        while len(shares := [share for part in parts for share in itertools.islice(part, 1)]) == len(parts):
             found = True
             ids = [int(row) for loader, share in zip(loaders, shares, strict=True) for row in loader.ids(share)]
             tokens = torch.cat([torch.as_tensor(np.asarray(share["tokens"])).long() for share in shares])
