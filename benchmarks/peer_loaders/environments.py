@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peer_loaders.client import LoaderFailed
+from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 1200.0
@@ -49,6 +49,16 @@ def python_of(environment: Environment) -> Path:
     _run([str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)])
     stamp.write_text(wanted)
     return python
+
+
+def open_host(name: str, environment: Environment, scratch: Path) -> LoaderProcess:
+    """Return the process of a loader of this package. Raises `LoaderFailed` if it cannot be installed or imported."""
+    caches = {each: str(scratch / "cache") for each in ("HF_HOME", "DATA_OPTIMIZER_CACHE_FOLDER", "LITDATA_CACHE_DIR")}
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+    one_thread = {"OMP_NUM_THREADS": "1"}  # torch's own threads: a loader has its workers
+    changes = {"PYTHONPATH": str(_ROOT), **caches, **quiet, **one_thread}
+    module, python = f"{__package__}.{name}", python_of(environment)
+    return LoaderProcess(module, python, scratch, name=name, environment=changes)
 
 
 def _run(command: list[str]) -> None:

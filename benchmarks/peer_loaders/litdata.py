@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peer_loaders.protocol import Ids, Job
 from benchmarks.peer_loaders.rows import rows_of
+from dlac_pipeline.operations.loader_check.protocol import Ids, Job
 
 litdata = importlib.import_module("litdata")
 

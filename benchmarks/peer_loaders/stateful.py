@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peer_loaders.protocol import Ids, Job
+from dlac_pipeline.operations.loader_check.protocol import Ids, Job
 
 _stateful = importlib.import_module("torchdata.stateful_dataloader")
 

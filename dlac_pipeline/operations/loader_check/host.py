@@ -1,6 +1,7 @@
-"""One loader's process: `python -m benchmarks.peer_loaders.host NAME`. It reads JSON commands, and writes one answer for each.
+"""One loader's process: `python -m dlac_pipeline.operations.loader_check.host LOADER`, a file or a module.
 
-It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import.
+It reads JSON commands, and writes one answer for each. It imports the loader's packages once and forks one process per rank and
+launch, so that a launch costs no import.
 
     {"do": "describe"}                          -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ...}
     {"do": "convert", "job": ..., "limit_s": s}  -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
@@ -10,14 +11,13 @@ Ranks of a launch run at the same time, with the environment variables that torc
 before its answer: each rank leads a process group, which is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.peer_loaders.consume import consume
-from benchmarks.peer_loaders.protocol import Job
+from dlac_pipeline.operations.loader_check.consume import Misuse, consume
+from dlac_pipeline.operations.loader_check.protocol import Job
 
 _GRACE_S = 5.0  # for the other ranks after a failure
 _PR_SET_PDEATHSIG = 1
@@ -41,9 +41,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of a library is no answer
     try:
-        module = importlib.import_module(f"benchmarks.peer_loaders.{sys.argv[1]}")
-    except Exception as err:
-        print(json.dumps({"failed": _error_line(err)}), file=answers)
+        module = _import(sys.argv[1])
+    except (Exception, SystemExit) as err:
+        print(json.dumps({"failed": _error_line(err, sys.argv[1])}), file=answers)
         return
     print(json.dumps(_described(module)), file=answers)
     for line in sys.stdin:
@@ -53,12 +53,28 @@ def main() -> None:
         print(json.dumps({"ranks": _launch(module, act, jobs, command["limit_s"])}), file=answers)
 
 
+def _import(source: str) -> ModuleType:
+    """Import a file as a script is run: modules beside it can be imported, and so can itself, by workers that are spawned."""
+    path = Path(source)
+    if path.suffix == ".py":
+        sys.path.insert(0, str(path.parent))
+        sys.dont_write_bytecode = True  # in the user's folder
+        source = path.stem
+    module = importlib.import_module(source)
+    if path.suffix == ".py" and module.__file__ != str(path):
+        raise Misuse(f"expected {path.name} to be the module {source!r}, found {module.__file__}: rename your file")
+    if not callable(getattr(module, "open_loader", None)):
+        advice = "see `dlac check-loader --example`"
+        raise Misuse(f"expected {path.name} to define open_loader(job, state), found no such function: {advice}")
+    return module
+
+
 def _described(module: ModuleType) -> dict[str, Any]:
     return {
-        "versions": {name: importlib.metadata.version(name) for name in module.PACKAGES},
-        "not_offered": module.NOT_OFFERED,
-        "shared_state": module.SHARED_STATE,
-        "notes": module.NOTES,
+        "versions": {name: importlib.metadata.version(name) for name in getattr(module, "PACKAGES", [])},
+        "not_offered": getattr(module, "NOT_OFFERED", {}),
+        "shared_state": getattr(module, "SHARED_STATE", False),
+        "notes": getattr(module, "NOTES", []),
         "converts": hasattr(module, "convert"),
     }
 
@@ -119,15 +135,19 @@ def _fork(module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], 
         code = 0
     except BaseException as err:
         traceback.print_exc()
-        Path(f"{job.log}.json").write_text(json.dumps({"error": _error_line(err)}))
+        Path(f"{job.log}.json").write_text(json.dumps({"error": _error_line(err, str(module.__file__))}))
     finally:
         os._exit(code)  # no clean-up of the parent's objects in a fork
 
 
-def _error_line(err: BaseException) -> str:
-    """Return the error in one line. torch passes on a worker's error with its whole traceback."""
+def _error_line(err: BaseException, source: str) -> str:
+    """Return the error in one line, with its line in the loader. torch passes on a worker's error with its whole traceback."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [""]
-    return lines[-1] if "Traceback" in str(err) else f"{type(err).__name__}: {lines[0]}"
+    if isinstance(err, Misuse):
+        return lines[0]
+    line = lines[-1] if "Traceback" in str(err) else f"{type(err).__name__}: {lines[0]}".removesuffix(": ")
+    places = re.findall(rf'File "{re.escape(source)}", line (\d+)', "".join(traceback.format_exception(err)))
+    return f"{Path(source).name}:{places[-1]}: {line}" if places else line
 
 
 def _outcome(job: Job, code: int | None, limit_s: float) -> dict[str, Any]:
