@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
 from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess
@@ -78,7 +79,7 @@ def _open_host(file: Path, python: Path, scratch: Path) -> LoaderProcess:
 
 
 def _verdict(bench: Bench, scenario: Scenario) -> Verdict:
-    place = {"scenario": scenario.name, "description": scenario.description}
+    place: dict[str, Any] = {"scenario": scenario.name, "description": scenario.description}
     if reason := bench.host.about["not_offered"].get(scenario.name):
         return Verdict(**place, exact=None, remark=reason)
     bench.relaunched.clear()

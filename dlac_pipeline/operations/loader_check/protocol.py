@@ -14,13 +14,9 @@ This package runs in the loader's environment: it needs Python 3.11 and numpy, a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ids = NDArray[np.int64]
+from dlac_pipeline.track.row_log import Ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,30 +74,3 @@ class Loader(Protocol):
 
     def close(self) -> None:
         """Stop background work."""
-
-
-class Record(NamedTuple):
-    """One batch, as its consumer logged it."""
-
-    pass_number: int
-    step: int
-    ids: Ids
-
-
-def record_bytes(record: Record) -> bytes:
-    """Return a record as bytes of a log."""
-    head = np.array([record.pass_number, record.step, len(record.ids)], dtype=np.int64)
-    return head.tobytes() + np.ascontiguousarray(record.ids, dtype=np.int64).tobytes()
-
-
-def read_log(path: Path) -> list[Record]:
-    """Return all whole records of a log, without a torn last one."""
-    if not path.exists():
-        return []
-    values = np.frombuffer(path.read_bytes()[: path.stat().st_size // 8 * 8], dtype=np.int64)
-    records, at = [], 0
-    while at + 3 <= len(values) and at + 3 + values[at + 2] <= len(values):
-        pass_number, step, count = (int(value) for value in values[at : at + 3])
-        records.append(Record(pass_number, step, values[at + 3 : at + 3 + count]))
-        at += 3 + count
-    return records

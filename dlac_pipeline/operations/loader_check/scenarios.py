@@ -8,8 +8,9 @@ import numpy as np
 
 from dlac_pipeline.operations.loader_check import tables
 from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess, LoaderTooSlow
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Ids, Job, Record, read_log
+from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
 from dlac_pipeline.operations.loader_check.tables import Lake
+from dlac_pipeline.track.row_log import Ids, Record, read_records
 
 BATCH = 32  # samples in a global batch
 LIMIT_S = 90.0
@@ -152,9 +153,9 @@ class Bench:
                 Path(job.log).unlink(missing_ok=True)
             self.host.consume(jobs, self.limit_s)
         if not stop:
-            return [record for job in jobs for record in read_log(Path(job.log))]
+            return [record for job in jobs for record in _records(job)]
         kept = max(step for step in jobs[0].save_at if step <= (jobs[0].die_at or stop))
-        return [record for job in jobs for record in read_log(Path(job.log)) if record.step <= kept]
+        return [record for job in jobs for record in _records(job) if record.step <= kept]
 
     def job(self, scenario: Scenario, table: str, *, launch: int, world: int, rank: int, stop: int) -> Job:
         """Return the job of rank `rank` of `world` in a launch that ends after step `stop` (0: at its end)."""
@@ -279,6 +280,10 @@ class Bench:
         missing = int((expected & (times[: len(expected)] == 0)).sum())
         appended = int((times[len(expected) :] > 0).sum()) if scenario.change == "append" else None
         return Count(repeated=repeated, missing=missing, left_out=left_out, appended_read=appended)
+
+
+def _records(job: Job) -> list[Record]:
+    return read_records(Path(job.log).read_bytes())
 
 
 def outcome(bench: Bench, scenario: Scenario) -> Count | str:

@@ -11,7 +11,8 @@ from pyiceberg.table.snapshots import Operation, Summary
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Ids
+from dlac_pipeline.operations.loader_check.protocol import KINDS
+from dlac_pipeline.track.row_log import Ids
 
 NAMESPACE = "bench"
 
