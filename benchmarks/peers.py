@@ -37,6 +37,7 @@ ENVIRONMENTS = {
     "hf_parquet": environments.SHARED,
     "hf_iceberg": environments.SHARED,
     "torchdata": environments.SHARED,
+    "torchft": environments.OWN,
     "mosaic": environments.MOSAIC,
     "litdata": environments.SHARED,
     "grain": environments.SHARED,

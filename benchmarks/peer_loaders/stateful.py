@@ -16,15 +16,22 @@ _stateful = importlib.import_module("torchdata.stateful_dataloader")
 
 
 class StatefulLoader:
-    """A loader with `batch_size=None`: the dataset itself yields whole batches."""
+    """A loader. With `batch_size=None` the dataset itself yields whole batches."""
 
     def __init__(
-        self, dataset: Any, job: Job, state: bytes | None, *, batch_size: int | None, set_epoch: Callable[[int], None]
+        self,
+        dataset: Any,
+        job: Job,
+        state: bytes | None,
+        *,
+        batch_size: int | None,
+        set_epoch: Callable[[int], None],
+        sampler: Any = None,
     ) -> None:
         self._set_epoch = set_epoch
         self._packed = job.packed
         self._loader = _stateful.StatefulDataLoader(
-            dataset, batch_size=batch_size, num_workers=job.workers, prefetch_factor=job.prefetch
+            dataset, batch_size=batch_size, sampler=sampler, num_workers=job.workers, prefetch_factor=job.prefetch
         )
         if state is not None:
             self._loader.load_state_dict(pickle.loads(state))

@@ -40,7 +40,7 @@ def check_loader(
     limit_s: Annotated[float, Option(min=1, help="Time for one launch.", callback=ui.check_number)] = 30.0,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Kill, resize and resume any loader, and count the rows that it repeats and misses. Exit status 0 only if none.
+    """Kill, resize and resume any loader, and count the rows that it repeats and misses. Exit status 0 only if there are none.
 
     It reads generated tables, and leaves nothing on the disk. No lakehouse is needed.
     """
@@ -58,7 +58,7 @@ def check_loader(
     scenarios = check.find_scenarios([each.strip() for each in only.split(",") if each.strip()])
     with ui.steps_bar() as bar:
         task = bar.add_task("scenarios", total=len(scenarios))
-        verdicts = check.check_loader(
+        verdicts = check.judge_loader(
             file,
             scenarios,
             python=python or Path(sys.executable),

@@ -35,7 +35,7 @@ def find_scenarios(names: Sequence[str]) -> list[Scenario]:
     return [known[name] for name in names] or SCENARIOS
 
 
-def check_loader(
+def judge_loader(
     file: Path,
     scenarios: Sequence[Scenario],
     *,

@@ -221,7 +221,7 @@ class Bench:
         if scenario.uneven:
             bounds[-1] = (bounds[-1][0], bounds[-1][1] - 13)
         if scenario.packed:
-            batches = [tables.documents(begin, end, self._starts) for begin, end in bounds]
+            batches = [tables.packable(begin, end, self._starts) for begin, end in bounds]
         else:
             batches = [tables.sequences(begin, end, self.size.sequence) for begin, end in bounds]
         self.lake.create(name, batches, self.size.group_rows)

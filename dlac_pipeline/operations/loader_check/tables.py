@@ -90,7 +90,7 @@ def sequences(begin: int, end: int, length: int) -> pa.Table:
     return _table(ids, tokens.reshape(-1), np.arange(len(ids) + 1) * length)
 
 
-def documents(begin: int, end: int, starts: Ids) -> pa.Table:
+def packable(begin: int, end: int, starts: Ids) -> pa.Table:
     """Return rows `begin` to `end`. The tokens of all documents are numbered, so that each is unique."""
     tokens = np.arange(starts[begin], starts[end], dtype=np.int32)
     return _table(np.arange(begin, end), tokens, starts[begin : end + 1] - starts[begin])

@@ -269,7 +269,7 @@ class _Comparison:
     @cached_property
     def _ours(self) -> "_Replay":
         finished = self._is_finished(self.passes[-1])
-        return replay(self.pinned, self.launches, passes=self._count_of_passes, finished=finished)
+        return replay_launches(self.pinned, self.launches, passes=self._count_of_passes, finished=finished)
 
     @property
     def _count_of_passes(self) -> int:
@@ -327,7 +327,7 @@ class _Replay:
     finished: bool
 
 
-def replay(pinned: _Snapshot, launches: Sequence[Launch], *, passes: int, finished: bool) -> _Replay:
+def replay_launches(pinned: _Snapshot, launches: Sequence[Launch], *, passes: int, finished: bool) -> _Replay:
     """Run DLAC's reader through the launches: each resumes from the state at its step, with its number of ranks.
 
     Raises `SpecInvalid` if the ranks do not divide the batch size.
