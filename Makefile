@@ -65,8 +65,8 @@ ui: setup  ## the Dagster UI on the demo's lakehouse
 bench: setup  ## every benchmark but gpu, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
 	for program in $(filter-out benchmarks/gpu.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
 
-peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mosaic on the first run
+peers: setup  ## DLAC beside other loaders; makes .venv-peers, .venv-peers-mosaic and .venv-peers-torchtitan on the first run
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf .venv .venv-peers .venv-peers-mosaic demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-peers-mosaic .venv-peers-torchtitan demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

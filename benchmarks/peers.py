@@ -6,7 +6,7 @@ resume to the first batch at 1 %, 50 % and 99 % of a pass; bytes of state. All f
 loader's consumer logged. The cell of a loader that cannot be installed, or lacks a feature, has the reason.
 
 The loaders are in `benchmarks/peer_loaders`, each in its own process, in environments that are made on the first run
-(`.venv-peers`, `.venv-peers-mosaic`: a few minutes, about 4 GB).
+(`.venv-peers`, `.venv-peers-mosaic`, `.venv-peers-torchtitan`: a few minutes, about 6 GB).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ ENVIRONMENTS = {
     "hf_iceberg": environments.SHARED,
     "torchdata": environments.SHARED,
     "torchft": environments.OWN,
+    "torchtitan": environments.TORCHTITAN,
     "mosaic": environments.MOSAIC,
     "litdata": environments.SHARED,
     "grain": environments.SHARED,

@@ -1,6 +1,7 @@
 """The optional environments of the loaders: made on demand with pip, next to the project's own.
 
-MosaicML Streaming has its own environment: it needs numpy < 2.2 and transformers < 5, which the others do not allow.
+MosaicML Streaming and torchtitan have their own: the one needs numpy < 2.2 and transformers < 5, the other datasets < 4.8, which
+the others do not allow.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Environment:
 
 OWN = Environment(".venv")
 SHARED = Environment(".venv-peers", "benchmarks/peers-requirements.txt")
+TORCHTITAN = Environment(".venv-peers-torchtitan", "benchmarks/peer_loaders/torchtitan-requirements.txt")
 MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requirements.txt")
 
 

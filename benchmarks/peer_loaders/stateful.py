@@ -27,10 +27,11 @@ class StatefulLoader:
         batch_size: int | None,
         set_epoch: Callable[[int], None],
         sampler: Any = None,
+        make: Callable[..., Any] = _stateful.StatefulDataLoader,
     ) -> None:
         self._set_epoch = set_epoch
         self._packed = job.packed
-        self._loader = _stateful.StatefulDataLoader(
+        self._loader = make(
             dataset, batch_size=batch_size, sampler=sampler, num_workers=job.workers, prefetch_factor=job.prefetch
         )
         if state is not None:
