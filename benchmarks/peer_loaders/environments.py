@@ -7,6 +7,7 @@ the others do not allow.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -53,14 +54,18 @@ def python_of(environment: Environment) -> Path:
     return python
 
 
-def open_host(name: str, environment: Environment, scratch: Path) -> LoaderProcess:
-    """Return the process of a loader of this package. Raises `LoaderFailed` if it cannot be installed or imported."""
-    caches = {each: str(scratch / "cache") for each in ("HF_HOME", "DATA_OPTIMIZER_CACHE_FOLDER", "LITDATA_CACHE_DIR")}
+def environment_of(scratch: Path) -> dict[str, str]:
+    """Return the environment variables of a loader's process: caches in a folder, no network, one thread."""
+    caches = {name: str(scratch / "cache") for name in ("HF_HOME", "DATA_OPTIMIZER_CACHE_FOLDER", "LITDATA_CACHE_DIR")}
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     one_thread = {"OMP_NUM_THREADS": "1"}  # torch's own threads: a loader has its workers
-    changes = {"PYTHONPATH": str(_ROOT), **caches, **quiet, **one_thread}
-    module, python = f"{__package__}.{name}", python_of(environment)
-    return LoaderProcess(module, python, scratch, name=name, environment=changes)
+    return {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(scratch), **caches, **quiet, **one_thread}
+
+
+def open_host(name: str, environment: Environment, scratch: Path) -> LoaderProcess:
+    """Return the process of a loader of this package. Raises `LoaderFailed` if it cannot be installed or imported."""
+    python, module = python_of(environment), f"{__package__}.{name}"
+    return LoaderProcess(module, python, scratch, name=name, environment=environment_of(scratch))
 
 
 def _run(command: list[str]) -> None:
