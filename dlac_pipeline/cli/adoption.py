@@ -91,7 +91,7 @@ def shadow(
 ) -> None:
     """Compare the rows that another training loop recorded with those of DLAC's reader in the same launches.
 
-    Exit status 0 only if the loop repeated and missed no row. Nothing is written or pinned.
+    Exit status 0 only if the loop repeated and missed no row, and read none from outside the snapshot. Nothing is written.
     """
     from dlac_pipeline.operations.shadow.compare import compare_shadow
 

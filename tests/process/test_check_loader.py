@@ -99,6 +99,7 @@ def test_example_is_judged(folder: Folder) -> None:
     assert verdicts["shuffle"]["remark"] == "reads in the order of the files"
 
 
+@pytest.mark.slow
 def test_exact_loader_passes(folder: Folder) -> None:
     """DLAC's own dataset is exact: killed, and over a table to which rows are appended."""
     status, verdicts, errors = folder.check(OURS, "kill,append")
@@ -153,6 +154,8 @@ def test_worker_error_names_line(folder: Folder) -> None:
         ("x = 1\n", (), "expected my_loader.py to define open_loader(job, state)"),
         ("import no_such_package\n", (), "my_loader.py:1: ModuleNotFoundError"),
         ("def open_loader(:\n", (), "my_loader.py:1: SyntaxError"),
+        (EXAMPLE.replace('"filter":', '"filters":'), (), "in NOT_OFFERED of my_loader.py, found filters"),
+        (EXAMPLE + "NOT_OFFERED = ['filter']\n", (), "to be a dict, from a scenario to a reason, found list"),
         (EXAMPLE, ("--only", "kill,tial"), "found tial: correct --only"),
         (EXAMPLE, ("--python", "/no/python"), "expected an interpreter of Python, found '/no/python'"),
     ],

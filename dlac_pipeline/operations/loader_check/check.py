@@ -59,6 +59,7 @@ def judge_loader(
     with tempfile.TemporaryDirectory(prefix="dlac-check-", ignore_cleanup_errors=True) as scratch:
         host = _open_host(file.resolve(), python, Path(scratch) / "loader")
         try:
+            _check_names(host, file)
             bench = Bench(host, Lake(Path(scratch) / "lake"), _SIZE, Path(scratch), workers=workers, limit_s=limit_s)
             verdicts = []
             for number, scenario in enumerate(scenarios, 1):
@@ -76,6 +77,14 @@ def _open_host(file: Path, python: Path, scratch: Path) -> LoaderProcess:
         raise ScriptInvalid(f"expected a loader in {file.name}, found none: {err}") from err
     except OSError as err:
         raise SpecInvalid(f"expected an interpreter of Python, found {str(python)!r}: {err}") from err
+
+
+def _check_names(host: LoaderProcess, file: Path) -> None:
+    names = [each.name for each in SCENARIOS]
+    if unknown := sorted(set(host.about["not_offered"]) - set(names)):
+        raise ScriptInvalid(
+            f"expected scenarios of {', '.join(names)} in NOT_OFFERED of {file.name}, found {', '.join(unknown)}: correct it"
+        )
 
 
 def _verdict(bench: Bench, scenario: Scenario) -> Verdict:

@@ -38,6 +38,7 @@ class LoaderProcess:
         """
         scratch.mkdir(parents=True, exist_ok=True)
         self.name = name
+        self._is_busy = False
         self._errors = (scratch / f"{name}.host").open("w")
         self._process = subprocess.Popen(
             [str(python), "-m", f"{__package__}.host", source],
@@ -51,10 +52,13 @@ class LoaderProcess:
         )
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
-        self.about = self._answer(_IMPORT_LIMIT_S)
-        if "failed" in self.about:
+        try:
+            self.about = self._answer(_IMPORT_LIMIT_S)
+            if "failed" in self.about:
+                raise LoaderFailed(f"cannot be imported: {self.about['failed']}")
+        except LoaderFailed:
             self.close()
-            raise LoaderFailed(f"cannot be imported: {self.about['failed']}")
+            raise
 
     def convert(self, job: Job, limit_s: float) -> dict[str, float]:
         """Convert the rows, and return bytes and seconds."""
@@ -66,10 +70,12 @@ class LoaderProcess:
         return [rank["result"] for rank in self._ask("consume", jobs, limit_s)]
 
     def close(self) -> None:
-        """End the process and all processes that it started."""
+        """End the process and all processes that it started, also in the middle of a command."""
         with contextlib.suppress(BrokenPipeError, ProcessLookupError):
             assert self._process.stdin is not None
             self._process.stdin.close()
+        if self._is_busy:
+            self._process.terminate()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -96,10 +102,12 @@ class LoaderProcess:
         return ranks
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
+        self._is_busy = True
         try:
             line = self._answers.get(timeout=limit_s)
         except queue.Empty:
             line = ""
+        self._is_busy = False
         if not line:
             os.killpg(self._process.pid, signal.SIGKILL)
             errors = Path(self._errors.name).read_text(errors="replace").split("\n")

@@ -40,6 +40,7 @@ def main() -> None:
     """Answer commands until the standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of a library is no answer
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after the ranks were ended
     try:
         module = _import(sys.argv[1])
     except (Exception, SystemExit) as err:
@@ -66,6 +67,9 @@ def _import(source: str) -> ModuleType:
     if not callable(getattr(module, "open_loader", None)):
         advice = "see `dlac check-loader --example`"
         raise Misuse(f"expected {path.name} to define open_loader(job, state), found no such function: {advice}")
+    if not isinstance(not_offered := getattr(module, "NOT_OFFERED", {}), dict):
+        found = type(not_offered).__name__
+        raise Misuse(f"expected NOT_OFFERED of {path.name} to be a dict, from a scenario to a reason, found {found}")
     return module
 
 
@@ -95,19 +99,21 @@ def _launch(
     exits: dict[int, int] = {}
     until = time.monotonic() + limit_s
     failed_at = 0.0
-    while len(exits) < len(pids) and time.monotonic() < until:
+    try:
+        while len(exits) < len(pids) and time.monotonic() < until:
+            for pid in pids:
+                if pid not in exits and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    exits[pid] = os.waitstatus_to_exitcode(ended[1])
+            if any(exits.values()) and not failed_at:
+                failed_at = time.monotonic()
+                until = min(until, failed_at + _GRACE_S)
+            time.sleep(0.002)
+    finally:
         for pid in pids:
-            if pid not in exits and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                exits[pid] = os.waitstatus_to_exitcode(ended[1])
-        if any(exits.values()) and not failed_at:
-            failed_at = time.monotonic()
-            until = min(until, failed_at + _GRACE_S)
-        time.sleep(0.002)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        if pid not in exits:
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if pid not in exits:
+                os.waitpid(pid, 0)
     return [_outcome(job, exits.get(pid), limit_s) for pid, job in zip(pids, jobs, strict=True)]
 
 
@@ -118,6 +124,7 @@ def _fork(module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], 
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         errors = os.open(f"{job.log}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(errors, 1)

@@ -105,8 +105,6 @@ class _Snapshot:
         order = np.argsort(ids, kind="stable")
         self.ids: Ids = ids[order]
         self._units = self._units[order]
-        if twice := int((np.diff(self.ids) == 0).sum()):
-            raise SpecInvalid(f"expected one row for each value of {by!r}, found {twice:,} repeated values: name a key")
 
     def leg(self, spec: JobSpec) -> Leg:
         """Return the leg over this snapshot, with the order of a spec."""
@@ -154,6 +152,8 @@ def compare_shadow(lakehouse: Lakehouse, spec: JobSpec, folder: Path, *, by: str
         has = f"of type {found[0].field_type}" if found else f"only {[each.name for each in table.schema().fields]!r}"
         raise UnsupportedColumn(f"expected integers in column {by!r} of {spec.source.table!r}, found {has}: name a key")
     pinned = _Snapshot(lakehouse, spec, by, snapshot_id)
+    if twice := int((np.diff(pinned.ids) == 0).sum()):
+        raise SpecInvalid(f"expected one row for each value of {by!r}, found {twice:,} repeated values: name a key")
     current = table.current_snapshot()
     moved = current is not None and current.snapshot_id != snapshot_id
     now = _Snapshot(lakehouse, spec, by, current.snapshot_id) if current and moved else pinned
@@ -349,11 +349,12 @@ def replay_launches(pinned: _Snapshot, launches: Sequence[Launch], *, passes: in
         saved, first[launch.number] = state, []
         for rank in range(launch.world_size):
             dataset = DlacDataset(spec, pinned.leg(spec), rank=rank, world_size=launch.world_size, plans=pinned.plans)
-            dataset.load_state_dict(json.loads(json.dumps(saved)) if saved else dataset.state_dict())
+            if saved is not None:
+                dataset.load_state_dict(json.loads(json.dumps(saved)))
             batches = iter(dataset)
-            taken = list(islice(batches, None if end is None else end - launch.step))
-            batches.close()  # type: ignore[attr-defined]  # a generator
+            taken = islice(batches, None if end is None else end - launch.step)
             mine = [batch[pinned.by].numpy().astype(np.int64) for batch in taken]
+            batches.close()  # type: ignore[attr-defined]  # a generator
             parts += mine
             first[launch.number] += mine[0].tolist() if mine else []
             state = dataset.state_dict()

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 from dlac_pipeline.track.row_log import Record, read_records
@@ -74,7 +73,7 @@ def read_launches(folder: Path) -> list[Launch]:
     return launches
 
 
-def _belongs(head: dict[str, Any], launch: Launch) -> bool:
+def _belongs(head: dict[str, int], launch: Launch) -> bool:
     """Return True if a file is of this launch: each rank is in a launch once."""
     same = (head["step"], head["world_size"]) == (launch.step, launch.world_size)
     return same and head["rank"] not in launch.ranks
@@ -87,12 +86,12 @@ def _find_kept(launches: Sequence[Launch]) -> None:
         kept = launch.step if kept is None else min(kept, launch.step)
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], list[Record]]:
+def _read_file(path: Path) -> tuple[dict[str, int], list[Record]]:
     line, _, log = path.read_bytes().partition(b"\n")
     try:
-        head = json.loads(line)
+        head = {name: int(value) for name, value in json.loads(line).items()}
         version, _, _, _, _ = (head[name] for name in ("format_version", "rank", "world_size", "step", "started_ns"))
-    except (ValueError, KeyError, TypeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise SpecInvalid(
             f"expected a file of dlac.Shadow at {str(path)!r}, found another content: move it out of the folder"
         ) from err
