@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
-from dlac_pipeline.track.row_log import Record, read_records
-from dlac_pipeline.track.shadow import END, SHADOW_VERSION, SUFFIX
+from dlac_pipeline.track.row_log import END, SHADOW_VERSION, SUFFIX, Record, read_records
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,8 +63,8 @@ def read_launches(folder: Path) -> list[Launch]:
     launches: list[Launch] = []
     for head, records in files:
         if not launches or not _belongs(head, launches[-1]):
-            facts = {name: head[name] for name in ("step", "world_size", "started_ns")}
-            launches.append(Launch(number=len(launches) + 1, **facts))
+            step, world_size, started_ns = head["step"], head["world_size"], head["started_ns"]
+            launches.append(Launch(number=len(launches) + 1, step=step, world_size=world_size, started_ns=started_ns))
         launch = launches[-1]
         launch.ended |= any(each.pass_number == END for each in records)
         launch.ranks[head["rank"]] = [each for each in records if each.pass_number != END]
