@@ -110,7 +110,7 @@ def test_exact_loader_passes(folder: Folder) -> None:
 def test_rows_repeated_after_kill(folder: Folder) -> None:
     """A state that rounds its position down repeats the rest of a row group on both ranks. Uninterrupted it is exact."""
     text = changed("return json.dumps(self.at).encode()", 'return json.dumps({**self.at, "row": 0}).encode()')
-    status, verdicts, _ = folder.check(text, "kill")
+    status, verdicts, _ = folder.check(text, "kill", "--python", os.path.relpath(sys.executable))
     assert (status, verdicts["kill"]["missing"], verdicts["kill"]["remark"]) == (1, 0, "")
     assert verdicts["kill"]["repeated"] == 2 * 16
 

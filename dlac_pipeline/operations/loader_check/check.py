@@ -1,5 +1,6 @@
 """The check of a loader: a file of Python in, a verdict for each scenario out."""
 
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,12 +72,13 @@ def judge_loader(
 
 
 def _open_host(file: Path, python: Path, scratch: Path) -> LoaderProcess:
-    try:
-        return LoaderProcess(str(file), python, scratch, name="loader")
+    found = shutil.which(python)
+    if found is None:
+        raise SpecInvalid(f"expected an interpreter of Python, found {str(python)!r}: correct --python")
+    try:  # the path of a virtual environment's interpreter is a link, which is not followed
+        return LoaderProcess(str(file), Path(found).absolute(), scratch, name="loader")
     except LoaderFailed as err:
         raise ScriptInvalid(f"expected a loader in {file.name}, found none: {err}") from err
-    except OSError as err:
-        raise SpecInvalid(f"expected an interpreter of Python, found {str(python)!r}: {err}") from err
 
 
 def _check_names(host: LoaderProcess, file: Path) -> None:
