@@ -42,9 +42,9 @@ def run_loop(
     return [rank.returncode for rank in ranks]
 
 
-def compare(arena: Arena) -> ShadowReport:
+def compare(arena: Arena, **changes: Any) -> ShadowReport:
     """Return the comparison with DLAC at the same size of a batch."""
-    spec = arena.spec("shadowed", batch_size=20, key_groups=4, passes=1)
+    spec = arena.spec("shadowed", batch_size=20, key_groups=4, passes=1, **changes)
     return compare_shadow(arena.lakehouse, spec, arena.home / "shadow", by="row_id")
 
 
@@ -134,6 +134,19 @@ def test_skipped_rows_are_missing(arena: Arena, home: Path, here: Command) -> No
     assert missing.endswith(".parquet#3; such as 80, 81, 82, 83, 84")
     asked = here("shadow", str(spec), str(home / "shadow"), "--by", "row_id", "--json")
     assert json.loads(asked.stdout)["missing"] == 20
+
+
+def test_deleted_and_filtered_rows_differ(arena: Arena) -> None:
+    """Rows that were deleted before the loop read them are missing, and rows that the filter leaves out are outside."""
+    arena.table(appends=(100,))
+    with dlac.Shadow(arena.home / "shadow", step=0) as shadow:
+        arena.lakehouse.load("src.t").delete("row_id >= 80")
+        for start in range(0, 80, 40):
+            shadow.step(range(start, start + 40, 2))
+        shadow.step([1, 3])
+    missing, outside = sorted(compare(arena, row_filter="even = true").differences, key=lambda each: each.kind)
+    assert (missing.kind, missing.rows, missing.note) == ("missing", 10, "10 of them were deleted since")
+    assert (outside.kind, outside.rows, outside.examples, outside.note) == ("outside", 2, [1, 3], "")
 
 
 @pytest.mark.parametrize(
