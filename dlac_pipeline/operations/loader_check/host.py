@@ -1,10 +1,10 @@
 """One loader's process: `python -m dlac_pipeline.operations.loader_check.host LOADER`, a file or a module.
 
-It reads JSON commands, and writes one answer for each. It imports the loader's packages once and forks one process per rank and
-launch, so that a launch costs no import.
+It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import. At its start it
+writes what the loader offers, and then one answer for each JSON command that it reads:
 
-    {"do": "describe"}                          -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ...}
-    {"do": "convert", "job": ..., "limit_s": s}  -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
+    -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ..., "converts": ...}, or {"failed": text}
+    {"do": "convert", "jobs": [one], "limit_s": s} -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
     {"do": "consume", "jobs": [...], "limit_s": s} -> {"ranks": [{"exit": 0 or -signal, "result": ..., "error": text}]}
 
 Ranks of a launch run at the same time, with the environment variables that torchrun sets. All processes of a launch have ended
