@@ -33,11 +33,13 @@ def check_loader(
     file: Annotated[Path | None, Argument(help="Python file that defines open_loader(job, state).")] = None,
     example: Annotated[bool, Option("--example", help="Print a file that works, to begin with.")] = False,
     only: Annotated[str, Option(help="Names of scenarios, separated by commas. Unset: all.")] = "",
-    workers: Annotated[int, Option(min=0, help="Workers for each rank, as job.workers.")] = 2,
+    workers: Annotated[int, Option(min=0, max=1024, help="Workers for each rank, as job.workers.")] = 2,
     python: Annotated[
         Path | None, Option(help="Interpreter with the loader's packages, and numpy. Unset: that of this command.")
     ] = None,
-    limit_s: Annotated[float, Option(min=1, help="Time for one launch.", callback=ui.check_number)] = 30.0,
+    limit_s: Annotated[
+        float, Option(min=1, max=86_400, help="Seconds for one launch.", callback=ui.check_number)
+    ] = 30.0,
     as_json: ui.AsJson = False,
 ) -> None:
     """Kill, resize and resume any loader, and count the rows that it repeats and misses. Exit status 0 only if there are none.
