@@ -15,6 +15,7 @@ from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 if TYPE_CHECKING:
+    from dlac_pipeline.operations.loader_check.check import Verdict
     from dlac_pipeline.operations.shadow.compare import Difference, ShadowReport
 
 app = typer.Typer()
@@ -68,19 +69,23 @@ def check_loader(
             limit_s=limit_s,
             progress=lambda done: bar.update(task, completed=done),
         )
-    inexact = [each for each in verdicts if each.exact is False]
     if as_json:
         ui.show_json([asdict(each) for each in verdicts])
     else:
-        results = {True: "exact", False: "NOT EXACT", None: "skipped"}
-        names, counts = ("scenario", "repeated", "missing", "result", "remark"), ("repeated", "missing")
-        cells = [(each.scenario, each.repeated, each.missing, results[each.exact], each.remark) for each in verdicts]
-        rows = [["" if cell is None else str(cell) for cell in row] for row in cells]
-        ui.show_table(names, rows, right=counts, empty="no scenario was run")
-        for each in inexact:
-            ui.show_text(f"{each.scenario}: {each.description}")
-    if inexact:
+        _show_verdicts(verdicts)
+    if any(each.exact is False for each in verdicts):
         raise typer.Exit(1)
+
+
+def _show_verdicts(verdicts: "Sequence[Verdict]") -> None:
+    results = {True: "exact", False: "NOT EXACT", None: "skipped"}
+    names, counts = ("scenario", "repeated", "missing", "result", "remark"), ("repeated", "missing")
+    cells = [(each.scenario, each.repeated, each.missing, results[each.exact], each.remark) for each in verdicts]
+    rows = [["" if cell is None else str(cell) for cell in row] for row in cells]
+    ui.show_table(names, rows, right=counts, empty="no scenario was run")
+    for each in verdicts:
+        if each.exact is False:
+            ui.show_text(f"{each.scenario}: {each.description}")
 
 
 @ui.command(app, ui.LOOK, "dlac shadow job.toml shadow/ --by row_id", "dlac shadow job.toml shadow/ --by row_id --json")
