@@ -113,6 +113,6 @@ def is_running(process: psutil.Process) -> bool:
 def _is_rank(process: psutil.Process, run: str) -> bool:
     """Return whether a process is a rank of the run, and not another one with a reused process id."""
     try:
-        return re.match(rf"dlac {re.escape(run)} rank ", " ".join(process.cmdline())) is not None
+        return re.match(rf"dlac {re.escape(run)} (group \d+ )?rank ", " ".join(process.cmdline())) is not None
     except psutil.NoSuchProcess:
         return False

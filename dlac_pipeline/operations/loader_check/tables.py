@@ -1,25 +1,25 @@
-"""The rows that every loader reads: Iceberg tables of many row groups, and their changes between save and resume."""
-
-from __future__ import annotations
+"""The rows that a loader reads: Iceberg tables of many row groups, and their changes between save and resume."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Summary
 
-from benchmarks.peer_loaders.protocol import KINDS, Ids
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.operations.loader_check.protocol import KINDS
+from dlac_pipeline.track.row_log import Ids
 
 NAMESPACE = "bench"
 
 
 class Lake:
-    """A lakehouse in a folder, with the benchmark's tables."""
+    """A lakehouse in a folder, with tables of generated rows."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -37,8 +37,8 @@ class Lake:
         return self.lakehouse.load(f"{NAMESPACE}.{name}")
 
     def files(self, name: str) -> list[str]:
-        """Return the data files of the current snapshot, in the order of a scan."""
-        return [task.file.file_path for task in self.table(name).scan().plan_files()]
+        """Return the paths of the data files of the current snapshot, in the order of a scan."""
+        return [task.file.file_path.removeprefix("file://") for task in self.table(name).scan().plan_files()]
 
     def create(self, name: str, batches: list[pa.Table], group_rows: int) -> None:
         """Make a table with one data file per batch, in row groups of `group_rows`."""
@@ -85,13 +85,18 @@ def _set_replace(producer: Any) -> None:
 
 def sequences(begin: int, end: int, length: int) -> pa.Table:
     """Return rows `begin` to `end`, each with `length` tokens, the first of which is the row id."""
-    ids = np.arange(begin, end)
-    tokens = np.random.default_rng(begin).integers(0, 50_000, size=(len(ids), length), dtype=np.int32)
-    tokens[:, 0] = ids
-    return _table(ids, tokens.reshape(-1), np.arange(len(ids) + 1) * length)
+    tokens = np.random.default_rng(begin).integers(0, 50_000, size=(end - begin, length), dtype=np.int32)
+    tokens[:, 0] = np.arange(begin, end)
+    return token_rows(begin, tokens)
 
 
-def documents(begin: int, end: int, starts: Ids) -> pa.Table:
+def token_rows(begin: int, tokens: NDArray[np.int32]) -> pa.Table:
+    """Return rows from `begin` on, with these tokens, int32[rows, length]."""
+    rows, length = tokens.shape
+    return _table(np.arange(begin, begin + rows), tokens.reshape(-1), np.arange(rows + 1) * length)
+
+
+def packable(begin: int, end: int, starts: Ids) -> pa.Table:
     """Return rows `begin` to `end`. The tokens of all documents are numbered, so that each is unique."""
     tokens = np.arange(starts[begin], starts[end], dtype=np.int32)
     return _table(np.arange(begin, end), tokens, starts[begin : end + 1] - starts[begin])
