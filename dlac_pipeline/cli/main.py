@@ -16,7 +16,18 @@ import typer
 from rich.text import Text
 from typer import Option
 
-from dlac_pipeline.cli import branches, checkpoints, disclosure, forget, lakehouse, logs, provenance, runs, training
+from dlac_pipeline.cli import (
+    branches,
+    chaos,
+    checkpoints,
+    disclosure,
+    forget,
+    lakehouse,
+    logs,
+    provenance,
+    runs,
+    training,
+)
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
@@ -33,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, runs, logs, checkpoints, branches, lakehouse, provenance, disclosure, forget):
+for _part in (training, runs, chaos, logs, checkpoints, branches, lakehouse, provenance, disclosure, forget):
     app.add_typer(_part.app)
 
 
