@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -28,15 +28,19 @@ RANKS = FaultKind(description="SIGKILL of all ranks at once", follows=True)
 HANG = FaultKind(description="SIGSTOP of a rank: it hangs", survived=True)
 SUPERVISOR = FaultKind(description="SIGKILL of the supervisor", follows=True)
 PREEMPT = FaultKind(description="SIGTERM to the supervisor: a preemption")
-FLIP = FaultKind(description="a bit of the newest checkpoint is flipped, and all ranks are killed")
+DAMAGE = FaultKind(
+    description="a bit of the newest checkpoint is flipped, its states in memory are lost, and all ranks are killed"
+)
 KINDS = {
     "rank": RANK,
     "ranks": RANKS,
     "hang": HANG,
-    "node": FaultKind(description="SIGKILL of a supervisor with its ranks", follows=True),
+    "node": FaultKind(
+        description="SIGKILL of a supervisor and its ranks, whose states in memory are lost", follows=True
+    ),
     "supervisor": SUPERVISOR,
     "preempt": PREEMPT,
-    "checkpoint": FLIP,
+    "checkpoint": DAMAGE,
     "store": FaultKind(description="the checkpoint store is unavailable", new_attempt=False),
     "catalog": FaultKind(description="the catalog is unavailable", new_attempt=False),
     "network": FaultKind(description="connections to catalog and store are cut, or silent", new_attempt=False),
@@ -71,11 +75,11 @@ class PlannedFault:
 class Schedule:
     """Faults that wait until they are due: listed ones, and others that are drawn one after the other."""
 
-    def __init__(self, listed: Sequence[PlannedFault] = (), drawn: Iterator[PlannedFault] = iter(())) -> None:
+    def __init__(self, listed: Sequence[PlannedFault] = (), drawn: Iterable[PlannedFault] = ()) -> None:
         self.listed = list(listed)
         """Listed faults that wait."""
-        self._drawn = drawn
-        self._next = next(drawn, None)
+        self._drawn = iter(drawn)
+        self._next = next(self._drawn, None)
 
     @property
     def is_over(self) -> bool:

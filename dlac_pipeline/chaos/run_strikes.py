@@ -10,7 +10,7 @@ import psutil
 
 from dlac_pipeline.chaos.chaos_job import ChaosJob
 from dlac_pipeline.chaos.faults import PlannedFault
-from dlac_pipeline.chaos.strikes import Struck, damage_file, kill_tree, send_signal, suspend
+from dlac_pipeline.chaos.strikes import Struck, damage_file, kill_tree, send_signal, struck_now, suspend
 from dlac_pipeline.chaos.supervised_nodes import SupervisedNodes
 from dlac_pipeline.checkpoint.store import folder_name_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -48,13 +48,15 @@ class RunStrikes:
         rank = planned.rank if planned.rank is not None or not ranks else chance.choice(list(ranks))
         if rank not in ranks:
             return None
-        return _struck(f"{number.name} to rank {rank}", send_signal([ranks[rank]], number), ranks[rank])
+        return struck_now(f"{number.name} to rank {rank}", send_signal([ranks[rank]], number), ranks[rank])
 
     def _kill_ranks(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
         ranks = self._nodes.ranks()
         if not ranks:
             return None
-        return _struck(f"SIGKILL to {len(ranks)} ranks", send_signal(ranks.values(), signal.SIGKILL), *ranks.values())
+        return struck_now(
+            f"SIGKILL to {len(ranks)} ranks", send_signal(ranks.values(), signal.SIGKILL), *ranks.values()
+        )
 
     def _strike_node(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
         nodes = {number: ranks for number, node in self._nodes.running.items() if (ranks := node.ranks())}
@@ -67,12 +69,12 @@ class RunStrikes:
             at = time.time()
             kill_tree(supervisor)
             self._job.forget_memory(number)
-            return _struck(f"SIGKILL to the {name} and its {len(ranks)} ranks", at, supervisor, *ranks)
+            return struck_now(f"SIGKILL to the {name} and its {len(ranks)} ranks", at, supervisor, *ranks)
         if planned.kind == "supervisor":
-            return _struck(f"SIGKILL to the {name}", send_signal([supervisor], signal.SIGKILL), supervisor, *ranks)
+            return struck_now(f"SIGKILL to the {name}", send_signal([supervisor], signal.SIGKILL), supervisor, *ranks)
         if self._job.spec.launch.max_nodes > 1:  # SIGTERM to its supervisor would stop the run on all nodes
-            return _struck(f"SIGUSR1 to a rank of the {name}", send_signal(ranks[:1], signal.SIGUSR1), *ranks)
-        return _struck(f"SIGTERM to the {name}", send_signal([supervisor], signal.SIGTERM), supervisor, *ranks)
+            return struck_now(f"SIGUSR1 to a rank of the {name}", send_signal(ranks[:1], signal.SIGUSR1), *ranks)
+        return struck_now(f"SIGTERM to the {name}", send_signal([supervisor], signal.SIGTERM), supervisor, *ranks)
 
     def _damage_checkpoint(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
         """Damage the head while the supervisors are stopped, so that they resume from damage."""
@@ -87,8 +89,8 @@ class RunStrikes:
             head = self._restorable()[0]
             spec = self._job.spec
             folder = Path(spec.checkpoint.local) / spec.run / folder_name_of(head.manifest_uri)
-            what = damage_file(folder, chance, flip=True)
-        return _struck(f"{what} of step {head.step}, SIGKILL to {len(ranks)} ranks", at, *ranks)
+            what = damage_file(folder, chance)
+        return struck_now(f"{what} of step {head.step}, SIGKILL to {len(ranks)} ranks", at, *ranks)
 
     def _restorable(self) -> list[CheckpointRow]:
         """Return the checkpoints of the lineage that can be restored, the newest first."""
@@ -106,7 +108,3 @@ class RunStrikes:
         lifted_at = time.time()
         self._tend()  # a launch folder in the store was unavailable until now
         return Struck(what=f"{what} for {self._away_s:g} s", at=at, lifted_at=lifted_at)
-
-
-def _struck(what: str, at: float, *processes: psutil.Process) -> Struck:
-    return Struck(what=what, at=at, lifted_at=at, processes=processes)

@@ -30,6 +30,11 @@ class Struck:
     """Processes that must have ended at the end."""
 
 
+def struck_now(what: str, at: float, *processes: psutil.Process) -> Struck:
+    """Return a fault that is no temporary one."""
+    return Struck(what=what, at=at, lifted_at=at, processes=processes)
+
+
 def is_running(process: psutil.Process) -> bool:
     """Return whether a process runs. A zombie does not."""
     try:
@@ -71,7 +76,7 @@ def suspend(processes: Sequence[psutil.Process]) -> Iterator[None]:
         send_signal(filter(is_running, processes), signal.SIGCONT)
 
 
-def damage_file(folder: Path, chance: random.Random, *, flip: bool) -> str:
+def damage_file(folder: Path, chance: random.Random, *, flip: bool = True) -> str:
     """Flip a bit of a file in a checkpoint's folder, or delete the file. Return a description."""
     file = chance.choice(sorted(each for each in folder.rglob("*") if each.is_file()))
     if not flip:

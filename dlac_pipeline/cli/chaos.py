@@ -44,9 +44,7 @@ class _Options:
 
     kill: Annotated[
         list[str] | None,
-        Option(
-            help="Fault to inject, as WHAT@step=N or WHAT@60s after the first step. WHAT is a kind, or rank:K. Repeat it for more."
-        ),
+        Option(help="Fault, as KIND@step=N, or KIND@60s after the first step, or rank:K@step=N. Repeat it for more."),
     ] = None
     every: Annotated[str | None, Option(help="Inject faults at random times with this mean, such as 60s.")] = None
     kinds: Annotated[

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import yaml
 
 from dlac_pipeline.audit.audit import audit_run
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
-def chaos(campaign: Arena, run: str, *options: str, program: str = "train_tiny.py", **changes: Any) -> tuple[int, str, Path]:
+def chaos(
+    campaign: Arena, run: str, *options: str, program: str = "train_tiny.py", **changes: Any
+) -> tuple[int, str, Path]:
     """Run `dlac chaos` on a job, and return its exit status, its output, and the file for its report."""
     spec = campaign.spec(run, program, **changes)
     path, out = campaign.home / f"{run}.yaml", campaign.home / f"{run}.json"
