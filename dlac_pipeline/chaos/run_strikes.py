@@ -59,21 +59,22 @@ class RunStrikes:
         )
 
     def _strike_node(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
-        nodes = {number: ranks for number, node in self._nodes.running.items() if (ranks := node.ranks())}
+        nodes = [number for number, node in self._nodes.running.items() if node.ranks()]
         if not nodes:
             return None
-        number = chance.choice(list(nodes))
-        ranks, supervisor = list(nodes[number].values()), self._nodes.running[number].supervisor
-        name = f"supervisor of node {number}" if self._job.spec.launch.max_nodes > 1 else "supervisor"
+        number, has_others = chance.choice(nodes), self._job.spec.launch.max_nodes > 1
+        node = self._nodes.running[number]
+        ranks, supervisor = list(node.ranks().values()), node.supervisor
+        name = f"supervisor of node {number}" if has_others else "supervisor"
         if planned.kind == "node":
             at = time.time()
             kill_tree(supervisor)
             self._job.forget_memory(number)
-            return struck_now(f"SIGKILL to the {name} and its {len(ranks)} ranks", at, supervisor, *ranks)
+            return struck_now(f"SIGKILL to the {name} and its ranks", at, supervisor, *ranks)
         if planned.kind == "supervisor":
             return struck_now(f"SIGKILL to the {name}", send_signal([supervisor], signal.SIGKILL), supervisor, *ranks)
-        if self._job.spec.launch.max_nodes > 1:  # SIGTERM to its supervisor would stop the run on all nodes
-            return struck_now(f"SIGUSR1 to a rank of the {name}", send_signal(ranks[:1], signal.SIGUSR1), *ranks)
+        if has_others:  # SIGTERM to its supervisor would stop the run on all nodes
+            return struck_now(f"SIGUSR1 to a rank of node {number}", send_signal(ranks[:1], signal.SIGUSR1), *ranks)
         return struck_now(f"SIGTERM to the {name}", send_signal([supervisor], signal.SIGTERM), supervisor, *ranks)
 
     def _damage_checkpoint(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
