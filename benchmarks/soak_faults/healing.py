@@ -15,7 +15,7 @@ from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.strikes import STRIKES
 from benchmarks.soak_faults.trainee import Seen, Trainee
 from dlac_pipeline.chaos.facts import Fault
-from dlac_pipeline.chaos.strikes import Struck, is_running
+from dlac_pipeline.chaos.strikes import Struck, still_runs
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 HEALED_WITHIN_S = 300.0
@@ -115,7 +115,7 @@ def heal(lab: Lab, wound: Wound) -> None:
 
 def _left(wound: Wound) -> str:
     """Return the processes that should have ended and still run."""
-    left = [process.pid for process in wound.struck.processes if is_running(process)]
+    left = [process.pid for process in wound.struck.processes if still_runs(process)]
     return f"processes {left!r} are still there" if left else ""
 
 

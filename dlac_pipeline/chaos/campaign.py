@@ -14,7 +14,7 @@ from dlac_pipeline.chaos.chaos_job import ChaosJob
 from dlac_pipeline.chaos.facts import Fault
 from dlac_pipeline.chaos.faults import KINDS, PlannedFault, Schedule, draw_cascade
 from dlac_pipeline.chaos.run_strikes import RunStrikes
-from dlac_pipeline.chaos.strikes import Struck, is_running
+from dlac_pipeline.chaos.strikes import Struck, still_runs
 from dlac_pipeline.chaos.supervised_nodes import RunProgress, SupervisedNodes
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -220,7 +220,7 @@ class ChaosCampaign:
 
     def _missing(self, wound: _Wound) -> str:
         """Return the missing condition of a healing. Empty if it is healed."""
-        left = [process.pid for process in wound.struck.processes if is_running(process)]
+        left = [process.pid for process in wound.struck.processes if still_runs(process)]
         if left:
             return f"processes {left} still run"
         now = self._progress

@@ -16,11 +16,11 @@ class FaultKind:
     description: str
     """A description for people."""
     new_attempt: bool = True
-    """Whether a new attempt must follow."""
+    """True if a new attempt must follow."""
     follows: bool = False
-    """Whether it may strike during a recovery."""
+    """True if it may strike during a recovery."""
     survived: bool = False
-    """Whether replica groups survive it without a new attempt."""
+    """True if replica groups survive it without a new attempt."""
 
 
 RANK = FaultKind(description="SIGKILL of a rank", follows=True, survived=True)

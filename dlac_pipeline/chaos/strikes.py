@@ -35,7 +35,7 @@ def struck_now(what: str, at: float, *processes: psutil.Process) -> Struck:
     return Struck(what=what, at=at, lifted_at=at, processes=processes)
 
 
-def is_running(process: psutil.Process) -> bool:
+def still_runs(process: psutil.Process) -> bool:
     """Return whether a process runs. A zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -51,7 +51,7 @@ def ranks_below(supervisor: psutil.Process, run: str) -> dict[int, psutil.Proces
         for process in supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 named = title.match(" ".join(process.cmdline()))
-                if named is not None and is_running(process):
+                if named is not None and still_runs(process):
                     group, rank, ranks_of_group = map(int, named.groups(default="0"))
                     found[group * ranks_of_group + rank] = process
     return dict(sorted(found.items()))
@@ -73,7 +73,7 @@ def suspend(processes: Sequence[psutil.Process]) -> Iterator[None]:
     try:
         yield
     finally:
-        send_signal(filter(is_running, processes), signal.SIGCONT)
+        send_signal(filter(still_runs, processes), signal.SIGCONT)
 
 
 def damage_file(folder: Path, chance: random.Random, *, flip: bool = True) -> str:

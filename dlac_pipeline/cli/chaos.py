@@ -97,6 +97,8 @@ def chaos(spec: ui.SpecFile, home: ui.Home = None, **options: Any) -> None:
     from dlac_pipeline.chaos.report import inject_faults
 
     chosen = _Options(**options)
+    if chosen.out is not None and not chosen.out.parent.is_dir():
+        raise SpecInvalid(f"expected an existing folder for --out, found none at {str(chosen.out.parent)!r}: make it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after all processes have ended
     job = ui.resolved(spec, home)
     run = check_run_name(chosen.run or f"{job.run}-chaos")

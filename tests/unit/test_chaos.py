@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +109,12 @@ def test_schedule_yields_each_fault_once() -> None:
     assert all(drawn.take_due(0, 1e9) for _ in range(2))
     assert drawn.is_over
     assert drawn.take_due(0, 1e9) is None
+
+
+def test_page_describes_each_kind() -> None:
+    """The table of docs/chaos.md has the kinds in their order."""
+    page = (Path(__file__).parents[2] / "docs" / "chaos.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
+    assert list(rows) == list(KINDS)
+    for name, kind in KINDS.items():
+        assert rows[name].startswith(kind.description)
