@@ -4,10 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
+SIDE_BY_SIDE := -n 4 --dist loadgroup --no-loadscope-reorder
+
 # Else each process of a demo or a test compiles the package again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo demo-on-seaweedfs demo-on-postgres docs test lint unit mutants soak soak-campaign gpu ui bench peers clean
+.PHONY: setup demo demo-on-seaweedfs demo-on-postgres docs test lint unit slow mutants soak soak-campaign gpu ui bench paper peers clean
 
 setup: .venv/.ready
 
@@ -33,7 +35,10 @@ lint: setup
 	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py tests/unit/test_reference.py
 
 unit: .venv/.rewritten
-	$(BIN)/pytest -m "not soak" -n 4 --dist loadgroup --no-loadscope-reorder --durations 30
+	$(BIN)/pytest -m "not slow and not soak" $(SIDE_BY_SIDE) --durations 30
+
+slow: .venv/.rewritten  ## tests that cost much for what they add: continuous integration runs them after those of `make test`
+	$(BIN)/pytest -m "slow and not soak" $(SIDE_BY_SIDE)
 
 .venv/.rewritten: .venv/.ready  # one process rewrites the assertions of all test modules, else each of the four does
 	$(BIN)/pytest --collect-only --quiet > $@ 2>&1 || { cat $@; rm $@; exit 1; }
@@ -49,7 +54,7 @@ mutants: setup  ## changed lines at the heart of the product, each of which its 
 	$(BIN)/python -m tests.mutants
 
 soak: setup  ## the long campaigns
-	$(BIN)/pytest -m soak --timeout 7200 --hypothesis-profile "new examples"
+	$(BIN)/pytest -m "slow or soak" --timeout 7200 --hypothesis-profile "new examples"
 
 soak-campaign: setup  ## 2 hours, 200 faults of mixed kinds; keeps soak.json, and writes docs/soak.md of it
 	$(BIN)/python -m benchmarks.soak --out soak.json
@@ -62,8 +67,11 @@ ui: setup  ## the Dagster UI on the demo's lakehouse
 	test -d $(DEMO_HOME)/dagster || { echo "expected the demo's lakehouse in $(DEMO_HOME), found none: run 'make demo' first"; exit 1; }
 	DAGSTER_HOME=$(DEMO_HOME)/dagster DLAC_HOME=$(DEMO_HOME) $(BIN)/dagster dev -w workspace.yaml
 
-bench: setup  ## every benchmark but gpu, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
-	for program in $(filter-out benchmarks/gpu.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+bench: setup  ## every benchmark but gpu, paper, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
+	for program in $(filter-out benchmarks/gpu.py benchmarks/paper.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+
+paper: setup  ## the paper's experiments beside the peers', at most 60 minutes; paper/paper.html and .pdf, and docs/paper.md of it
+	$(BIN)/python -m benchmarks.paper --out paper; status=$$?; $(BIN)/python -m benchmarks.paper --docs paper/paper.json && exit $$status
 
 peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mosaic on the first run
 	$(BIN)/python -m benchmarks.peers

@@ -33,7 +33,7 @@ class LoaderProcess:
         self._process = subprocess.Popen(
             [str(python), "-m", "benchmarks.peer_loaders.host", name],
             cwd=scratch,  # an empty folder: datasets searches the current one
-            env=_environment(scratch),
+            env=environment_of(scratch),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -100,7 +100,8 @@ class LoaderProcess:
         self._answers.put("")
 
 
-def _environment(scratch: Path) -> dict[str, str]:
+def environment_of(scratch: Path) -> dict[str, str]:
+    """Return the environment variables of a loader's process: caches in a folder, no network, one thread."""
     caches = {name: str(scratch / "cache") for name in ("HF_HOME", "DATA_OPTIMIZER_CACHE_FOLDER", "LITDATA_CACHE_DIR")}
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     one_thread = {"OMP_NUM_THREADS": "1"}  # torch's own threads: a loader has its workers

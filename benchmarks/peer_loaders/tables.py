@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Summary
@@ -85,10 +86,15 @@ def _set_replace(producer: Any) -> None:
 
 def sequences(begin: int, end: int, length: int) -> pa.Table:
     """Return rows `begin` to `end`, each with `length` tokens, the first of which is the row id."""
-    ids = np.arange(begin, end)
-    tokens = np.random.default_rng(begin).integers(0, 50_000, size=(len(ids), length), dtype=np.int32)
-    tokens[:, 0] = ids
-    return _table(ids, tokens.reshape(-1), np.arange(len(ids) + 1) * length)
+    tokens = np.random.default_rng(begin).integers(0, 50_000, size=(end - begin, length), dtype=np.int32)
+    tokens[:, 0] = np.arange(begin, end)
+    return token_rows(begin, tokens)
+
+
+def token_rows(begin: int, tokens: NDArray[np.int32]) -> pa.Table:
+    """Return rows from `begin` on, with these tokens, int32[rows, length]."""
+    rows, length = tokens.shape
+    return _table(np.arange(begin, begin + rows), tokens.reshape(-1), np.arange(rows + 1) * length)
 
 
 def documents(begin: int, end: int, starts: Ids) -> pa.Table:

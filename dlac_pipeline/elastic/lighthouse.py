@@ -7,6 +7,10 @@ that reached a new lighthouse with the quorum of the one before would wait for p
 import multiprocessing
 import os
 import signal
+import threading
+import urllib.request
+from contextlib import suppress
+from http.client import HTTPException
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +30,9 @@ _HEARTBEAT_TIMEOUT_MS = 400
 """Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a thread of its own."""
 _TICK_MS = 10
 _ENDS_WITHIN_S = 5.0
+_LOOK_S = 1.0
+_ANSWERS_WITHIN_S = 5.0
+"""Seconds within which a lighthouse answers. One that does not twice in a row hangs, and is killed."""
 
 
 class Lighthouse:
@@ -37,6 +44,7 @@ class Lighthouse:
             raise SpecInvalid("expected torchft for launch.replicas, found none: pip install 'dlac-pipeline[torchft]'")
         self._spec, self._folder = spec, folder
         self._process: BaseProcess | None = None
+        self._ended = threading.Event()
 
     def start(self) -> None:
         """Start its process."""
@@ -47,6 +55,7 @@ class Lighthouse:
         with held_signals(), without_main_module():
             process.start()
         self._process = process
+        threading.Thread(target=self._kill_hung, args=(process,), name="watch of the lighthouse", daemon=True).start()
 
     def restart_dead(self) -> str:
         """Start a dead lighthouse again, and return how it died. Empty: it runs. Raise `TrainingFailed` if it never ran."""
@@ -64,9 +73,20 @@ class Lighthouse:
 
     def end(self) -> None:
         """End it."""
+        self._ended.set()
         if self._process is not None:
             self._process.kill()
             self._process.join(_ENDS_WITHIN_S)
+
+    def _kill_hung(self, process: BaseProcess) -> None:
+        """Kill a lighthouse that does not answer, so that `restart_dead` finds it dead. No group would step until then."""
+        silent = 0
+        while silent < 2 and not self._ended.wait(_LOOK_S) and self._process is process:
+            found = read_lighthouse(self._folder)
+            if found is not None and found.pid == process.pid:
+                silent = 0 if _answers(found.address) else silent + 1
+        if silent and self._process is process:
+            process.kill()
 
 
 def make_server(*, port: int = 0, stragglers_s: float) -> Any:
@@ -86,6 +106,13 @@ def make_server(*, port: int = 0, stragglers_s: float) -> Any:
 def address_of(server: Any) -> str:
     """Return the address of a server, for the groups on this node."""
     return f"http://{LOOPBACK}:{urlsplit(server.address()).port}"
+
+
+def _answers(address: str) -> bool:
+    """Return whether a lighthouse answers in time. The system accepts connections for one that hangs."""
+    with suppress(OSError, HTTPException), urllib.request.urlopen(f"{address}/status", timeout=_ANSWERS_WITHIN_S):
+        return True
+    return False
 
 
 def _serve(run: str, folder: str, stragglers_s: float) -> None:

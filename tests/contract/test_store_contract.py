@@ -113,6 +113,7 @@ def test_one_racing_writer_wins(server: SeaweedFS, tmp_path: Path) -> None:
     assert StoreFiles(server.properties).read(address) == b"%d" % won[0]
 
 
+@pytest.mark.slow
 @needs_seaweedfs
 @pytest.mark.parametrize("killed", ["client", pytest.param("server", marks=pytest.mark.soak)])
 def test_killed_upload_leaves_nothing(server: SeaweedFS, tmp_path: Path, killed: str) -> None:
@@ -140,6 +141,7 @@ def test_killed_upload_leaves_nothing(server: SeaweedFS, tmp_path: Path, killed:
     assert StoreFiles(server.properties).digest(address) == (200 * MB, digest)
 
 
+@pytest.mark.slow
 @needs_seaweedfs
 def test_forked_process_reads(server: SeaweedFS, tmp_path: Path) -> None:
     """Obstore's threads do not survive a fork. The child reads through pyarrow, and does not hang."""

@@ -36,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
 """Training runs of the code location, with their settings."""
 
 
+@pytest.mark.slow
 def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the Dagster run's process: all ranks exit, and a recovery run finishes the training run exactly.
 

@@ -39,13 +39,16 @@ DEATHS: dict[str, dict[str, Any]] = {
 }
 
 
+_SLOW = ("forward", "saving")
 SOAKED = ("reducing", "committed", "committer-committed", "recorded", "healing-newcomer", "newcomer-in-dark")
 """Deaths that others of the list resemble. They are in the soak."""
 
 
-@pytest.mark.parametrize(
-    "death", [pytest.param(each, marks=pytest.mark.soak if each in SOAKED else ()) for each in DEATHS]
-)
+def _marks_of(death: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.soak] if death in SOAKED else [pytest.mark.slow] if death in _SLOW else []
+
+
+@pytest.mark.parametrize("death", [pytest.param(each, marks=_marks_of(each)) for each in DEATHS])
 def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: str) -> None:
     """Each row is in the ledger and in the committed batches once, and only dead processes are replaced."""
     run = f"dies-{death}"

@@ -109,7 +109,7 @@ def check_exact(arena: Arena, rows: int = 2000) -> None:
     assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(rows))
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     """A job of 2 to 3 nodes gets all three, and trains each row once."""
     arena.table(appends=(240,))

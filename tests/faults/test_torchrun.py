@@ -73,6 +73,7 @@ def log_of(campaign: Arena, run: str) -> str:
     return "\n".join(path.read_text()[-3000:] for path in sorted(campaign.home.glob(f"{run}-agent-*.log")))
 
 
+@pytest.mark.slow
 def test_torchrun_survives_lost_node(campaign: Arena, start_agent: StartAgent) -> None:
     """SIGKILL of the node that does not serve the rendezvous: the other one resumes alone."""
     spec = torchrun_job(campaign, "torchrun-lost")

@@ -122,7 +122,9 @@ def layout_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["shards", "bare", "pretrained"])
+@pytest.mark.parametrize(
+    "kind", ["pretrained", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("shards", "bare"))]
+)
 def test_safetensors_begin_a_run(arena: Arena, kind: str) -> None:
     """What the layout lacks is the script's: settings of the optimizer, or all of it, and the schedule."""
     arena.table()

@@ -291,6 +291,7 @@ def test_a_query_opens_only_tables_it_needs(lake: Lake) -> None:
             assert {name for (name,) in connection.execute("SHOW TABLES").fetchall()} == expected
 
 
+@pytest.mark.slow
 def test_large_ledger_answers_the_same(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ledger that is read from its files has the rows of one that is loaded, with and without access to other files."""
     ledger = Ledger(lake.lakehouse)

@@ -26,9 +26,9 @@ from tests.integration.audit_runs import (
     without,
 )
 
-COMMON = ("followed", "packed")
-"""Kinds of runs that `make test` audits part by part. They have several legs, packing, skipped steps, and late exclusions."""
-_OTHERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in sorted(KINDS.keys() - set(COMMON))]
+COMMON = ("packed", pytest.param("followed", marks=pytest.mark.slow))
+"""Kinds of runs that are audited part by part outside of the soak: with several legs, packing, skipped steps, late exclusions."""
+_OTHERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in sorted(KINDS.keys() - {"followed", "packed"})]
 
 
 def _parts(workshop: Workshop, of: str, change: Change = unchanged) -> tuple[str, list[list[Columns]]]:
@@ -71,7 +71,10 @@ FORGED: dict[str, Callable[[Callable[[Columns], bool]], Change]] = {
 }
 
 
-@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize(
+    "forged",
+    [name if name in ("dropped", "not_applied") else pytest.param(name, marks=pytest.mark.slow) for name in FORGED],
+)
 def test_forgery_after_record_is_found(workshop: Workshop, forged: str, tmp_path: Path) -> None:
     """Whatever is forged after the record, the audit says what one of the whole ledger says, and nothing is recorded."""
     of = trained(workshop, "packed")

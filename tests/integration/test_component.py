@@ -88,6 +88,7 @@ def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> 
     assert audit_run(arena.lakehouse, "one").exact
 
 
+@pytest.mark.slow
 def test_launch_overrides_settings_of_file(arena: Arena, instance: dg.DagsterInstance) -> None:
     """The configuration names them as the job file does. A name that does not exist fails the run with its reason."""
     arena.table()
@@ -109,6 +110,7 @@ def test_launch_overrides_settings_of_file(arena: Arena, instance: dg.DagsterIns
     assert [row.step for row in arena.lineage("changed")][-1] == 2000 / 80
 
 
+@pytest.mark.slow
 def test_second_launch_is_refused(arena: Arena, instance: dg.DagsterInstance) -> None:
     """*Materialize* of a run that another Dagster run trains fails, and names that one. `takeover` and a recovery train."""
     arena.table()
@@ -228,6 +230,7 @@ def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterIn
     assert request.asset_selection == [model_key("second")]
 
 
+@pytest.mark.slow
 def test_overrides_of_filter_are_planned(arena: Arena, instance: dg.DagsterInstance) -> None:
     """The plan of the job file is not that of a launch with another filter, also if one Dagster run makes both."""
     arena.table()

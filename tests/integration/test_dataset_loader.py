@@ -150,6 +150,7 @@ def test_pinning_reaches_every_tensor(datasets: Datasets, monkeypatch: pytest.Mo
     assert pinned["dlac"]["step"] == 1
 
 
+@pytest.mark.slow
 def test_spawned_workers_get_it_pickled(datasets: Datasets) -> None:
     """Neither open files nor a position of its own stand in the way of pickling; a spawned worker opens the leg itself."""
     dataset = datasets.open("packed")

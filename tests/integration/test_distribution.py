@@ -71,8 +71,9 @@ def test_wheel_has_one_package(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == files
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("points", ["600_000", POINTS])
+@pytest.mark.parametrize(
+    "points", [pytest.param("600_000", marks=pytest.mark.slow), pytest.param(POINTS, marks=pytest.mark.soak)]
+)
 def test_quickstart_works_word_for_word(wheel: Path, fresh: Path, tmp_path: Path, points: str) -> None:
     """A person who follows the page kills a run twice, and has an exact audit and a Dagster project that is valid."""
     shutil.copy(wheel, tmp_path)

@@ -67,6 +67,7 @@ def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 
     refuse_if_alive_elsewhere(rows, spec, launched_by=launched_by, wait_s=wait_s, stop=stop)
 
 
+@pytest.mark.slow
 def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> None:
     """The refusal names what was found and how long to wait; nothing is claimed."""
     with machine(arena):

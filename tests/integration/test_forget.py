@@ -129,6 +129,7 @@ def test_forgotten_row_is_certified(arena: Arena) -> None:
     assert audit_run(arena.lakehouse, "r").exact
 
 
+@pytest.mark.slow
 def test_traces_are_erased(arena: Arena) -> None:
     """Keys and losses of the rows are gone from tables, files and journal. Audits and certificates stay."""
     arena.table(appends=(200, 200))
@@ -197,6 +198,7 @@ def files_of(table: Table) -> list[str]:
     return [str(path) for path in table.inspect.files()["file_path"].to_pylist()]
 
 
+@pytest.mark.slow
 def test_fork_after_rows_begins_again(arena: Arena) -> None:
     """A fork from before the rows is rewound, one from after them is listed with its commands, and blocks the certificate."""
     arena.table(appends=(400,))
@@ -352,6 +354,7 @@ def test_unread_rows_are_only_excluded(arena: Arena) -> None:
     assert erasure.certify()
 
 
+@pytest.mark.slow
 def test_changed_certificate_is_refused(arena: Arena, tmp_path: Path) -> None:
     """A changed field, another key, and a training on the rows after all are found, each with its reason."""
     arena.table(appends=(400,))

@@ -69,6 +69,7 @@ def names(arena: Arena, run: str) -> list[str]:
     return sorted(names_of(arena.rows(run, NameRow)))
 
 
+@pytest.mark.slow
 def test_fork_inherits_model_and_consumption(arena: Arena, here: Command) -> None:
     """Through forks of forks, over other tables: rows before the forks are seen, those behind them are not."""
     arena.table(appends=(500, 500))

@@ -59,7 +59,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", _TABLES)
+@pytest.mark.parametrize(
+    "name", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in _TABLES if name != "text")]
+)
 def test_written_script_trains_at_once(folder: Path, here: Command, name: str) -> None:
     """The job file names the columns that fit, and the script consumes each row that has a value, in this process."""
     columns = ("--columns", "day, x") if name == "times" else ()

@@ -138,7 +138,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
         yield arena
 
 
-@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize(
+    "lose",
+    [lose if lose in (lose_table, lose_manifest) else pytest.param(lose, marks=pytest.mark.slow) for lose in LOSSES],
+)
 def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> None:
     """Each loss is detected. The rebuilt tables equal the lost ones row by row, a second rebuild changes nothing."""
     before, uuid, files = rows_of(trained), Ledger(trained.lakehouse).table_uuid, files_of(trained)

@@ -51,7 +51,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> KeyedWorkshop:
     "kind",
     [
         "packed",
-        "transformed",
+        pytest.param("transformed", marks=pytest.mark.slow),
         *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("mixed", "excluded", "followed")),
     ],
 )
@@ -93,6 +93,7 @@ def test_adopted_run_limits_answers(shop: KeyedWorkshop) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_branches_are_seen_without_the_table(arena: Arena, here: Command) -> None:
     """After a rewind, a fork, a compaction, expiry, and a drop with all files, each reading of a row is found, and its heirs."""
     table = arena.table(appends=(300, 300))

@@ -251,6 +251,7 @@ def test_sql_reads_data_files(home: Path, table: str, prefix: str, capsys: pytes
     assert json.loads(capsys.readouterr().out)[0]["n"] == 20
 
 
+@pytest.mark.slow
 def test_database_opens_without_dlac(home: Path, tmp_path: Path) -> None:
     """Tables, views and macros are in the file; a file that exists is not replaced."""
     made = tmp_path / "out.duckdb"

@@ -264,7 +264,7 @@ def train_across(spec: JobSpec, path: Path, at: dict[int, Callable[[], None]], e
     [
         pytest.param("far", "synchronous", TorchState, marks=pytest.mark.soak),
         ("far", "asynchronous", TorchState),
-        ("near", "synchronous", TorchState),
+        pytest.param("near", "synchronous", TorchState, marks=pytest.mark.slow),
         pytest.param("both", "synchronous", TorchState, marks=pytest.mark.soak),
         pytest.param("both", "asynchronous", TorchState, marks=pytest.mark.soak),
         ("both", "synchronous", DistributedState),

@@ -313,7 +313,7 @@ def test_inexact_lightning_models_are_refused(arena: Arena) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("script", ["train_accelerate.py", "train_lightning.py"])
+@pytest.mark.parametrize("script", ["train_accelerate.py", pytest.param("train_lightning.py", marks=pytest.mark.slow)])
 def test_example_resumes_after_crash(arena: Arena, script: str) -> None:
     """A script raises in a step and is run again, in this process. Its losses are those of an undisturbed run."""
     make_points(arena, "demo.points", count=20_000)

@@ -31,6 +31,7 @@ def spec_of(arena: Arena, run: str, **changes: Any) -> JobSpec:
     return arena.spec(run, world_size=1, passes=1, every_steps=5, **changes)
 
 
+@pytest.mark.slow
 def test_device_run_is_identical(arena: Arena) -> None:
     """Rows and recorded losses are those of a run on the CPU, and no step waits for its loss."""
     arena.table(appends=(600,))

@@ -66,6 +66,7 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_torch_reads_shards_without_dlac(tmp_path: Path, engine: str) -> None:
     """Two ranks, in which an import of DLAC raises, load what 2 ranks saved. The files have the state, and no more."""

@@ -53,7 +53,7 @@ def test_crashed_process_is_replaced(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "--dist", "loadgroup", *modules],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,87 @@
+"""The paper's experiments, ours beside theirs and the peers': `python -m benchmarks.paper [--quick] [--only PART,...]`.
+
+At most 60 minutes on 2 cores, `--quick` 5. `divergence` trains one model with several loaders under the same faults. The other
+parts are programs of this folder in their short form. The folder of `--out` gets one page with every experiment as HTML and as
+PDF, and `paper.json`, which keeps the parts of earlier calls. `--docs FILE` only makes docs/paper.md and its pictures of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Figure, report
+from benchmarks.gpu_parts.node import find_node
+from benchmarks.paper_parts import divergence, page
+from benchmarks.paper_parts.divergence import FULL, QUICK, Outcome
+from benchmarks.paper_parts.programs import PROGRAMS, measure_program
+from benchmarks.paper_parts.summary import summarize
+
+_DOCS = Path(__file__).parents[1] / "docs"
+_QUICK_PARTS = ("divergence", "overhead", "state")
+
+
+def main() -> None:
+    """Measure, write the page, and report."""
+    parts = ("divergence", *PROGRAMS)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="one seed, one setting, ten faults, and two programs")
+    parser.add_argument("--only", help=f"some of {','.join(parts)}")
+    parser.add_argument(
+        "--out", type=Path, default=Path("paper"), help="folder of paper.html, paper.pdf and paper.json"
+    )
+    parser.add_argument("--docs", type=Path, help="JSON file of a measurement, of which docs/paper.md is made")
+    asked = parser.parse_args()
+    if asked.docs:
+        page.write_docs(json.loads(asked.docs.read_text()), _DOCS)
+        return
+    names = asked.only.split(",") if asked.only else _QUICK_PARTS if asked.quick else parts
+    if unknown := set(names) - set(parts):
+        parser.error(f"expected some of {','.join(parts)}, found {','.join(sorted(unknown))}")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    file = asked.out / "paper.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    found |= {"machine": asdict(find_node())}
+    for name in names:
+        begun = time.monotonic()
+        measured = _divergence(quick=asked.quick) if name == "divergence" else measure_program(name)
+        about = {"day": time.strftime("%Y-%m-%d"), "seconds": time.monotonic() - begun, "quick": asked.quick}
+        found[name] = {**measured, **about}
+        file.write_text(json.dumps(found))
+    page.write_page(found, asked.out)
+    report("paper", figures_of(found), page=str(asked.out / "paper.html"))
+
+
+def _divergence(*, quick: bool) -> dict[str, Any]:
+    effort = QUICK if quick else FULL
+    with tempfile.TemporaryDirectory(prefix="dlac-paper-", ignore_cleanup_errors=True) as scratch:
+        outcomes = divergence.measure(effort, Path(scratch))
+    return {"effort": asdict(effort), "outcomes": [asdict(each) for each in outcomes]}
+
+
+def figures_of(found: dict[str, Any]) -> dict[str, Figure]:
+    """Return the figures of the divergence: of each setting and method, what it cost and what it read wrongly."""
+    if "divergence" not in found:
+        return {}
+    outcomes = [Outcome.from_json(each) for each in found["divergence"]["outcomes"]]
+    figures: dict[str, Figure] = {}
+    for each in summarize(outcomes, divergence.BATCH):
+        ours = each.method.startswith("dlac")
+        name = f"{each.setting}_{each.method}"
+        figures |= {
+            f"{name}_excess_loss": Figure(value=each.excess, unit="nats", bar="<= 0" if ours else None),
+            f"{name}_identical": Figure(value=each.identical, unit="seeds", bar=f">= {each.seeds}" if ours else None),
+            f"{name}_repeated": Figure(value=each.repeated, unit="rows", bar="<= 0" if ours else None),
+            f"{name}_missing": Figure(value=each.missing, unit="rows", bar="<= 0" if ours else None),
+        }
+    inexact = sum(each.exact is False for each in outcomes)
+    return {**figures, "audits_not_exact": Figure(value=inexact, unit="runs", bar="<= 0")}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The experiments of `benchmarks.paper`, and its page."""

@@ -1,0 +1,290 @@
+"""The page of the paper's experiments: plots and tables, as HTML, as PDF, and for the docs."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+
+from benchmarks.paper_parts.divergence import BATCH, METHODS, Outcome
+from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, MONTHS, STARTS_S, Goodput, Mode, modes_of, simulate
+from benchmarks.paper_parts.programs import PROGRAMS
+from benchmarks.paper_parts.summary import Summary, band_of, calm_of, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Found = dict[str, Any]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""Heads of the columns, and rows."""
+_COLORS = {
+    "calm": "#bdbdbd",
+    "dlac": "#16335b",
+    "dlac_dataset": "#3f6fae",
+    "stateful": "#d9a441",
+    "hf": "#7a9a4f",
+    "restart": "#c8553d",
+    "deepspeed": "#8b5a8c",
+}
+_SETTINGS = {
+    "stream": "A stream, read once in the table's order",
+    "passes": "A small table, read five times and shuffled",
+}
+_ABOUT = (
+    "One process trains on the shares of all ranks, so that sums do not depend on the number of ranks: that is modelled. Each "
+    "fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every {save_every} steps. "
+    "Eight of the twenty faults change the number of ranks (1, 2 and 4). Loaders that keep a state per rank give rank r of "
+    "the new number that of rank r modulo the old one, as none of them documents a change. A training whose pass ends early "
+    "begins another one, until it has had {steps} steps of {batch} rows."
+)
+
+
+def write_page(found: Found, folder: Path) -> None:
+    """Write paper.html and paper.pdf into a folder."""
+    from matplotlib.backends.backend_pdf import PdfPages
+
+    sections = [*_sections(found)]
+    template = jinja2.Template((Path(__file__).with_name("page.html.template")).read_text(), autoescape=True)
+    shown = [{**section, "picture": _inline(section.get("figure"))} for section in sections]
+    (folder / "paper.html").write_text(template.render(sections=shown, machine=found["machine"]))
+    with PdfPages(folder / "paper.pdf") as pdf:
+        for section in sections:
+            for sheet in _sheets(section):
+                pdf.savefig(sheet)
+
+
+def write_docs(found: Found, docs: Path) -> None:
+    """Write docs/paper.md, and its pictures beside those of the other pages."""
+    lines = ["# The paper's experiments", "", *_HEAD, ""]
+    for number, section in enumerate(_sections(found)):
+        lines += [f"## {section['title']}", "", *section["text"], ""]
+        if "figure" in section:
+            name = "divergence.png" if number == 0 else f"paper-{number}.png"
+            (docs / "pictures" / name).write_bytes(_png(section["figure"]))
+            lines += [f"![{section['title']}](pictures/{name})", ""]
+        for heads, rows in section["tables"]:
+            lines += [_row(heads), "|---" * len(heads) + "|", *map(_row, rows), ""]
+    (docs / "paper.md").write_text("\n".join(lines))
+
+
+_HEAD = (
+    "Written by `python -m benchmarks.paper --docs paper.json`. `make paper` measures the machine on which it is called, in",
+    "at most 60 minutes, and writes one page as HTML and PDF. Each section says what the paper states, what was measured, and",
+    "what was modelled.",
+)
+
+
+def _sections(found: Found) -> Iterator[Found]:
+    if "divergence" in found:
+        yield from _divergence(found["divergence"])
+    for name, program in PROGRAMS.items():
+        if name in found:
+            yield _program(name, program.title, found[name])
+    if modes := modes_of(found):
+        yield _month(modes)
+
+
+def _divergence(part: Found) -> Iterator[Found]:
+    outcomes = [Outcome.from_json(each) for each in part["outcomes"]]
+    effort = part["effort"]
+    about = _ABOUT.format(save_every=effort["save_every"], steps=effort["steps"], batch=BATCH)
+    for number, setting in enumerate(dict.fromkeys(each.setting for each in outcomes)):
+        own = [each for each in outcomes if each.setting == setting]
+        facts = (
+            f"**{_SETTINGS[setting]}.** {effort['seeds']} seeds, {effort['faults']} faults at the same steps, a transformer of "
+            f"1.4 M parameters, bytes of Python's standard library, measured on {part['day']}."
+        )
+        yield {
+            "title": "Training under faults" if number == 0 else f"Training under faults: {_SETTINGS[setting].lower()}",
+            "text": [
+                'The paper: "training loss curves that track within 0.1% of failure-free runs" (5.2).',
+                "",
+                facts,
+                *(["", about] if number == 0 else []),
+            ],
+            "figure": _curves(own),
+            "tables": [_summary_table(summarize(own, BATCH))],
+        }
+
+
+def _summary_table(summaries: Sequence[Summary]) -> Table:
+    heads = (
+        "resumes with",
+        "final validation loss (± 95 %)",
+        "its variance",
+        "beyond its own undisturbed training (± 95 %)",
+        "area between the curves",
+        "identical to it, bit by bit",
+        "rows repeated",
+        "rows missing",
+        "worth steps of undisturbed training",
+        "steps computed per step",
+    )
+    return heads, [_summary_row(each) for each in summaries]
+
+
+def _summary_row(each: Summary) -> tuple[str, ...]:
+    failed = f" ({len(each.failed)} failed: {each.failed[0]})" if each.failed else ""
+    steps = each.rows // BATCH
+    return (
+        METHODS[each.method].name + failed,
+        f"{each.final:.4f} ± {each.final_band:.4f}",
+        f"{each.final_variance:.2g}",
+        f"{each.excess:+.4f} ± {each.excess_band:.4f}",
+        f"{each.area:.4f}",
+        f"{each.identical} of {each.seeds}",
+        f"{each.repeated:,.0f} of {each.rows:,}",
+        f"{each.missing:,.0f}",
+        f"{each.worth:.0f} of {steps}",
+        f"{each.computed:.2f}",
+    )
+
+
+def _program(name: str, title: str, part: Found) -> Found:
+    program = PROGRAMS[name]
+    text = [f"The paper: {program.paper}.", "", f"Measured by `python -m benchmarks.{name} --quick` on {part['day']}."]
+    if program.modelled:
+        text += ["", f"Modelled: {program.modelled}."]
+    if "failed" in part:
+        return {"title": title, "text": [*text, "", f"**It failed:** {part['failed']}"], "tables": []}
+    rows = [
+        (key.replace("_", " "), f"{figure['value']:,.6g}", figure["unit"], figure["bar"] or "", _verdict(figure))
+        for key, figure in part["figures"].items()
+    ]
+    return {"title": title, "text": text, "tables": [(("figure", "value", "unit", "bar", ""), rows)]}
+
+
+def _month(modes: Sequence[Mode]) -> Found:
+    heads = (
+        "survives by",
+        "",
+        "restart",
+        "at risk",
+        "overhead",
+        *(f"goodput, starting in {start:.0f} s" for start in STARTS_S),
+    )
+    rows = [
+        (
+            mode.name,
+            mode.about,
+            f"{mode.restart_s:.1f} s",
+            f"{mode.at_risk_s:.0f} s",
+            f"{mode.overhead:.1%}",
+            *(_share(simulate(mode, start_s=start)) for start in STARTS_S),
+        )
+        for mode in modes
+    ]
+    text = [
+        "The paper has no figure of it.",
+        "",
+        f"Modelled: {MONTHS:,} months with interruptions at random times, {INTERRUPTIONS} in {DAYS} days, as Llama 3 405B had on "
+        "16,384 GPUs. Each costs the restart, half of the work at risk on average, and the time that a job of that "
+        "size needs to start its processes and communicators, which is assumed. Ranges hold 90 % of the months.",
+    ]
+    return {"title": "Goodput over a month", "text": text, "tables": [(heads, rows)]}
+
+
+def _share(found: Goodput) -> str:
+    return f"{found.mean:.2%} ({found.low:.2%} to {found.high:.2%})"
+
+
+def _verdict(figure: Found) -> str:
+    return "" if figure["bar"] is None else "holds" if figure["holds"] else "missed"
+
+
+def _curves(outcomes: Sequence[Outcome]) -> Figure:
+    """Draw the validation losses with their bands, and how far they are from the undisturbed ones."""
+    from matplotlib.figure import Figure as Drawing
+
+    figure = Drawing(figsize=(11, 4.2), layout="constrained")
+    losses, beyond = figure.subplots(1, 2)
+    setting = outcomes[0].setting
+    _draw(losses, "undisturbed", "calm", [each.validation for each in calm_of(outcomes, setting, "dlac").values()])
+    for key, method in METHODS.items():
+        calm = calm_of(outcomes, setting, key)
+        faulted = [
+            each for each in outcomes if each.method == key and each.faulted and each.seed in calm and not each.failed
+        ]
+        if not faulted:
+            continue
+        _draw(losses, method.name, key, [each.validation for each in faulted])
+        _draw(
+            beyond,
+            method.name,
+            key,
+            [
+                {step: loss - calm[each.seed].validation[step] for step, loss in each.validation.items()}
+                for each in faulted
+            ],
+        )
+    losses.set_ylabel("validation loss (nats per byte)")
+    beyond.set_ylabel("beyond its own undisturbed training")
+    for axes in (losses, beyond):
+        axes.set_xlabel("optimizer step")
+        axes.spines[["top", "right"]].set_visible(False)
+    losses.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _draw(axes: Axes, label: str, key: str, curves: Sequence[dict[int, float]]) -> None:
+    """Draw the mean of curves, and its 95 % confidence interval."""
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    values = np.array([[curve[step] for step in steps] for curve in curves])
+    mean = values.mean(axis=0)
+    band = np.array([band_of(list(column)) for column in values.T])
+    wide = key in ("calm", "dlac")
+    axes.plot(steps, mean, color=_COLORS[key], label=label, linewidth=4 if key == "calm" else 2 if wide else 1.3)
+    axes.fill_between(steps, mean - band, mean + band, color=_COLORS[key], alpha=0.15, linewidth=0)
+
+
+def _sheets(section: Found) -> Iterator[Figure]:
+    """Yield the pages of a section for the PDF: its text with its picture, and each table."""
+    from matplotlib.figure import Figure as Drawing
+
+    if "figure" in section:
+        yield section["figure"]
+    for heads, rows in section["tables"]:
+        for first in range(0, len(rows), 24):
+            part = rows[first : first + 24]
+            sheet = Drawing(figsize=(11, 1.8 + 0.26 * len(part)), layout="constrained")
+            axes = sheet.subplots()
+            axes.axis("off")
+            axes.set_title(section["title"], loc="left", fontsize=11)
+            table = axes.table(
+                cellText=part, colLabels=[_folded(head) for head in heads], loc="upper left", cellLoc="left"
+            )
+            table.auto_set_font_size(False)
+            table.set_fontsize(6.5)
+            table.auto_set_column_width(list(range(len(heads))))
+            for column in range(len(heads)):
+                table[0, column].set_height(table[0, column].get_height() * 2.6)
+            yield sheet
+
+
+def _folded(head: str) -> str:
+    words, lines = head.split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 16:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=140)
+    return file.getvalue()
+
+
+def _inline(figure: Figure | None) -> str:
+    return "" if figure is None else f"data:image/png;base64,{base64.b64encode(_png(figure)).decode()}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

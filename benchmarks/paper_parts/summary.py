@@ -1,0 +1,119 @@
+"""The trainings of `divergence`, summed up per setting and method."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.paper_parts.divergence import METHODS, Outcome, distance, same
+
+_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Number of seeds -> factor of a 95 % confidence interval of their mean (two-sided t distribution)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """One method under faults, in one setting. Losses are mean losses of a byte."""
+
+    setting: str
+    method: str
+    failed: tuple[str, ...]
+    """Why trainings failed. Its other values are those of the others."""
+    seeds: int
+    final: float
+    """Mean of the last validation losses."""
+    final_band: float
+    """Half of its 95 % confidence interval."""
+    final_variance: float
+    excess: float
+    """Mean of the last validation loss beyond that of the method's own undisturbed training with the same seed."""
+    excess_band: float
+    excess_of_dlac: float
+    """The same beyond DLAC's undisturbed training."""
+    area: float
+    """Mean distance of the validation curve from its own undisturbed one."""
+    identical: int
+    """Seeds whose losses are those of the undisturbed training, bit by bit."""
+    repeated: float
+    """Rows read too often, mean of the seeds."""
+    missing: float
+    rows: int
+    """Rows that are to be read, each as often as the passes say."""
+    worth: float
+    """Steps after which the undisturbed training had the last validation loss, by linear interpolation of its curve."""
+    computed: float
+    """Steps that were computed for each step of the training."""
+
+
+def summarize(outcomes: Sequence[Outcome], batch: int) -> list[Summary]:
+    """Return the summaries, in the order of the settings and methods."""
+    found = []
+    for setting in dict.fromkeys(each.setting for each in outcomes):
+        for method in METHODS:
+            faulted = [each for each in outcomes if (each.setting, each.method) == (setting, method) and each.faulted]
+            calm = calm_of(outcomes, setting, method)
+            ours = calm_of(outcomes, setting, "dlac")
+            ended = [each for each in faulted if not each.failed and each.seed in calm and each.seed in ours]
+            failed = tuple(each.failed for each in faulted if each.failed)
+            if ended:
+                found.append(_summary(setting, method, ended, calm, ours, failed, batch))
+    return found
+
+
+def calm_of(outcomes: Sequence[Outcome], setting: str, method: str) -> dict[int, Outcome]:
+    """Return the undisturbed trainings that a method is compared with, by seed."""
+    of = METHODS[method].calm or method
+    return {
+        each.seed: each
+        for each in outcomes
+        if (each.setting, each.method, each.faulted, each.failed) == (setting, of, False, "")
+    }
+
+
+def band_of(values: Sequence[float]) -> float:
+    """Return half of the 95 % confidence interval of a mean. 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    return float(_STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5)
+
+
+def _summary(
+    setting: str,
+    method: str,
+    ended: Sequence[Outcome],
+    calm: dict[int, Outcome],
+    ours: dict[int, Outcome],
+    failed: tuple[str, ...],
+    batch: int,
+) -> Summary:
+    finals = [each.final for each in ended]
+    excess = [each.final - calm[each.seed].final for each in ended]
+    return Summary(
+        setting=setting,
+        method=method,
+        failed=failed,
+        seeds=len(ended),
+        final=statistics.mean(finals),
+        final_band=band_of(finals),
+        final_variance=statistics.variance(finals) if len(finals) > 1 else 0.0,
+        excess=statistics.mean(excess),
+        excess_band=band_of(excess),
+        excess_of_dlac=statistics.mean(each.final - ours[each.seed].final for each in ended),
+        area=float(np.mean([distance(each, calm[each.seed]) for each in ended])),
+        identical=sum(same(each, calm[each.seed]) for each in ended),
+        repeated=statistics.mean(each.repeated for each in ended),
+        missing=statistics.mean(each.missing for each in ended),
+        rows=max(each.trained for each in ended) * batch,
+        worth=statistics.mean(steps_worth(each.final, calm[each.seed]) for each in ended),
+        computed=statistics.mean(each.computed / each.trained for each in ended),
+    )
+
+
+def steps_worth(loss: float, calm: Outcome) -> float:
+    """Return the steps after which an undisturbed training has this validation loss. Its own number of steps if it has not."""
+    steps = sorted(calm.validation)
+    best = np.minimum.accumulate([calm.validation[step] for step in steps])
+    return float(np.interp(-loss, -best, steps))
