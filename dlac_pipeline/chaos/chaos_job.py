@@ -10,6 +10,8 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from dlac_pipeline.chaos.proxy import NetworkProxy
 from dlac_pipeline.chaos.strikes import move_catalog, move_folder
 from dlac_pipeline.checkpoint.memory.states import memory_folder
@@ -26,6 +28,8 @@ from dlac_pipeline.spec.listeners_spec import ListenersSpec
 _PORTS = {"http": 80, "thrift": 9083, "postgresql": 5432, "postgresql+psycopg2": 5432, "postgresql+psycopg": 5432}
 """Schemes of servers before which a proxy can stand, with their usual ports. The certificate of https names its host."""
 _ENDPOINT = "s3.endpoint"
+_MEMORY = "dlac-chaos"
+"""Begin of the name of a node's folder of shared memory, before a process id and the node's number."""
 
 
 def chaos_spec(job: JobSpec, *, run: str, steps: int | None) -> JobSpec:
@@ -71,8 +75,11 @@ class ChaosJob:
         spec, memory = self.spec, self.spec.checkpoint.memory
         if spec.launch.max_nodes == 1 or not memory or not Path(memory).is_dir():
             return spec
-        own = self._memories[node] = Path(memory) / f"dlac-chaos-{os.getpid()}-{node}"
-        own.mkdir(mode=0o700, exist_ok=True)
+        own = Path(memory) / f"{_MEMORY}-{os.getpid()}-{node}"
+        if node not in self._memories:
+            _remove_left_memories(Path(memory))
+            own.mkdir(mode=0o700, exist_ok=True)
+            self._memories[node] = own
         return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"memory": str(own)})})
 
     def forget_memory(self, node: int) -> None:
@@ -146,3 +153,10 @@ class ChaosJob:
         self._proxies[server] = self._places[name] = proxy
         credentials, separator, _ = parts.netloc.rpartition("@")
         return parts._replace(netloc=f"{credentials}{separator}{proxy.address}").geturl()
+
+
+def _remove_left_memories(memory: Path) -> None:
+    """Remove the memories of nodes whose command was killed."""
+    for folder in memory.glob(f"{_MEMORY}-[0-9]*-[0-9]*"):
+        if not psutil.pid_exists(int(folder.name.split("-")[2])):
+            shutil.rmtree(folder, ignore_errors=True)

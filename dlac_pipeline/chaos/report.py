@@ -38,7 +38,13 @@ class ChaosReport:
     def summary(self) -> str:
         """The result in a sentence."""
         healed = sum(fault.recovery_s is not None for fault in self.faults)
-        exact = "unknown" if self.audit is None else "exact" if self.audit.exact else "NOT exact"
+        exact = (
+            "unknown"
+            if self.audit is None
+            else "exact: no row was repeated or lost"
+            if self.audit.exact
+            else "NOT exact"
+        )
         return f"{healed} of {format_count(len(self.faults), 'fault')} healed; the audit of run {self.run} is {exact}"
 
     def to_json(self) -> dict[str, Any]:
