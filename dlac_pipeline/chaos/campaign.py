@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -125,8 +125,8 @@ class ChaosCampaign:
                 raise
             raise type(err)(f"{self._unhealed()}: {type(err).__name__}: {err}") from err
         progress = self._nodes.progress()
-        if progress.folder is not None:
-            self._progress = progress
+        if progress.folder is not None:  # ranks that start have finished no step
+            self._progress = progress if progress.trains else replace(progress, step=self._progress.step)
 
     def _strike_in_a_row(self, planned: Sequence[PlannedFault]) -> None:
         """Strike, strike again during the recovery, and wait until all is healed."""
