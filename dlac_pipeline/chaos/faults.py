@@ -50,7 +50,7 @@ OWN_KINDS = ("rank", "ranks", "hang", "node", "supervisor", "preempt", "checkpoi
 """Kinds that touch the run's own processes and files only."""
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|min|h|)")
-_KILL = re.compile(r"([a-z]+)(?::([0-9]+))?@(?:step=([0-9]+)|(.+))")
+_KILL = re.compile(r"([a-z]+)(?::([0-9]{1,9}))?@(?:step=([0-9]{1,12})|(.+))")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ def parse_kill(text: str, *, seed: int = 0) -> PlannedFault:
     found = _KILL.fullmatch(text.strip())
     if found is None:
         raise SpecInvalid(
-            f"expected a fault as WHAT@step=N or WHAT@60s, such as rank@step=120, rank:1@step=120 or supervisor@60s, found "
+            f"expected a fault as KIND@step=N or KIND@60s, such as rank@step=120, rank:1@step=120 or supervisor@60s, found "
             f"{text!r}: correct it"
         )
     kind, rank, step, after = found.groups()

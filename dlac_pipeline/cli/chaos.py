@@ -99,7 +99,9 @@ def chaos(spec: ui.SpecFile, home: ui.Home = None, **options: Any) -> None:
     chosen = _Options(**options)
     if chosen.out is not None and not chosen.out.parent.is_dir():
         raise SpecInvalid(f"expected an existing folder for --out, found none at {str(chosen.out.parent)!r}: make it")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after all processes have ended
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` sets it
+            signal.signal(number, lambda signalled, _: sys.exit(128 + signalled))  # after all processes have ended
     job = ui.resolved(spec, home)
     run = check_run_name(chosen.run or f"{job.run}-chaos")
     job = chaos_spec(job, run=run, steps=chosen.steps)

@@ -37,9 +37,9 @@ def test_kill_names_fault_and_moment(text: str, expected: PlannedFault) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("", "WHAT@step=N"),
-        ("rank", "WHAT@step=N"),
-        ("rank@", "WHAT@step=N"),
+        ("", "KIND@step=N"),
+        ("rank", "KIND@step=N"),
+        ("rank@", "KIND@step=N"),
         ("rank@step=", "duration"),
         ("rank@step=-1", "duration"),
         ("rank@step=0", "a step from 1"),
@@ -47,7 +47,8 @@ def test_kill_names_fault_and_moment(text: str, expected: PlannedFault) -> None:
         ("rank@0s", "duration"),
         ("gpu@step=5", "one of rank, ranks"),
         ("supervisor:1@step=5", "rank: or hang: only"),
-        ("rank:x@step=5", "WHAT@step=N"),
+        ("rank:x@step=5", "KIND@step=N"),
+        ("rank@step=" + "9" * 5000, "duration"),
     ],
 )
 def test_wrong_kill_is_explained(text: str, found: str) -> None:
