@@ -80,13 +80,15 @@ class ChaosCampaign:
         self._nodes.start()
         while not (self._progress.trains or self._nodes.is_finished):
             self._tend()
-        began = time.time()
+        began = healthy_since = time.time()
         self._check_steps()
         while not (schedule.is_over or self._nodes.is_finished):
             self._tend()
-            due = schedule.take_due(self._progress.step, time.time() - began)
+            now, step = time.time(), self._progress.step
+            due = schedule.take_due(step, trained_s=now - began, healthy_s=now - healthy_since)
             if due is not None:
                 self._strike_in_a_row([due, *draw_cascade(due, self._plan.kinds, self._plan.cascade)])
+                healthy_since = time.time()
         self._finish()
         if schedule.listed or not self.faults:
             raise SpecInvalid(

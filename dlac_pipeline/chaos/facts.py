@@ -21,7 +21,7 @@ class Fault:
     kind: str
     run: str
     mode: str
-    """How the run takes checkpoints, or replicas."""
+    """The run's mode of checkpoints, or replicas."""
     step: int
     """The run's last finished step."""
     what: str

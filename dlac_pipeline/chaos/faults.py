@@ -55,11 +55,12 @@ _KILL = re.compile(r"([a-z]+)(?::([0-9]{1,9}))?@(?:step=([0-9]{1,12})|(.+))")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedFault:
-    """A fault that is due at a step, or some seconds after the run's first step."""
+    """A fault that is due at a step, or after some seconds."""
 
     kind: str
     at_step: int | None = None
     at_s: float = 0.0
+    """Without a step: seconds after the run's first step. Of a drawn fault: seconds since the run trains without a fault."""
     rank: int | None = None
     """Rank to strike. Unset: the seed chooses."""
     seed: int = 0
@@ -68,7 +69,7 @@ class PlannedFault:
     """True if a person asked for it. Then it has to strike."""
 
     def is_due(self, step: int, seconds: float) -> bool:
-        """Return True if it is due when a run has finished `step`, `seconds` after its first step."""
+        """Return True if it is due when a run has finished `step`, and `seconds` have passed."""
         return seconds >= self.at_s if self.at_step is None else step >= self.at_step
 
 
@@ -86,12 +87,15 @@ class Schedule:
         """True if no fault waits."""
         return not self.listed and self._next is None
 
-    def take_due(self, step: int, seconds: float) -> PlannedFault | None:
-        """Remove and return a fault that is due, or return None."""
-        due = next((fault for fault in self.listed if fault.is_due(step, seconds)), None)
+    def take_due(self, step: int, *, trained_s: float, healthy_s: float) -> PlannedFault | None:
+        """Remove and return a fault that is due, or return None.
+
+        `trained_s`: seconds since the first step. `healthy_s`: those since then and since the last fault was healed.
+        """
+        due = next((fault for fault in self.listed if fault.is_due(step, trained_s)), None)
         if due is not None:
             self.listed.remove(due)
-        elif self._next is not None and self._next.is_due(step, seconds):
+        elif self._next is not None and self._next.is_due(step, healthy_s):
             due, self._next = self._next, next(self._drawn, None)
         return due
 
@@ -137,15 +141,14 @@ def check_kinds(kinds: Sequence[str]) -> None:
 
 
 def draw_faults(kinds: Sequence[str], *, every_s: float, seed: int, faults: int | None) -> Iterator[PlannedFault]:
-    """Yield faults at random times with the mean `every_s`. The same seed draws the same kinds, targets and times.
+    """Yield faults at random times with the mean `every_s` between them. The same seed draws the same kinds, targets and times.
 
     `faults` is the greatest number of them. None: without end.
     """
     chance = random.Random(seed)
-    at_s = 0.0
     for _ in count() if faults is None else range(faults):
-        at_s += chance.expovariate(1 / every_s)
-        yield PlannedFault(kind=chance.choice(kinds), at_s=at_s, seed=chance.randrange(2**32))
+        kind, at_s = chance.choice(kinds), chance.expovariate(1 / every_s)
+        yield PlannedFault(kind=kind, at_s=at_s, seed=chance.randrange(2**32))
 
 
 def draw_cascade(head: PlannedFault, kinds: Sequence[str], length: int) -> list[PlannedFault]:

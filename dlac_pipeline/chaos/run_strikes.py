@@ -54,9 +54,7 @@ class RunStrikes:
         ranks = self._nodes.ranks()
         if not ranks:
             return None
-        return struck_now(
-            f"SIGKILL to {len(ranks)} ranks", send_signal(ranks.values(), signal.SIGKILL), *ranks.values()
-        )
+        return struck_now("SIGKILL to all ranks", send_signal(ranks.values(), signal.SIGKILL), *ranks.values())
 
     def _strike_node(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
         nodes = [number for number, node in self._nodes.running.items() if node.ranks()]
@@ -91,7 +89,7 @@ class RunStrikes:
             spec = self._job.spec
             folder = Path(spec.checkpoint.local) / spec.run / folder_name_of(head.manifest_uri)
             what = damage_file(folder, chance)
-        return struck_now(f"{what} of step {head.step}, SIGKILL to {len(ranks)} ranks", at, *ranks)
+        return struck_now(f"{what} of step {head.step}, SIGKILL to all ranks", at, *ranks)
 
     def _restorable(self) -> list[CheckpointRow]:
         """Return the checkpoints of the lineage that can be restored, the newest first."""

@@ -1,4 +1,4 @@
-"""Strikes on real processes and files. A temporary fault lasts as long as its context."""
+"""Strikes on real processes and files. A temporary fault ends with its context."""
 
 import random
 import re

@@ -46,7 +46,10 @@ class _Options:
         list[str] | None,
         Option(help="Fault, as KIND@step=N, or KIND@60s after the first step, or rank:K@step=N. Repeat it for more."),
     ] = None
-    every: Annotated[str | None, Option(help="Inject faults at random times with this mean, such as 60s.")] = None
+    every: Annotated[
+        str | None,
+        Option(help="Inject faults at random times, with this mean time from a healing to the next one, such as 60s."),
+    ] = None
     kinds: Annotated[
         str | None,
         Option(
