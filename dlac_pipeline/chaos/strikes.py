@@ -78,7 +78,7 @@ def suspend(processes: Sequence[psutil.Process]) -> Iterator[None]:
 
 def damage_file(folder: Path, chance: random.Random, *, flip: bool = True) -> str:
     """Flip a bit of a file in a checkpoint's folder, or delete the file. Return a description."""
-    file = chance.choice(sorted(each for each in folder.rglob("*") if each.is_file()))
+    file = chance.choice(sorted(each for each in folder.rglob("*") if each.is_file() and each.stat().st_size))
     if not flip:
         file.unlink()
         return f"deleted: {file.name}"
@@ -112,27 +112,30 @@ def move_catalog(catalog: Path) -> Iterator[None]:
     A folder takes its place: a process that opened a new file there would make an empty catalog.
     """
     aside = aside_of(catalog)
-    with lock_catalog(catalog):  # between two transactions
-        catalog.rename(aside)
-        catalog.mkdir()
     try:
+        with lock_catalog(catalog):  # between two transactions
+            catalog.rename(aside)
+            catalog.mkdir()
         yield
-    finally:
-        catalog.rmdir()
-        aside.rename(catalog)
+    finally:  # also if a signal ended the first part
+        if aside.exists():
+            with suppress(FileNotFoundError):
+                catalog.rmdir()
+            aside.rename(catalog)
 
 
 @contextmanager
 def move_folder(folder: Path) -> Iterator[None]:
     """Move a folder aside within the context. A link that leads nowhere takes its place, because a launch would make a folder."""
     aside = aside_of(folder)
-    folder.rename(aside)
-    folder.symlink_to(aside / "unavailable" / "unavailable")
     try:
+        folder.rename(aside)
+        folder.symlink_to(aside / "unavailable" / "unavailable")
         yield
-    finally:
-        folder.unlink()
-        aside.rename(folder)
+    finally:  # also if a signal ended the first part
+        if aside.exists():
+            folder.unlink(missing_ok=True)
+            aside.rename(folder)
 
 
 def aside_of(path: Path) -> Path:

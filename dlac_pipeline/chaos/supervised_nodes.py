@@ -122,9 +122,12 @@ class SupervisedNodes:
         kind = str(last.get("kind", "")) if last.get("event") == "error" else ""
         if kind == RunFinished.__name__ or last.get("ending") in ("finished", "caught_up"):
             self.is_finished = True
-        elif last.get("ending") == "left":
+        if self.is_finished:
+            del self.running[number]
+            return
+        if last.get("ending") == "left":
             raise LeftUnfinished(f"the script ended at step {last['step']}, before the end of the run: fix it")
-        elif kind:
+        if kind:
             known = error_class(kind)
             if not excused or known is None or not known.transient:
                 raise error_from_kind(kind, str(last["message"]), default=TrainingFailed)
@@ -133,10 +136,7 @@ class SupervisedNodes:
                 f"expected the supervisor to run until a fault strikes it, found it ended with status {node.exit_code}: look "
                 f"for its reason in its last lines\n{node.last_lines()}"
             )
-        if self.is_finished:
-            del self.running[number]
-        else:
-            self._start(number, self._recovery(number))
+        self._start(number, self._recovery(number))
 
     def _recovery(self, number: int) -> Request:
         """Return the request by which a node resumes the run. Without other nodes it replaces the attempt that ended."""
