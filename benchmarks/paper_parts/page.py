@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,10 @@ def write_page(found: Found, folder: Path) -> None:
 
     sections = [*_sections(found)]
     template = jinja2.Template((Path(__file__).with_name("page.html.template")).read_text(), autoescape=True)
-    shown = [{**section, "picture": _inline(section.get("figure"))} for section in sections]
+    shown = [
+        {**section, "text": map(_plain, section["text"]), "picture": _inline(section.get("figure"))}
+        for section in sections
+    ]
     (folder / "paper.html").write_text(template.render(sections=shown, machine=found["machine"]))
     with PdfPages(folder / "paper.pdf") as pdf:
         for section in sections:
@@ -247,6 +251,11 @@ def _sheets(section: Found) -> Iterator[Figure]:
     """Yield the pages of a section for the PDF: its text with its picture, and each table."""
     from matplotlib.figure import Figure as Drawing
 
+    lines = [each for line in section["text"] for each in textwrap.wrap(_plain(line), 135) or [""]]
+    sheet = Drawing(figsize=(11, 1.2 + 0.22 * len(lines)))
+    sheet.text(0.04, 1 - 0.5 / sheet.get_figheight(), section["title"], fontsize=14, fontweight="bold")
+    sheet.text(0.04, 1 - 0.8 / sheet.get_figheight(), "\n".join(lines), fontsize=9, verticalalignment="top")
+    yield sheet
     if "figure" in section:
         yield section["figure"]
     for heads, rows in section["tables"]:
@@ -255,7 +264,6 @@ def _sheets(section: Found) -> Iterator[Figure]:
             sheet = Drawing(figsize=(11, 1.8 + 0.26 * len(part)), layout="constrained")
             axes = sheet.subplots()
             axes.axis("off")
-            axes.set_title(section["title"], loc="left", fontsize=11)
             table = axes.table(
                 cellText=part, colLabels=[_folded(head) for head in heads], loc="upper left", cellLoc="left"
             )
@@ -265,6 +273,11 @@ def _sheets(section: Found) -> Iterator[Figure]:
             for column in range(len(heads)):
                 table[0, column].set_height(table[0, column].get_height() * 2.6)
             yield sheet
+
+
+def _plain(text: str) -> str:
+    """Return a line of Markdown without its marks."""
+    return text.replace("**", "").replace("`", "")
 
 
 def _folded(head: str) -> str:

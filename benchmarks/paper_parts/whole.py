@@ -1,4 +1,7 @@
-"""A launch of DLAC as a whole: `training_run`, with its checkpoints and its ledger, for benchmarks/paper_parts/trainer.py."""
+"""A launch of DLAC as a whole: `training_run`, with its checkpoints and its ledger, for benchmarks/paper_parts/trainer.py.
+
+It imports here what `training_run` imports at first use: once for all launches.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
+import dlac_pipeline.checkpoint.engines.torch_state
+import dlac_pipeline.checkpoint.manager
+import dlac_pipeline.train.training_run
 from benchmarks.paper_parts.model import loss_of, new_model, validation_loss
 from benchmarks.paper_parts.trainer import Training
 

@@ -51,7 +51,7 @@ class RankStarter:
         lighthouse = Lighthouse(spec, folder) if launch.replicas else None
         processes = RankProcesses(
             range(share.first_rank, share.first_rank + share.ranks),
-            partial(self._start, spec, folder, share, lighthouse),
+            partial(self._start, spec, folder, share, lighthouse, user),
             abort=partial(self._abort, user),
             why_unknown=partial(fork_server.why_gone, spec),
             on_gone=partial(fork_server.remove_user, user),
@@ -75,6 +75,21 @@ class RankStarter:
         fork_server.end_server(only_user=user)
 
     def _start(
+        self,
+        spec: JobSpec,
+        folder: Path,
+        share: Share,
+        lighthouse: Lighthouse | None,
+        user: object,
+        processes: RankProcesses,
+    ) -> Processes:
+        try:
+            return self._start_wanted(spec, folder, share, lighthouse, processes)
+        finally:
+            if not processes.is_wanted:
+                fork_server.end_server(only_user=user)  # multiprocessing replaces one that was ended while it was asked
+
+    def _start_wanted(
         self, spec: JobSpec, folder: Path, share: Share, lighthouse: Lighthouse | None, processes: RankProcesses
     ) -> Processes:
         if self._agent is None:
