@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tests.object_store import ObjectStore
 
 CHAOS = [sys.executable, "-m", "dlac_pipeline.cli.main", "chaos"]
-
-
 NODES = {"nodes": "2", "nproc_per_node": 1, "rendezvous": "node-1:29400", "memory": "/dev/shm"}
 REPLICAS = {"program": "train_replicas.py", "replicas": 3, "world_size": 1}
 
