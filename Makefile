@@ -73,8 +73,8 @@ bench: setup  ## every benchmark but gpu, paper, peers, soak, soak_nodes and tra
 paper: setup  ## the paper's experiments beside the peers', at most 60 minutes; paper/paper.html and .pdf, and docs/paper.md of it
 	$(BIN)/python -m benchmarks.paper --out paper; status=$$?; $(BIN)/python -m benchmarks.paper --docs paper/paper.json && exit $$status
 
-peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mosaic on the first run
+peers: setup  ## DLAC beside other loaders; makes .venv-peers, .venv-peers-mosaic and .venv-peers-torchtitan on the first run
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf .venv .venv-peers .venv-peers-mosaic demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-peers-mosaic .venv-peers-torchtitan demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -6,7 +6,7 @@ resume to the first batch at 1 %, 50 % and 99 % of a pass; bytes of state. All f
 loader's consumer logged. The cell of a loader that cannot be installed, or lacks a feature, has the reason.
 
 The loaders are in `benchmarks/peer_loaders`, each in its own process, in environments that are made on the first run
-(`.venv-peers`, `.venv-peers-mosaic`: a few minutes, about 4 GB).
+(`.venv-peers`, `.venv-peers-mosaic`, `.venv-peers-torchtitan`: a few minutes, about 6 GB).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rich.table import Table
 
 from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders import environments, timing
-from benchmarks.peer_loaders.client import LoaderFailed, LoaderProcess
-from benchmarks.peer_loaders.scenarios import SCENARIOS, Bench, Count, Size, outcome
-from benchmarks.peer_loaders.tables import Lake
 from benchmarks.peer_loaders.timing import Resume, Speed
+from dlac_pipeline.operations.loader_check.client import LoaderFailed
+from dlac_pipeline.operations.loader_check.scenarios import SCENARIOS, Bench, Count, Size, outcome
+from dlac_pipeline.operations.loader_check.tables import Lake
 
 OURS = "dlac"
 ENVIRONMENTS = {
@@ -37,6 +37,8 @@ ENVIRONMENTS = {
     "hf_parquet": environments.SHARED,
     "hf_iceberg": environments.SHARED,
     "torchdata": environments.SHARED,
+    "torchft": environments.OWN,
+    "torchtitan": environments.TORCHTITAN,
     "mosaic": environments.MOSAIC,
     "litdata": environments.SHARED,
     "grain": environments.SHARED,
@@ -105,7 +107,7 @@ def measure(names: list[str], effort: Effort, scratch: Path) -> dict[str, Measur
         for name in names:
             folder = scratch / name
             try:
-                host = LoaderProcess(name, environments.python_of(ENVIRONMENTS[name]), folder / "empty")
+                host = environments.open_host(name, ENVIRONMENTS[name], folder / "empty")
             except LoaderFailed as err:
                 measured[name].failed = str(err)
                 continue
@@ -199,13 +201,7 @@ def show(measured: dict[str, Measured]) -> None:
 def _cell(count: Count | str) -> str:
     if isinstance(count, str):
         return count
-    text = f"{count.repeated} / {count.missing}"
-    if count.with_workers:
-        text += f" without workers; with two: {count.with_workers}"
-    if count.uninterrupted not in {None, (0, 0)}:
-        assert count.uninterrupted is not None
-        text += f" (uninterrupted: {count.uninterrupted[0]} / {count.uninterrupted[1]})"
-    return text
+    return f"{count.repeated} / {count.missing}" + (f" ({'; '.join(count.remarks)})" if count.remarks else "")
 
 
 def _rate(speed: Speed | None, sequence: int) -> str:

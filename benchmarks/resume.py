@@ -30,8 +30,8 @@ import pyarrow.parquet as pq
 from pyiceberg.io.pyarrow import PyArrowFile
 
 from benchmarks.figures import Figure, report
-from benchmarks.peer_loaders.tables import Lake
 from benchmarks.reader import Kind, build, job
+from dlac_pipeline.operations.loader_check.tables import Lake
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
@@ -176,7 +176,7 @@ def _bytes_of(home: Path, kind: Kind) -> int:
     """Return the column's bytes in all data files."""
     total = 0
     for path in Lake(home).files(kind.name):
-        metadata = pq.read_metadata(path.removeprefix("file://"))
+        metadata = pq.read_metadata(path)
         place = metadata.schema.to_arrow_schema().get_field_index("tokens")
         total += sum(metadata.row_group(i).column(place).total_compressed_size for i in range(metadata.num_row_groups))
     return total

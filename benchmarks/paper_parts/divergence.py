@@ -24,11 +24,12 @@ from benchmarks.paper_parts import text
 from benchmarks.paper_parts.model import LENGTH
 from benchmarks.paper_parts.trainer import Training
 from benchmarks.paper_parts.whole import run_name
-from benchmarks.peer_loaders import client, environments, tables
+from benchmarks.peer_loaders import environments
 from benchmarks.peer_loaders.environments import Environment
-from benchmarks.peer_loaders.protocol import Job
-from benchmarks.peer_loaders.tables import Lake
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.operations.loader_check import tables
+from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.operations.loader_check.tables import Lake
 
 BATCH = 16
 _ROW_GROUP = 20
@@ -227,9 +228,7 @@ def _trainers(folder: Path) -> Iterator[Any]:
         yield ask
     finally:
         for process in started.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
+            process.communicate()
 
 
 def _start(environment: Environment, folder: Path) -> subprocess.Popen[str]:
@@ -238,7 +237,7 @@ def _start(environment: Environment, folder: Path) -> subprocess.Popen[str]:
     with errors:
         return subprocess.Popen(
             [str(environments.python_of(environment)), "-m", "benchmarks.paper_parts.trainer"],
-            env=client.environment_of(folder),
+            env=environments.environment_of(folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from benchmarks.peer_loaders.protocol import Ids, Job
 from benchmarks.peer_loaders.rows import COLUMNS, arrays
+from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.track.row_log import Ids
 
 PACKAGES = ["deepspeed", "torch", "pyarrow"]
 SHARED_STATE = False
@@ -32,7 +33,13 @@ class DeepSpeedLoader:
             table, num_replicas=job.world_size, rank=job.rank, shuffle=job.shuffle, seed=job.seed
         )
         self._loader = DeepSpeedDataLoader(
-            table, job.rank_batch, pin_memory=False, local_rank=0, tput_timer=None, data_sampler=self._sampler
+            table,
+            job.rank_batch,
+            pin_memory=False,
+            local_rank=0,
+            tput_timer=None,
+            num_local_io_workers=job.workers,
+            data_sampler=self._sampler,
         )
 
     def batches(self, pass_number: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -63,6 +70,6 @@ def _read(job: Job) -> TensorDataset:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    files = [pq.read_table(file.removeprefix("file://"), columns=COLUMNS) for file in job.files]
+    files = [pq.read_table(file, columns=COLUMNS) for file in job.files]
     row_ids, _, tokens = arrays(pa.concat_tables(files))
     return TensorDataset(torch.from_numpy(row_ids.copy()), torch.from_numpy(np.stack(tokens)))

@@ -1,17 +1,19 @@
 """The optional environments of the loaders: made on demand with pip, next to the project's own.
 
-MosaicML Streaming has its own environment: it needs numpy < 2.2 and transformers < 5, which the others do not allow.
+MosaicML Streaming and torchtitan have their own: the one needs numpy < 2.2 and transformers < 5, the other datasets < 4.8, which
+the others do not allow.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peer_loaders.client import LoaderFailed
+from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 1200.0
@@ -27,6 +29,7 @@ class Environment:
 
 OWN = Environment(".venv")
 SHARED = Environment(".venv-peers", "benchmarks/peers-requirements.txt")
+TORCHTITAN = Environment(".venv-peers-torchtitan", "benchmarks/peer_loaders/torchtitan-requirements.txt")
 MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requirements.txt")
 
 
@@ -49,6 +52,20 @@ def python_of(environment: Environment) -> Path:
     _run([str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)])
     stamp.write_text(wanted)
     return python
+
+
+def environment_of(scratch: Path) -> dict[str, str]:
+    """Return the environment variables of a loader's process: caches in a folder, no network, one thread."""
+    caches = {name: str(scratch / "cache") for name in ("HF_HOME", "DATA_OPTIMIZER_CACHE_FOLDER", "LITDATA_CACHE_DIR")}
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+    one_thread = {"OMP_NUM_THREADS": "1"}  # torch's own threads: a loader has its workers
+    return {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(scratch), **caches, **quiet, **one_thread}
+
+
+def open_host(name: str, environment: Environment, scratch: Path) -> LoaderProcess:
+    """Return the process of a loader of this package. Raises `LoaderFailed` if it cannot be installed or imported."""
+    python, module = python_of(environment), f"{__package__}.{name}"
+    return LoaderProcess(module, python, scratch, name=name, environment=environment_of(scratch))
 
 
 def _run(command: list[str]) -> None:

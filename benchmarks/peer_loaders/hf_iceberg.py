@@ -7,9 +7,9 @@ import importlib
 from pyiceberg.catalog import load_catalog
 
 from benchmarks.peer_loaders import hf_parquet
-from benchmarks.peer_loaders.protocol import KINDS, Job
 from benchmarks.peer_loaders.rows import COLUMNS
 from benchmarks.peer_loaders.stateful import StatefulLoader
+from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
 
 for _lazy in ("pyiceberg.catalog.sql", "pyiceberg.io.pyarrow"):  # imported here, and not in a timed launch
     importlib.import_module(_lazy)
@@ -28,7 +28,7 @@ def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
     catalog = load_catalog(**job.catalog)
     dataset = hf_parquet.datasets.load_dataset(
         "iceberg",
-        data_files=[job.files[0].removeprefix("file://")],
+        data_files=[job.files[0]],
         catalog=catalog,
         table=job.table,
         split="train",

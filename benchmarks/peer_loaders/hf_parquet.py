@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peer_loaders.protocol import KINDS, Job
 from benchmarks.peer_loaders.rows import COLUMNS
 from benchmarks.peer_loaders.stateful import StatefulLoader
+from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
 
 datasets = importlib.import_module("datasets")
 distributed = importlib.import_module("datasets.distributed")
@@ -28,9 +28,8 @@ NOTES = [
 def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
     """Return a loader over the data files of the snapshot, in its order."""
     filters = [("kind", "<", KINDS // 2)] if job.filtered else None
-    files = [file.removeprefix("file://") for file in job.files]
     dataset = datasets.load_dataset(
-        "parquet", data_files=files, split="train", streaming=True, columns=COLUMNS, filters=filters
+        "parquet", data_files=job.files, split="train", streaming=True, columns=COLUMNS, filters=filters
     )
     return loader_over(dataset, job, state)
 

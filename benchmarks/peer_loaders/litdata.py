@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peer_loaders.protocol import Ids, Job
 from benchmarks.peer_loaders.rows import rows_of
+from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.track.row_log import Ids
 
 litdata = importlib.import_module("litdata")
 

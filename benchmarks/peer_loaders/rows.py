@@ -24,5 +24,5 @@ def arrays(table: pa.Table) -> tuple[Any, Any, list[Any]]:
 
 def rows_of(file: str) -> Iterator[tuple[int, int, Any]]:
     """Yield every row of a file: row id, kind, tokens."""
-    row_ids, kinds, tokens = arrays(pq.read_table(file.removeprefix("file://"), columns=COLUMNS))
+    row_ids, kinds, tokens = arrays(pq.read_table(file, columns=COLUMNS))
     yield from zip(row_ids.tolist(), kinds.tolist(), tokens, strict=True)

@@ -9,21 +9,30 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peer_loaders.protocol import Ids, Job
+from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.track.row_log import Ids
 
 _stateful = importlib.import_module("torchdata.stateful_dataloader")
 
 
 class StatefulLoader:
-    """A loader with `batch_size=None`: the dataset itself yields whole batches."""
+    """A loader. With `batch_size=None` the dataset itself yields whole batches."""
 
     def __init__(
-        self, dataset: Any, job: Job, state: bytes | None, *, batch_size: int | None, set_epoch: Callable[[int], None]
+        self,
+        dataset: Any,
+        job: Job,
+        state: bytes | None,
+        *,
+        batch_size: int | None,
+        set_epoch: Callable[[int], None],
+        sampler: Any = None,
+        make: Callable[..., Any] = _stateful.StatefulDataLoader,
     ) -> None:
         self._set_epoch = set_epoch
         self._packed = job.packed
-        self._loader = _stateful.StatefulDataLoader(
-            dataset, batch_size=batch_size, num_workers=job.workers, prefetch_factor=job.prefetch
+        self._loader = make(
+            dataset, batch_size=batch_size, sampler=sampler, num_workers=job.workers, prefetch_factor=job.prefetch
         )
         if state is not None:
             self._loader.load_state_dict(pickle.loads(state))

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from benchmarks.peer_loaders.protocol import KINDS, Job
 from benchmarks.peer_loaders.rows import COLUMNS, arrays
 from benchmarks.peer_loaders.stateful import StatefulLoader
+from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
 
 PACKAGES = ["torchdata", "torch", "pyarrow"]
 SHARED_STATE = False
@@ -87,8 +87,7 @@ class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
             self._at |= {"unit": self._at["unit"] + 1, "row": 0}
 
     def _units(self) -> list[tuple[str, int]]:
-        files = [file.removeprefix("file://") for file in self._at["files"]]
-        units = [(file, group) for file in files for group in range(pq.ParquetFile(file).num_row_groups)]
+        units = [(file, group) for file in self._at["files"] for group in range(pq.ParquetFile(file).num_row_groups)]
         return [units[index] for index in self._order("units", len(units))]
 
     def _order(self, salt: str, count: int) -> Any:

@@ -17,6 +17,7 @@ from rich.text import Text
 from typer import Option
 
 from dlac_pipeline.cli import (
+    adoption,
     branches,
     chaos,
     checkpoints,
@@ -44,7 +45,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, runs, chaos, logs, checkpoints, branches, lakehouse, provenance, disclosure, forget):
+for _part in (training, runs, chaos, logs, checkpoints, branches, lakehouse, provenance, disclosure, forget, adoption):
     app.add_typer(_part.app)
 
 

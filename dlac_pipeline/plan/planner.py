@@ -42,10 +42,12 @@ def make_plan(
     only: Collection[str] | None = None,
     dead: Mapping[str, Ints] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    write: bool = True,
 ) -> Plan:
     """Pin the snapshot and plan it. The same content gives the same plan, written once.
 
     `only` names the data files to plan. `dead` names further dead rows, as positions in a data file (path -> sorted int64).
+    Without `write` nothing is pinned or written: the plan is for this process only, and may lose its data files.
 
     Raises:
         DataFileChanged: a registered Parquet file has changed under its name.
@@ -56,8 +58,8 @@ def make_plan(
     check_registered(table)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
-    keys = row_keys_of(table, schema, source) if source.row_keys else None
-    tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
+    keys = row_keys_of(table, schema, source) if source.row_keys and write else None
+    tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin if write else "none")
     groups = row_groups_of(
         table,
         snapshot.snapshot_id,
@@ -75,7 +77,7 @@ def make_plan(
         paths = {group.file_path for group in groups}
         write_row_keys(lakehouse, table, keys, snapshot.snapshot_id, paths, older=only is None)
     return _find_or_write(
-        lakehouse,
+        lakehouse if write else None,
         groups,
         source_table=source.table,
         table_uuid=str(table.metadata.table_uuid),
@@ -177,12 +179,12 @@ def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> 
     return _find_or_write(lakehouse, groups, **facts, base_plan_id=plan.row.base_plan_id or plan.row.plan_id)
 
 
-def _find_or_write(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
+def _find_or_write(lakehouse: Lakehouse | None, groups: list[RowGroup], **facts: Any) -> Plan:
+    """Return the written plan of these units, and write it if it is new. Without a lakehouse it is not written."""
     content = {name: facts[name] for name in facts if name not in ("source_table", "tag")}
     content["units"] = _digest(groups)
     plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
-    found = find_plan(lakehouse, plan_id)
-    if found is not None:
+    if lakehouse is not None and (found := find_plan(lakehouse, plan_id)) is not None:
         return Plan(row=found, units=unit_table(read_units(lakehouse, found)))
     write_id = secrets.token_hex(8)
     row = PlanRow(
@@ -196,7 +198,7 @@ def _find_or_write(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -
         **facts,
     )
     units = _units_arrow(groups, write_id)
-    return Plan(row=write_plan(lakehouse, row, units), units=unit_table(units))
+    return Plan(row=row if lakehouse is None else write_plan(lakehouse, row, units), units=unit_table(units))
 
 
 def _without(group: RowGroup, positions: Ints) -> RowGroup:

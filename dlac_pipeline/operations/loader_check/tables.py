@@ -1,6 +1,4 @@
-"""The rows that every loader reads: Iceberg tables of many row groups, and their changes between save and resume."""
-
-from __future__ import annotations
+"""The rows that a loader reads: Iceberg tables of many row groups, and their changes between save and resume."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,16 @@ from pyiceberg.io.pyarrow import _dataframe_to_data_files
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Summary
 
-from benchmarks.peer_loaders.protocol import KINDS, Ids
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.operations.loader_check.protocol import KINDS
+from dlac_pipeline.track.row_log import Ids
 
 NAMESPACE = "bench"
 
 
 class Lake:
-    """A lakehouse in a folder, with the benchmark's tables."""
+    """A lakehouse in a folder, with tables of generated rows."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -38,8 +37,8 @@ class Lake:
         return self.lakehouse.load(f"{NAMESPACE}.{name}")
 
     def files(self, name: str) -> list[str]:
-        """Return the data files of the current snapshot, in the order of a scan."""
-        return [task.file.file_path for task in self.table(name).scan().plan_files()]
+        """Return the paths of the data files of the current snapshot, in the order of a scan."""
+        return [task.file.file_path.removeprefix("file://") for task in self.table(name).scan().plan_files()]
 
     def create(self, name: str, batches: list[pa.Table], group_rows: int) -> None:
         """Make a table with one data file per batch, in row groups of `group_rows`."""
@@ -97,7 +96,7 @@ def token_rows(begin: int, tokens: NDArray[np.int32]) -> pa.Table:
     return _table(np.arange(begin, begin + rows), tokens.reshape(-1), np.arange(rows + 1) * length)
 
 
-def documents(begin: int, end: int, starts: Ids) -> pa.Table:
+def packable(begin: int, end: int, starts: Ids) -> pa.Table:
     """Return rows `begin` to `end`. The tokens of all documents are numbered, so that each is unique."""
     tokens = np.arange(starts[begin], starts[end], dtype=np.int32)
     return _table(np.arange(begin, end), tokens, starts[begin : end + 1] - starts[begin])

@@ -1,26 +1,32 @@
-"""The interface of a loader: a `Job` as its input, and a log of the consumed rows as its output."""
+"""The interface of a loader: a `Job` as its input, and a log of the consumed rows as its output.
 
-from __future__ import annotations
+A loader is a Python file, or a module, that defines
+
+    open_loader(job: Job, state: bytes | None) -> Loader    opened at the saved state, or at the beginning
+    SHARED_STATE: bool                                      optional: one state serves all ranks (else each rank has its own)
+    NOT_OFFERED: dict[str, str]                             optional: scenario -> why the loader has no such feature
+    convert(job: Job) -> int                                optional: write the rows in the loader's own format into
+                                                            `job.own_format`, and return the bytes written
+
+It imports at its top everything that it would import late, because all ranks are forked from one process.
+This package runs in the loader's environment: it needs Python 3.11 and numpy, and of DLAC only the modules that say so.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ids = NDArray[np.int64]
+from dlac_pipeline.track.row_log import Ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One rank of one launch. Paths are absolute. `batch_size` is global: a rank gets `batch_size // world_size`."""
+    """One rank of one launch. Paths are absolute. `batch_size` is global: a rank gets `rank_batch` of it."""
 
     home: str  # folder of the lakehouse
     catalog: dict[str, str]  # pyiceberg properties of its catalog, and its name
     table: str
-    files: list[str]  # data files of the table's current snapshot, in its order
+    files: list[str]  # paths of the data files of the table's current snapshot, in its order
     own_format: str  # folder for the loader's own copy
     rows: int
     sequence: int  # tokens in a row, or in a packed sequence
@@ -30,7 +36,7 @@ class Job:
     workers: int  # threads or processes of a rank
     seed: int
     shuffle: bool
-    filtered: bool  # only rows whose `kind` is below `KINDS // 2`
+    filtered: bool  # only rows whose `kind` is 0 or 1
     packed: bool  # rows are documents of varying length: pack them to sequences
     passes: int
     log: str
@@ -68,30 +74,3 @@ class Loader(Protocol):
 
     def close(self) -> None:
         """Stop background work."""
-
-
-class Record(NamedTuple):
-    """One batch, as its consumer logged it."""
-
-    pass_number: int
-    step: int
-    ids: Ids
-
-
-def record_bytes(record: Record) -> bytes:
-    """Return a record as bytes of a log."""
-    head = np.array([record.pass_number, record.step, len(record.ids)], dtype=np.int64)
-    return head.tobytes() + np.ascontiguousarray(record.ids, dtype=np.int64).tobytes()
-
-
-def read_log(path: Path) -> list[Record]:
-    """Return all whole records of a log, without a torn last one."""
-    if not path.exists():
-        return []
-    values = np.frombuffer(path.read_bytes()[: path.stat().st_size // 8 * 8], dtype=np.int64)
-    records, at = [], 0
-    while at + 3 <= len(values) and at + 3 + values[at + 2] <= len(values):
-        pass_number, step, count = (int(value) for value in values[at : at + 3])
-        records.append(Record(pass_number, step, values[at + 3 : at + 3 + count]))
-        at += 3 + count
-    return records

@@ -1,20 +1,20 @@
 """The scenarios of a loader, run in its process. They give the rows repeated and the rows missing."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.peer_loaders import tables
-from benchmarks.peer_loaders.client import LoaderFailed, LoaderProcess
-from benchmarks.peer_loaders.protocol import KINDS, Ids, Job, Record, read_log
-from benchmarks.peer_loaders.tables import Lake
+from dlac_pipeline.operations.loader_check import tables
+from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess, LoaderTooSlow
+from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
+from dlac_pipeline.operations.loader_check.tables import Lake
+from dlac_pipeline.track.row_log import Ids, Record, read_records
 
 BATCH = 32  # samples in a global batch
 LIMIT_S = 90.0
+"""Time for one launch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +78,25 @@ class Count:
 
     repeated: int
     missing: int
+    left_out: int = 0  # rows that the filter leaves out, and that were read
     appended_read: int | None = None
     with_workers: str = ""  # why it fails with workers, if the count is that without
     uninterrupted: tuple[int, int] | None = None  # the count without resume, change or kill, only if rows are missing
 
     @property
     def exact(self) -> bool:
-        """Whether every row was read once."""
-        return not self.repeated and not self.missing
+        """True if every row, and no other, was read once."""
+        return not self.repeated and not self.missing and not self.left_out
+
+    @property
+    def remarks(self) -> list[str]:
+        """Facts without which the counts would mislead."""
+        found = [f"without workers; with them: {self.with_workers}"] if self.with_workers else []
+        if self.left_out:
+            found.append(f"read {self.left_out:,} rows that the filter leaves out")
+        if self.uninterrupted not in (None, (0, 0)):
+            found.append("uninterrupted: {} / {}".format(*self.uninterrupted or ()))
+        return found
 
 
 @dataclass(slots=True)
@@ -97,6 +108,7 @@ class Bench:
     size: Size
     scratch: Path
     workers: int = 2
+    limit_s: float = LIMIT_S
     copies: dict[str, str] = field(default_factory=dict)  # table -> folder of the loader's own copy
     converted: list[dict[str, float]] = field(default_factory=list)
     relaunched: list[str] = field(default_factory=list)  # launches that failed and were started again
@@ -132,16 +144,18 @@ class Bench:
         for job in jobs:
             Path(job.log).unlink(missing_ok=True)
         try:
-            self.host.consume(jobs, LIMIT_S)
+            self.host.consume(jobs, self.limit_s)
+        except LoaderTooSlow:
+            raise
         except LoaderFailed as err:  # once more, as any supervisor of a training does
             self.relaunched.append(f"{scenario.name}: {err}")
             for job in jobs:
                 Path(job.log).unlink(missing_ok=True)
-            self.host.consume(jobs, LIMIT_S)
+            self.host.consume(jobs, self.limit_s)
         if not stop:
-            return [record for job in jobs for record in read_log(Path(job.log))]
+            return [record for job in jobs for record in _records(job)]
         kept = max(step for step in jobs[0].save_at if step <= (jobs[0].die_at or stop))
-        return [record for job in jobs for record in read_log(Path(job.log)) if record.step <= kept]
+        return [record for job in jobs for record in _records(job) if record.step <= kept]
 
     def job(self, scenario: Scenario, table: str, *, launch: int, world: int, rank: int, stop: int) -> Job:
         """Return the job of rank `rank` of `world` in a launch that ends after step `stop` (0: at its end)."""
@@ -181,7 +195,7 @@ class Bench:
         folder = self.scratch / f"{self.host.name}-copy-{table}"
         if self.host.about["converts"] and table not in self.copies:
             job = dataclasses.replace(job, own_format=str(folder), log=f"{folder}.log")
-            self.converted.append(self.host.convert(job, LIMIT_S))
+            self.converted.append(self.host.convert(job, self.limit_s))
             self.copies[table] = str(folder)
         return str(folder)
 
@@ -207,7 +221,7 @@ class Bench:
         if scenario.uneven:
             bounds[-1] = (bounds[-1][0], bounds[-1][1] - 13)
         if scenario.packed:
-            batches = [tables.documents(begin, end, self._starts) for begin, end in bounds]
+            batches = [tables.packable(begin, end, self._starts) for begin, end in bounds]
         else:
             batches = [tables.sequences(begin, end, self.size.sequence) for begin, end in bounds]
         self.lake.create(name, batches, self.size.group_rows)
@@ -239,11 +253,20 @@ class Bench:
             ids = np.concatenate(
                 [record.ids for record in records if record.pass_number == number] or [np.empty(0, int)]
             )
-            count = self._pass(scenario, ids[ids >= 0], expected)
+            ids, limit = ids[ids >= 0], self._id_limit(scenario)
+            if len(ids) and ids.max() >= limit:
+                name = "numbers of tokens" if scenario.packed else "a row_id"
+                raise LoaderFailed(f"expected {name} below {limit}, found {ids.max()}: return those of the given rows")
+            count = self._pass(scenario, ids, expected)
             total.repeated += count.repeated
             total.missing += count.missing
+            total.left_out += count.left_out
             total.appended_read = count.appended_read
         return total
+
+    def _id_limit(self, scenario: Scenario) -> int:
+        rows = self.size.rows + (2 * (self.size.rows // 8) if scenario.change == "append" else 0)
+        return int(self._starts[-1]) if scenario.packed else rows
 
     def _pass(self, scenario: Scenario, ids: Ids, expected: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Count:
         if scenario.packed:  # ids are those of tokens: a row is repeated, or missing, with any token of it
@@ -252,10 +275,15 @@ class Bench:
             least = np.minimum.reduceat(times, self._starts[:-1])
             return Count(repeated=int((most > 1).sum()), missing=int((least == 0).sum()))
         times = np.bincount(ids, minlength=len(expected))
+        left_out = int((times[: len(expected)] * ~expected).sum()) if scenario.filtered else 0
         repeated = int(np.maximum(times - 1, 0).sum())
         missing = int((expected & (times[: len(expected)] == 0)).sum())
         appended = int((times[len(expected) :] > 0).sum()) if scenario.change == "append" else None
-        return Count(repeated=repeated, missing=missing, appended_read=appended)
+        return Count(repeated=repeated, missing=missing, left_out=left_out, appended_read=appended)
+
+
+def _records(job: Job) -> list[Record]:
+    return read_records(Path(job.log).read_bytes())
 
 
 def outcome(bench: Bench, scenario: Scenario) -> Count | str:
@@ -264,17 +292,18 @@ def outcome(bench: Bench, scenario: Scenario) -> Count | str:
     if reason:
         return f"not offered: {reason}"
     try:
-        return _count(bench, scenario)
+        return run_and_count(bench, scenario)
     except LoaderFailed as err:
         failed = str(err)
     try:
         alone = dataclasses.replace(bench, workers=0)
-        return dataclasses.replace(_count(alone, scenario), with_workers=failed)
+        return dataclasses.replace(run_and_count(alone, scenario), with_workers=failed)
     except LoaderFailed as err:
         return f"failed: {failed}" + (f"; without workers: {err}" if str(err) != failed else "")
 
 
-def _count(bench: Bench, scenario: Scenario) -> Count:
+def run_and_count(bench: Bench, scenario: Scenario) -> Count:
+    """Run a scenario and count its rows. If it is not exact, also run it without interruptions. Raises `LoaderFailed`."""
     count = bench.run(scenario)
     if not count.exact and len(scenario.worlds) > 1:
         whole = bench.uninterrupted(scenario)

@@ -1,6 +1,4 @@
-"""The benchmark's side of a loader's process: starts `host` in the loader's environment and sends it commands."""
-
-from __future__ import annotations
+"""The other side of a loader's process: starts `host` in the loader's environment and sends it commands."""
 
 import contextlib
 import dataclasses
@@ -10,12 +8,13 @@ import queue
 import signal
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer_loaders.protocol import Job
+from dlac_pipeline.operations.loader_check.protocol import Job
 
-_ROOT = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[2]
 _IMPORT_LIMIT_S = 120.0
 
 
@@ -23,17 +22,28 @@ class LoaderFailed(Exception):
     """The loader could not run a command. The message is the loader's own."""
 
 
-class LoaderProcess:
-    """A loader's process."""
+class LoaderTooSlow(LoaderFailed):
+    """A command of the loader did not end in time."""
 
-    def __init__(self, name: str, python: Path, scratch: Path) -> None:
+
+class LoaderProcess:
+    """A loader's process, in an empty folder in which it may leave files."""
+
+    def __init__(
+        self, source: str, python: Path, scratch: Path, *, name: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`source` is a file or a module, which is searched in the PYTHONPATH of `environment`.
+
+        Raises `LoaderFailed` if it cannot be imported.
+        """
         scratch.mkdir(parents=True, exist_ok=True)
         self.name = name
+        self._is_busy = False
         self._errors = (scratch / f"{name}.host").open("w")
         self._process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.peer_loaders.host", name],
+            [str(python), "-m", f"{__package__}.host", source],
             cwd=scratch,  # an empty folder: datasets searches the current one
-            env=environment_of(scratch),
+            env=_environment(scratch, environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -42,9 +52,13 @@ class LoaderProcess:
         )
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
-        self.about = self._answer(_IMPORT_LIMIT_S)
-        if "failed" in self.about:
-            raise LoaderFailed(f"cannot be imported: {self.about['failed']}")
+        try:
+            self.about = self._answer(_IMPORT_LIMIT_S)
+            if "failed" in self.about:
+                raise LoaderFailed(f"cannot be imported: {self.about['failed']}")
+        except LoaderFailed:
+            self.close()
+            raise
 
     def convert(self, job: Job, limit_s: float) -> dict[str, float]:
         """Convert the rows, and return bytes and seconds."""
@@ -56,10 +70,12 @@ class LoaderProcess:
         return [rank["result"] for rank in self._ask("consume", jobs, limit_s)]
 
     def close(self) -> None:
-        """End the process and all processes that it started."""
+        """End the process and all processes that it started, also in the middle of a command."""
         with contextlib.suppress(BrokenPipeError, ProcessLookupError):
             assert self._process.stdin is not None
             self._process.stdin.close()
+        if self._is_busy:
+            self._process.terminate()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -70,26 +86,33 @@ class LoaderProcess:
     def _ask(self, what: str, jobs: list[Job], limit_s: float) -> list[dict[str, Any]]:
         command = {"do": what, "jobs": [dataclasses.asdict(job) for job in jobs], "limit_s": limit_s}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as err:
+            raise LoaderFailed(f"the process of {self.name!r} has ended") from err
         ranks: list[dict[str, Any]] = self._answer(limit_s + 30)["ranks"]
         for rank, job in zip(ranks, jobs, strict=True):
             expected = -signal.SIGKILL if job.die_at and what == "consume" else 0
             if rank["exit"] is not None and rank["exit"] != expected:
-                raise LoaderFailed(rank["error"] or f"rank {job.rank} ended with {rank['exit']}")
+                raise LoaderFailed(rank["error"] or f"rank {job.rank} ended with exit status {rank['exit']}")
         for rank in ranks:
             if rank["exit"] is None:
-                raise LoaderFailed(rank["error"])
+                raise LoaderTooSlow(rank["error"])
         return ranks
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
+        self._is_busy = True
         try:
             line = self._answers.get(timeout=limit_s)
         except queue.Empty:
             line = ""
+        self._is_busy = False
         if not line:
             os.killpg(self._process.pid, signal.SIGKILL)
-            raise LoaderFailed(f"no answer from the process of {self.name!r}")
+            errors = Path(self._errors.name).read_text(errors="replace").split("\n")
+            last = next((f": {each}" for each in reversed(errors) if each.strip()), "")
+            raise LoaderFailed(f"the process of {self.name!r} did not answer{last}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -100,9 +123,10 @@ class LoaderProcess:
         self._answers.put("")
 
 
-def environment_of(scratch: Path) -> dict[str, str]:
-    """Return the environment variables of a loader's process: caches in a folder, no network, one thread."""
-    caches = {name: str(scratch / "cache") for name in ("HF_HOME", "DATA_OPTIMIZER_CACHE_FOLDER", "LITDATA_CACHE_DIR")}
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-    one_thread = {"OMP_NUM_THREADS": "1"}  # torch's own threads: a loader has its workers
-    return {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(scratch), **caches, **quiet, **one_thread}
+def _environment(scratch: Path, changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the loader's environment: of this one DLAC alone is added, because its other packages may be another version's."""
+    (scratch / ".import").mkdir(exist_ok=True)
+    (scratch / ".import" / _PACKAGE.name).symlink_to(_PACKAGE)
+    environment = {**os.environ, "TMPDIR": str(scratch), **changes}
+    paths = str(scratch / ".import"), environment.get("PYTHONPATH", "")
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,16 +1,15 @@
-"""One loader's process: `python -m benchmarks.peer_loaders.host NAME`. It reads JSON commands, and writes one answer for each.
+"""One loader's process: `python -m dlac_pipeline.operations.loader_check.host LOADER`, a file or a module.
 
-It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import.
+It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import. At its start it
+writes what the loader offers, and then one answer for each JSON command that it reads:
 
-    {"do": "describe"}                          -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ...}
-    {"do": "convert", "job": ..., "limit_s": s}  -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
+    -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ..., "converts": ...}, or {"failed": text}
+    {"do": "convert", "jobs": [one], "limit_s": s} -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
     {"do": "consume", "jobs": [...], "limit_s": s} -> {"ranks": [{"exit": 0 or -signal, "result": ..., "error": text}]}
 
 Ranks of a launch run at the same time, with the environment variables that torchrun sets. All processes of a launch have ended
 before its answer: each rank leads a process group, which is killed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -18,6 +17,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.peer_loaders.consume import consume
-from benchmarks.peer_loaders.protocol import Job
+from dlac_pipeline.operations.loader_check.consume import Misuse, consume
+from dlac_pipeline.operations.loader_check.protocol import Job
 
 _GRACE_S = 5.0  # for the other ranks after a failure
 _PR_SET_PDEATHSIG = 1
@@ -40,10 +40,11 @@ def main() -> None:
     """Answer commands until the standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of a library is no answer
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after the ranks were ended
     try:
-        module = importlib.import_module(f"benchmarks.peer_loaders.{sys.argv[1]}")
-    except Exception as err:
-        print(json.dumps({"failed": _error_line(err)}), file=answers)
+        module = _import(sys.argv[1])
+    except (Exception, SystemExit) as err:
+        print(json.dumps({"failed": _error_line(err, sys.argv[1])}), file=answers)
         return
     print(json.dumps(_described(module)), file=answers)
     for line in sys.stdin:
@@ -53,12 +54,31 @@ def main() -> None:
         print(json.dumps({"ranks": _launch(module, act, jobs, command["limit_s"])}), file=answers)
 
 
+def _import(source: str) -> ModuleType:
+    """Import a file as a script is run: modules beside it can be imported, and so can itself, by workers that are spawned."""
+    path = Path(source)
+    if path.suffix == ".py":
+        sys.path.insert(0, str(path.parent))
+        sys.dont_write_bytecode = True  # in the user's folder
+        source = path.stem
+    module = importlib.import_module(source)
+    if path.suffix == ".py" and module.__file__ != str(path):
+        raise Misuse(f"expected {path.name} to be the module {source!r}, found {module.__file__}: rename your file")
+    if not callable(getattr(module, "open_loader", None)):
+        advice = "see `dlac check-loader --example`"
+        raise Misuse(f"expected {path.name} to define open_loader(job, state), found no such function: {advice}")
+    if not isinstance(not_offered := getattr(module, "NOT_OFFERED", {}), dict):
+        found = type(not_offered).__name__
+        raise Misuse(f"expected NOT_OFFERED of {path.name} to be a dict, from a scenario to a reason, found {found}")
+    return module
+
+
 def _described(module: ModuleType) -> dict[str, Any]:
     return {
-        "versions": {name: importlib.metadata.version(name) for name in module.PACKAGES},
-        "not_offered": module.NOT_OFFERED,
-        "shared_state": module.SHARED_STATE,
-        "notes": module.NOTES,
+        "versions": {name: importlib.metadata.version(name) for name in getattr(module, "PACKAGES", [])},
+        "not_offered": getattr(module, "NOT_OFFERED", {}),
+        "shared_state": getattr(module, "SHARED_STATE", False),
+        "notes": getattr(module, "NOTES", []),
         "converts": hasattr(module, "convert"),
     }
 
@@ -79,19 +99,21 @@ def _launch(
     exits: dict[int, int] = {}
     until = time.monotonic() + limit_s
     failed_at = 0.0
-    while len(exits) < len(pids) and time.monotonic() < until:
+    try:
+        while len(exits) < len(pids) and time.monotonic() < until:
+            for pid in pids:
+                if pid not in exits and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    exits[pid] = os.waitstatus_to_exitcode(ended[1])
+            if any(exits.values()) and not failed_at:
+                failed_at = time.monotonic()
+                until = min(until, failed_at + _GRACE_S)
+            time.sleep(0.002)
+    finally:
         for pid in pids:
-            if pid not in exits and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                exits[pid] = os.waitstatus_to_exitcode(ended[1])
-        if any(exits.values()) and not failed_at:
-            failed_at = time.monotonic()
-            until = min(until, failed_at + _GRACE_S)
-        time.sleep(0.002)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        if pid not in exits:
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if pid not in exits:
+                os.waitpid(pid, 0)
     return [_outcome(job, exits.get(pid), limit_s) for pid, job in zip(pids, jobs, strict=True)]
 
 
@@ -102,6 +124,7 @@ def _fork(module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], 
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         errors = os.open(f"{job.log}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(errors, 1)
@@ -119,15 +142,19 @@ def _fork(module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], 
         code = 0
     except BaseException as err:
         traceback.print_exc()
-        Path(f"{job.log}.json").write_text(json.dumps({"error": _error_line(err)}))
+        Path(f"{job.log}.json").write_text(json.dumps({"error": _error_line(err, str(module.__file__))}))
     finally:
         os._exit(code)  # no clean-up of the parent's objects in a fork
 
 
-def _error_line(err: BaseException) -> str:
-    """Return the error in one line. torch passes on a worker's error with its whole traceback."""
+def _error_line(err: BaseException, source: str) -> str:
+    """Return the error in one line, with its line in the loader. torch passes on a worker's error with its whole traceback."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [""]
-    return lines[-1] if "Traceback" in str(err) else f"{type(err).__name__}: {lines[0]}"
+    if isinstance(err, Misuse):
+        return lines[0]
+    line = lines[-1] if "Traceback" in str(err) else f"{type(err).__name__}: {lines[0]}".removesuffix(": ")
+    places = re.findall(rf'File "{re.escape(source)}", line (\d+)', "".join(traceback.format_exception(err)))
+    return f"{Path(source).name}:{places[-1]}: {line}" if places else line
 
 
 def _outcome(job: Job, code: int | None, limit_s: float) -> dict[str, Any]:

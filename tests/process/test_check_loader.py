@@ -1,0 +1,179 @@
+"""`dlac check-loader` on real loaders: in processes that are killed, with the example file and changes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlac_pipeline.operations.loader_check import check
+from tests.conftest import wait_until
+from tests.forked import Forked
+
+ROOT = Path(__file__).parents[2]
+DLAC = Path(sys.executable).parent / "dlac"
+EXAMPLE = Path(check.__file__).with_name("example.py.template").read_text()
+IDS = 'return batch["row_id"].to_numpy()'
+OURS = "from benchmarks.peer_loaders.dlac import SHARED_STATE, open_loader\n"
+WORKER_FAILS = """
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from benchmarks.peer_loaders.stateful import StatefulLoader
+
+
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        raise RuntimeError("no rows today")
+
+
+def open_loader(job, state):
+    return StatefulLoader(Rows(), job, state, batch_size=None, set_epoch=lambda epoch: None)
+"""
+
+HANGS = """
+import os
+import time
+
+
+def open_loader(job, state):
+    with open("PIDS", "a") as stream:
+        stream.write(f"{os.getpid()} ")
+    time.sleep(600)
+"""
+
+
+class Folder:
+    """A folder with a loader, and the temporary files of the command."""
+
+    def __init__(self, path: Path) -> None:
+        self.loader = path / "my_loader.py"
+        self.temporary = path / "temporary"
+        self.temporary.mkdir()
+
+    def start(self, text: str, *options: str) -> Forked:
+        """Start the command on a loader with this text."""
+        self.loader.write_text(text)
+        command = [str(DLAC), "check-loader", str(self.loader), "--workers", "0", *options]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
+        return Forked(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def check(self, text: str, only: str, *options: str) -> tuple[int, dict[str, Any], str]:
+        """Return the exit status, the verdicts by scenario, and the errors. Nothing is left on the disk."""
+        with self.start(text, "--json", "--only", only, *options) as process:
+            answer, errors = process.communicate()
+        assert list(self.temporary.iterdir()) == []
+        assert {path.name for path in self.loader.parent.iterdir()} == {self.loader.name, self.temporary.name}
+        return process.returncode, {each["scenario"]: each for each in json.loads(answer or "[]")}, errors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """A folder of this test."""
+    return Folder(tmp_path)
+
+
+def changed(before: str, after: str) -> str:
+    """Return the example with a change."""
+    assert EXAMPLE.count(before) == 1
+    return EXAMPLE.replace(before, after)
+
+
+def test_example_is_judged(folder: Folder) -> None:
+    """The example resumes after SIGKILL exactly, loses rows with more ranks, and skips what it does not offer."""
+    status, verdicts, errors = folder.check(EXAMPLE, "tail,kill,resize_2_4,shuffle")
+    assert status == 1, errors
+    assert {name: each["exact"] for name, each in verdicts.items()} == {
+        "tail": True,
+        "kill": True,
+        "resize_2_4": False,
+        "shuffle": None,
+    }
+    assert (verdicts["resize_2_4"]["repeated"], verdicts["resize_2_4"]["missing"]) == (0, 832)
+    assert verdicts["shuffle"]["remark"] == "reads in the order of the files"
+
+
+@pytest.mark.slow
+def test_exact_loader_passes(folder: Folder) -> None:
+    """DLAC's own dataset is exact: killed, and over a table to which rows are appended."""
+    status, verdicts, errors = folder.check(OURS, "kill,append")
+    assert status == 0, errors
+    assert all((each["repeated"], each["missing"]) == (0, 0) for each in verdicts.values())
+
+
+def test_rows_repeated_after_kill(folder: Folder) -> None:
+    """A state that rounds its position down repeats the rest of a row group on both ranks. Uninterrupted it is exact."""
+    text = changed("return json.dumps(self.at).encode()", 'return json.dumps({**self.at, "row": 0}).encode()')
+    status, verdicts, _ = folder.check(text, "kill", "--python", os.path.relpath(sys.executable))
+    assert (status, verdicts["kill"]["missing"], verdicts["kill"]["remark"]) == (1, 0, "")
+    assert verdicts["kill"]["repeated"] == 2 * 16
+
+
+def test_rows_outside_filter_count(folder: Folder) -> None:
+    """A loader that ignores the filter is not exact, although it repeats and misses nothing."""
+    status, verdicts, _ = folder.check(changed('    "filter": "reads all rows",\n', ""), "filter")
+    assert (status, verdicts["filter"]["repeated"], verdicts["filter"]["missing"]) == (1, 0, 0)
+    assert verdicts["filter"]["remark"] == "read 1,024 rows that the filter leaves out"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (IDS, 'return batch["id"].to_numpy()', "my_loader.py:41: KeyError: "),
+        (IDS, "return None", "my_loader.py:39: expected ids() to return the row_id of each row"),
+        (IDS, f"{IDS} + 10**12", "expected a row_id below 2048, found 1000000"),
+        ("json.dumps(self.at).encode()", "self.at", "my_loader.py:43: expected state() to return bytes, found dict"),
+        ("def close", "def end", "expected open_loader() to return a loader with the methods batches, ids, state, close"),
+        ("[rank::ranks]", "[rank::ranks][:3]", "expected batches() to yield 26 batches of 16 rows to this rank, found only 6"),
+        ('while self.at["group"] < len(groups):', "while groups.append(groups[0]) is None:", "found no end after"),
+    ],
+)  # fmt: skip
+def test_misuse_names_line(folder: Folder, before: str, after: str, expected: str) -> None:
+    """A loader that raises, has no ids, ends early or never ends is refused with the place in its file."""
+    status, verdicts, _ = folder.check(changed(before, after), "kill")
+    assert status == 1
+    assert verdicts["kill"]["remark"].startswith("failed: ")
+    assert expected in verdicts["kill"]["remark"]
+
+
+def test_worker_error_names_line(folder: Folder) -> None:
+    """The error of a worker process has its line in the user's file."""
+    _, verdicts, _ = folder.check(WORKER_FAILS, "tail", "--workers", "1")
+    assert verdicts["tail"]["remark"] == "failed: my_loader.py:10: RuntimeError: no rows today"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("x = 1\n", (), "expected my_loader.py to define open_loader(job, state)"),
+        ("import no_such_package\n", (), "my_loader.py:1: ModuleNotFoundError"),
+        ("def open_loader(:\n", (), "my_loader.py:1: SyntaxError"),
+        (EXAMPLE.replace('"filter":', '"filters":'), (), "in NOT_OFFERED of my_loader.py, found filters"),
+        (EXAMPLE + "NOT_OFFERED = ['filter']\n", (), "to be a dict, from a scenario to a reason, found list"),
+        (EXAMPLE, ("--only", "kill,tial"), "found tial: correct --only"),
+        (EXAMPLE, ("--python", "/no/python"), "expected an interpreter of Python, found '/no/python'"),
+    ],
+)
+def test_bad_input_is_refused(folder: Folder, text: str, options: tuple[str, ...], expected: str) -> None:
+    """A file without a loader, and wrong options, have exit status 64 and one line."""
+    status, _, errors = folder.check(text, "kill", *options)
+    assert (status, expected in errors) == (64, True), errors
+
+
+def test_stopped_command_leaves_nothing(folder: Folder) -> None:
+    """SIGTERM ends the ranks of a loader that hangs, and removes the files."""
+    pids = folder.loader.parent / "pids"
+    with folder.start(HANGS.replace("PIDS", str(pids)), "--only", "tail") as process:
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 4, what="four ranks")
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list(folder.temporary.iterdir()) == []
+    ranks = [Path(f"/proc/{pid}") for pid in pids.read_text().split()]
+    wait_until(lambda: not any(rank.exists() for rank in ranks), what="the end of the ranks")

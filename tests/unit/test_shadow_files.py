@@ -1,0 +1,114 @@
+"""Files of `dlac.Shadow`: what is recorded, what never reaches the loop, and which steps are in the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dlac_pipeline as dlac
+from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
+from dlac_pipeline.operations.shadow.launches import Launch, read_launches
+
+
+def record(folder: Path, *, step: int, steps: int, ranks: int = 1, ends: bool = False) -> None:
+    """Record a launch. The rows of a step are 10 * step + rank."""
+    for rank in range(ranks):
+        shadow = dlac.Shadow(folder, step=step, rank=rank, world_size=ranks)
+        for number in range(step + 1, step + steps + 1):
+            shadow.step([10 * number + rank])
+        if ends:
+            shadow.close()
+
+
+def rows(launch: Launch) -> list[int]:
+    """Return the rows that are in the model."""
+    return [int(row) for each in launch.surviving() for row in each.ids]
+
+
+@pytest.mark.parametrize("ids", [[1, 2], np.array([[1], [2]], np.uint8), torch.tensor([1, 2], requires_grad=False)])
+def test_ids_of_any_kind_are_recorded(tmp_path: Path, ids: Any) -> None:
+    """Lists, arrays and tensors of any shape are rows."""
+    with dlac.Shadow(tmp_path / "new" / "folder", step=7) as shadow:
+        shadow.step(ids, pass_number=3)
+    [launch] = read_launches(tmp_path / "new" / "folder")
+    [step] = launch.ranks[0]
+    assert (launch.step, launch.ended, step.pass_number, step.step, step.ids.tolist()) == (7, True, 3, 8, [1, 2])
+
+
+def test_later_launch_takes_steps_back(tmp_path: Path) -> None:
+    """A launch that resumes at an earlier step takes back the later ones of all launches before it."""
+    record(tmp_path, step=0, steps=5, ranks=2)
+    record(tmp_path, step=4, steps=3)
+    record(tmp_path, step=2, steps=2, ranks=2, ends=True)
+    launches = read_launches(tmp_path)
+    assert [(each.number, each.step, each.world_size, each.kept) for each in launches] == [
+        (1, 0, 2, 2),
+        (2, 4, 1, 2),
+        (3, 2, 2, None),
+    ]
+    assert [rows(each) for each in launches] == [[10, 20, 11, 21], [], [30, 40, 31, 41]]
+    assert [each.ended for each in launches] == [False, False, True]
+    assert [gap for each in launches for gap in each.gaps()] == []
+
+
+def test_lost_rank_is_named(tmp_path: Path) -> None:
+    """A rank without a file, and one that recorded fewer steps than the model has, are gaps. A torn record does not count."""
+    record(tmp_path, step=0, steps=3, ranks=3)
+    record(tmp_path, step=3, steps=1)
+    first, *_ = sorted(tmp_path.glob("rank-00000-*"))
+    first.unlink()
+    [second] = tmp_path.glob("rank-00001-*")
+    second.write_bytes(second.read_bytes()[:-3])
+    assert read_launches(tmp_path)[0].gaps() == [
+        "launch 1 has no file of rank 0",
+        "launch 1 has steps up to 2 of rank 1, and trained up to 3",
+    ]
+
+
+@pytest.mark.parametrize("ids", [["a"], [1.5], None, {"row_id": [1]}])
+def test_bad_ids_do_not_raise(tmp_path: Path, ids: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The first bad step is one warning, and the rank records nothing more."""
+    shadow = dlac.Shadow(tmp_path, step=0)
+    with caplog.at_level(logging.WARNING):
+        for given in ([1], ids, [2], ids):
+            shadow.step(given)
+        shadow.close()
+    [launch] = read_launches(tmp_path)
+    assert rows(launch) == [1]
+    assert len(caplog.messages) == 1
+    assert "training is not affected" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["a file", "no rank"])
+def test_bad_start_does_not_raise(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a folder or a rank nothing is recorded, and nothing is raised."""
+    if place == "a file":
+        (tmp_path / "folder").write_text("")
+    else:
+        monkeypatch.setenv("RANK", "first")
+    shadow = dlac.Shadow(tmp_path / "folder", step=0)
+    shadow.step([1])
+    shadow.close()
+    shadow.step([1])
+    assert len(caplog.messages) == 1
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """An empty folder, a file of another program, and one of a later version."""
+    with pytest.raises(SpecInvalid, match="found none"):
+        read_launches(tmp_path)
+    file = tmp_path / "rank-00000-1-1.rows"
+    file.write_text("hello\n")
+    with pytest.raises(SpecInvalid, match="found another content"):
+        read_launches(tmp_path)
+    file.write_text(json.dumps({"format_version": 2, "rank": 0, "world_size": 1, "step": 0, "started_ns": 1}) + "\n")
+    with pytest.raises(FormatTooNew, match="found 2"):
+        read_launches(tmp_path)
