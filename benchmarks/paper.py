@@ -70,7 +70,7 @@ def figures_of(found: dict[str, Any]) -> dict[str, Figure]:
         return {}
     outcomes = [Outcome.from_json(each) for each in found["divergence"]["outcomes"]]
     figures: dict[str, Figure] = {}
-    for each in summarize(outcomes, divergence.BATCH):
+    for each in filter(lambda each: each.seeds, summarize(outcomes, divergence.BATCH)):
         ours = each.method.startswith("dlac")
         name = f"{each.setting}_{each.method}"
         figures |= {

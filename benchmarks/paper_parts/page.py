@@ -134,10 +134,13 @@ def _summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def _summary_row(each: Summary) -> tuple[str, ...]:
-    failed = f" ({len(each.failed)} failed: {each.failed[0]})" if each.failed else ""
-    steps = each.rows // BATCH
+    name = METHODS[each.method].name
+    if each.failed:
+        name += f" (failed with {len(each.failed)} of {len(each.failed) + each.seeds} seeds: {each.failed[0]})"
+    if not each.seeds:
+        return (name, *("-",) * 9)
     return (
-        METHODS[each.method].name + failed,
+        name,
         f"{each.final:.4f} ± {each.final_band:.4f}",
         f"{each.final_variance:.2g}",
         f"{each.excess:+.4f} ± {each.excess_band:.4f}",
@@ -145,7 +148,7 @@ def _summary_row(each: Summary) -> tuple[str, ...]:
         f"{each.identical} of {each.seeds}",
         f"{each.repeated:,.0f} of {each.rows:,}",
         f"{each.missing:,.0f}",
-        f"{each.worth:.0f} of {steps}",
+        f"{each.worth:.0f} of {each.rows // BATCH}",
         f"{each.computed:.2f}",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Summary:
     failed: tuple[str, ...]
     """Why trainings failed. Its other values are those of the others."""
     seeds: int
+    """Trainings that did not fail. None: the means are NaN."""
     final: float
     """Mean of the last validation losses."""
     final_band: float
@@ -58,7 +60,7 @@ def summarize(outcomes: Sequence[Outcome], batch: int) -> list[Summary]:
             ours = calm_of(outcomes, setting, "dlac")
             ended = [each for each in faulted if not each.failed and each.seed in calm and each.seed in ours]
             failed = tuple(each.failed for each in faulted if each.failed)
-            if ended:
+            if ended or failed:
                 found.append(_summary(setting, method, ended, calm, ours, failed, batch))
     return found
 
@@ -96,24 +98,31 @@ def _summary(
         method=method,
         failed=failed,
         seeds=len(ended),
-        final=statistics.mean(finals),
+        final=_mean(finals),
         final_band=band_of(finals),
         final_variance=statistics.variance(finals) if len(finals) > 1 else 0.0,
-        excess=statistics.mean(excess),
+        excess=_mean(excess),
         excess_band=band_of(excess),
-        excess_of_dlac=statistics.mean(each.final - ours[each.seed].final for each in ended),
-        area=float(np.mean([distance(each, calm[each.seed]) for each in ended])),
+        excess_of_dlac=_mean([each.final - ours[each.seed].final for each in ended]),
+        area=_mean([distance(each, calm[each.seed]) for each in ended]),
         identical=sum(same(each, calm[each.seed]) for each in ended),
-        repeated=statistics.mean(each.repeated for each in ended),
-        missing=statistics.mean(each.missing for each in ended),
-        rows=max(each.trained for each in ended) * batch,
-        worth=statistics.mean(steps_worth(each.final, calm[each.seed]) for each in ended),
-        computed=statistics.mean(each.computed / each.trained for each in ended),
+        repeated=_mean([each.repeated for each in ended]),
+        missing=_mean([each.missing for each in ended]),
+        rows=max((each.trained for each in ended), default=0) * batch,
+        worth=_mean([steps_worth(each.final, calm[each.seed]) for each in ended]),
+        computed=_mean([each.computed / each.trained for each in ended]),
     )
 
 
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean, or NaN of none."""
+    return statistics.mean(values) if values else math.nan
+
+
 def steps_worth(loss: float, calm: Outcome) -> float:
-    """Return the steps after which an undisturbed training has this validation loss. Its own number of steps if it has not."""
+    """Return the steps after which an undisturbed training has this validation loss. All of them if its last one is no better."""
     steps = sorted(calm.validation)
+    if loss <= calm.final:
+        return steps[-1]
     best = np.minimum.accumulate([calm.validation[step] for step in steps])
     return float(np.interp(-loss, -best, steps))

@@ -41,7 +41,8 @@ def test_loss_is_worth_undisturbed_steps() -> None:
     """Between two evaluations it is interpolated. A curve that rises again counts by its best loss so far."""
     assert steps_worth(2.5, outcome("dlac", faulted=False)) == 25
     assert steps_worth(1.0, outcome("dlac", faulted=False)) == 30
-    assert steps_worth(2.5, outcome("dlac", faulted=False, validation={10: 4.0, 20: 2.0, 30: 9.0})) == 17.5
+    assert steps_worth(2.5, outcome("dlac", faulted=False, validation={10: 4.0, 20: 2.0, 30: 2.2})) == 17.5
+    assert steps_worth(9.0, outcome("dlac", faulted=False, validation={10: 4.0, 20: 2.0, 30: 9.0})) == 30
 
 
 def test_method_is_compared_with_own_calm_training() -> None:
@@ -54,7 +55,8 @@ def test_method_is_compared_with_own_calm_training() -> None:
         replace(outcome("restart", faulted=True, validation=worse), repeated=8, missing=6, computed=45),
         replace(outcome("restart", seed=1, faulted=True), failed="out of rows", validation={}),
     ]
-    ours, restart = summarize(outcomes, BATCH)
+    ours, hf, restart = summarize([*outcomes, replace(outcome("hf", faulted=True), failed="no such rank")], BATCH)
+    assert (hf.method, hf.seeds, hf.failed) == ("hf", 0, ("no such rank",))
     assert (ours.method, ours.identical, ours.excess, ours.area) == ("dlac", 1, 0.0, 0.0)
     assert (restart.method, restart.identical, restart.seeds, restart.failed) == ("restart", 0, 1, ("out of rows",))
     assert (restart.excess, restart.excess_of_dlac, restart.area) == (0.5, 0.5, 0.5)
