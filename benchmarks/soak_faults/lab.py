@@ -123,6 +123,14 @@ class Lab:
         found = [slot.trainee for slot in self._slots if slot.trainee is not None and slot.launching is None]
         return [one for one in found if _EVERY_STEPS < one.live.step() < self.steps - 150 and one.ranks()]
 
+    def all_have_claimed(self) -> bool:
+        """Return whether each launched run has claimed itself in the ledger, so that a recovery finds it."""
+        return all(
+            slot.launching is None and slot.trainee.seen().attempt > 0
+            for slot in self._slots
+            if slot.trainee is not None
+        )
+
     def finish(self, within_s: float) -> None:
         """Start no more runs, and wait for the running ones.
 

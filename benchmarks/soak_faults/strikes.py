@@ -124,8 +124,9 @@ def _catalog_locked(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck
 
 
 def _catalog_moved(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
+    """Move the catalog while no run begins: one that finds a folder in its place before its first claim ends for good."""
     ranks = trainee.ranks()
-    if not ranks:
+    if not ranks or not lab.all_have_claimed():
         return None
     with move_catalog(lab.catalog):
         at = send_signal([ranks[-1]], signal.SIGKILL)
