@@ -12,6 +12,7 @@ It imports at its top everything that it would import late, because all ranks ar
 This package runs in the loader's environment: it needs Python 3.11 and numpy, and of DLAC only the modules that say so.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +51,11 @@ class Job:
     def rank_batch(self) -> int:
         """Samples of this rank in one step."""
         return self.batch_size // self.world_size
+
+    @property
+    def exit_status(self) -> int:
+        """Exit status of the consumer, as `subprocess` has it."""
+        return -signal.SIGKILL if self.die_at else 0
 
     @property
     def prefetch(self) -> int | None:
