@@ -73,7 +73,7 @@ class LoaderProcess:
     def close(self) -> None:
         """End the process and those of its group, also in the middle of a command.
 
-        That are all that it started, but for those in a session or group of their own.
+        Processes that it started in a session or group of their own remain.
         """
         with contextlib.suppress(BrokenPipeError, ProcessLookupError):
             assert self._process.stdin is not None

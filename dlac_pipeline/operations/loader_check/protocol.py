@@ -8,7 +8,7 @@ A loader is a Python file, or a module, that defines
     convert(job: Job) -> int                                optional: write the rows in the loader's own format into
                                                             `job.own_format`, and return the bytes written
 
-It imports at its top everything that it would import late, because all ranks are forked from one process.
+It imports at its top everything that it would import late, because ranks are forked from a process that has imported it.
 This package runs in the loader's environment: it needs Python 3.11 and numpy, and of DLAC only the modules that say so.
 """
 
