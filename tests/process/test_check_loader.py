@@ -156,7 +156,7 @@ def test_planned_kill_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A rank that has yet to reach its kill is waited for, although another one has died of its own."""
     monkeypatch.setattr(host, "_GRACE_S", 0)
     given = {"die_at": 1, "save": str(tmp_path / "pid")}
-    blank = {each.name: given.get(each.name) for each in dataclasses.fields(Job)}
+    blank: dict[str, Any] = {each.name: given.get(each.name) for each in dataclasses.fields(Job)}
     jobs = [Job(**{**blank, "rank": rank, "world_size": 2, "log": str(tmp_path / f"{rank}")}) for rank in range(2)]
     assert [each["exit"] for each in host._launch(host, die_in_turn, jobs, 30)] == [-signal.SIGKILL] * 2
 

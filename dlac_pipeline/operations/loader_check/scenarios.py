@@ -111,7 +111,7 @@ class Bench:
     workers: int = 2
     limit_s: float = LIMIT_S
     other: LoaderProcess | None = None
-    """Process of every second launch. A restart has another seed of hashes, and what a loader does at its import is done anew."""
+    """Process of every second launch, so that a restart has another seed of hashes and another import of the loader."""
     copies: dict[str, str] = field(default_factory=dict)  # table -> folder of the loader's own copy
     converted: list[dict[str, float]] = field(default_factory=list)
     relaunched: list[str] = field(default_factory=list)  # launches that failed and were started again

@@ -79,14 +79,14 @@ def read_launches(folder: Path) -> list[Launch]:
         SpecInvalid: there is none, or a file has other content.
         FormatTooNew: a later version wrote one.
     """
-    contents = {path: path.read_bytes() for path in sorted(folder.glob(f"*{SUFFIX}"))}
-    files = [_read_file(path, content) for path, content in contents.items() if b"\n" in content]
+    found = {path.name: _read_file(path) for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    files = [file for file in found.values() if file]
     if not files:
         raise SpecInvalid(
             f"expected files of dlac.Shadow in {str(folder)!r}, found none: name the folder that the training loop was given"
         )
     launches = []
-    for number, group in enumerate(_grouped(sorted(files, key=lambda each: each.started_ns)), 1):
+    for number, group in enumerate(_group_files(sorted(files, key=lambda each: each.started_ns)), 1):
         first = group[0]
         launch = Launch(number=number, step=first.step, world_size=first.world_size, started_ns=first.started_ns)
         for file in group:
@@ -94,13 +94,13 @@ def read_launches(folder: Path) -> list[Launch]:
             if len(launch.ranks[file.rank]) < len(file.records):
                 launch.closed.add(file.rank)
         launches.append(launch)
-    torn = [path.name for path, content in contents.items() if b"\n" not in content]
+    torn = [name for name, file in found.items() if file is None]
     launches[0].doubts += [f"{name} has no whole line: nothing was recorded in it" for name in torn]
     _find_kept(launches)
     return launches
 
 
-def _grouped(files: Sequence[_File]) -> list[list[_File]]:
+def _group_files(files: Sequence[_File]) -> list[list[_File]]:
     """Return the files of each launch. They are in the order of time.
 
     Files with the same step and number of ranks may be of two launches, the second of which has a rank again. It begins after
@@ -142,8 +142,11 @@ def _find_kept(launches: Sequence[Launch]) -> None:
         child = parent
 
 
-def _read_file(path: Path, content: bytes) -> _File:
-    line, _, log = content.partition(b"\n")
+def _read_file(path: Path) -> _File | None:
+    """Return a file, or None if its first line is not whole."""
+    line, end, log = path.read_bytes().partition(b"\n")
+    if not end:
+        return None
     try:
         head = {name: int(value) for name, value in json.loads(line).items()}
         file = _File(**{name: head[name] for name in _File._fields[:-1]}, records=read_records(log))
