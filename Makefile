@@ -77,4 +77,4 @@ peers: setup  ## DLAC beside other loaders; makes .venv-peers, .venv-peers-mosai
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf .venv .venv-peers .venv-peers-mosaic .venv-peers-torchtitan demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-peers-* demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

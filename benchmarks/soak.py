@@ -24,10 +24,10 @@ from typing import Any
 from benchmarks.figures import Figure, report
 from benchmarks.soak_faults.account import launches_of, left_of, runs_of, trainers_of, wait_for_dagster
 from benchmarks.soak_faults.choosing import KINDS, Choice, choose
-from benchmarks.soak_faults.facts import add_facts
-from benchmarks.soak_faults.healing import Fault, Wound, heal, strike
+from benchmarks.soak_faults.healing import Wound, heal, strike
 from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
 from benchmarks.soak_faults.page import day_of, faults_of, page_of, seconds_by_kind
+from dlac_pipeline.chaos.facts import Fault, add_facts
 
 _PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
 _STEPS, _QUICK_STEPS = 1_200, 600

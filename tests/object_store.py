@@ -1,17 +1,15 @@
-"""An S3 server process, and a network in front of it that can be cut."""
+"""An S3 server process, and a network to it that can be cut."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 import pyarrow.fs as pafs
 import requests
 
+from dlac_pipeline.chaos.proxy import NetworkProxy
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from tests.conftest import wait_until
 from tests.ports import own_port
@@ -103,72 +102,9 @@ def _stop(server: subprocess.Popen[bytes], folder: Path, starter: int) -> None:
         shutil.rmtree(folder)
 
 
-class Network:
-    """Forwards connections to a port. While it is cut, it ends existing connections and refuses new ones.
-
-    While it is stalled, all connections stay open without data.
-    """
+class Network(NetworkProxy):
+    """The network to a server on this node."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
-        self._cut = threading.Event()
-        self._moves = threading.Event()
-        self._moves.set()
-        self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """End connections, and refuse new ones."""
-        self._cut.set()
-        for end in self._open:
-            _end(end)
-
-    def stall(self) -> None:
-        """Accept and keep connections, and forward nothing."""
-        self._moves.clear()
-
-    def mend(self) -> None:
-        """Forward again."""
-        self._cut.clear()
-        self._moves.set()
-
-    def close(self) -> None:
-        """End all connections."""
-        self.cut()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                if self._cut.is_set():
-                    _end(near)
-                    continue
-                try:
-                    far = socket.create_connection(("127.0.0.1", self._port))
-                except OSError:
-                    _end(near)
-                    continue
-                self._open += [near, far]
-                for source, target in ((near, far), (far, near)):
-                    threading.Thread(target=_forward, args=(source, target, self._moves), daemon=True).start()
-                if self._cut.is_set():  # since the last check
-                    _end(near)
-                    _end(far)
-
-
-def _forward(source: socket.socket, target: socket.socket, moves: threading.Event) -> None:
-    with suppress(OSError):
-        while content := source.recv(1 << 16):
-            moves.wait()
-            target.sendall(content)
-    _end(source)
-    _end(target)
-
-
-def _end(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+        super().__init__("127.0.0.1", port)
+        self.url = f"http://{self.address}"

@@ -228,9 +228,7 @@ def _trainers(folder: Path) -> Iterator[Any]:
         yield ask
     finally:
         for process in started.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
+            process.communicate()
 
 
 def _start(environment: Environment, folder: Path) -> subprocess.Popen[str]:

@@ -33,7 +33,13 @@ class DeepSpeedLoader:
             table, num_replicas=job.world_size, rank=job.rank, shuffle=job.shuffle, seed=job.seed
         )
         self._loader = DeepSpeedDataLoader(
-            table, job.rank_batch, pin_memory=False, local_rank=0, tput_timer=None, data_sampler=self._sampler
+            table,
+            job.rank_batch,
+            pin_memory=False,
+            local_rank=0,
+            tput_timer=None,
+            num_local_io_workers=job.workers,
+            data_sampler=self._sampler,
         )
 
     def batches(self, pass_number: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
-"""The optional environments of the loaders: made on demand with pip, next to the project's own.
+"""The optional environments of what DLAC is compared with: made on demand with pip, next to the project's own.
 
 MosaicML Streaming and torchtitan have their own: the one needs numpy < 2.2 and transformers < 5, the other datasets < 4.8, which
-the others do not allow.
+the others do not allow. DLRover is no loader, and has its own as well.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ OWN = Environment(".venv")
 SHARED = Environment(".venv-peers", "benchmarks/peers-requirements.txt")
 TORCHTITAN = Environment(".venv-peers-torchtitan", "benchmarks/peer_loaders/torchtitan-requirements.txt")
 MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requirements.txt")
+DLROVER = Environment(".venv-peers-dlrover", "benchmarks/peer_loaders/dlrover-requirements.txt")
 
 
 def python_of(environment: Environment) -> Path:

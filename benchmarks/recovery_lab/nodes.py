@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.figures import Figure
+from benchmarks.recovery_lab.stamps import count_repeated, read_stamps
 from benchmarks.recovery_lab.training import PROGRAMS, fill_source
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
@@ -188,9 +189,7 @@ class _Run:
 
     def lines(self) -> list[tuple[int, int, float]]:
         """Process of rank 0, step, and time, of each finished step."""
-        text = self.stamps.read_text() if self.stamps.exists() else ""
-        found = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return [(int(pid), int(step), float(done)) for pid, step, done, _ in found]
+        return [stamp[:3] for stamp in read_stamps(self.stamps)]
 
     def wait_for_steps(self, count: int) -> None:
         """Wait for further steps."""
@@ -214,10 +213,7 @@ class _Run:
 
     def repeated_steps(self) -> list[int]:
         """Return the number of batches that rank 0 had worked on and repeated, at each recovery, and the one in hand."""
-        attempts = [
-            [step for _, step, _ in lines] for _, lines in itertools.groupby(self.lines(), lambda line: line[0])
-        ]
-        return [max(0, before[-1] - after[0] + 1) + 1 for before, after in itertools.pairwise(attempts)]
+        return [steps + 1 for steps in count_repeated(read_stamps(self.stamps))]
 
     def median_step_s(self) -> float:
         """Return the median time of a step."""

@@ -28,10 +28,14 @@ def make_source(home: Path) -> Lakehouse:
 def fill_source(lakehouse: Lakehouse) -> None:
     """Make the training table."""
     lakehouse.create_namespace("src")
-    numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
-    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers, WIDTH)})
+    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(make_numbers(), WIDTH)})
     table = table.cast(pa.schema([pa.field("x", pa.list_(pa.float32()))]))
     lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+
+
+def make_numbers() -> np.typing.NDArray[np.float32]:
+    """Return the values of all rows of the training table."""
+    return np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
 
 
 def source_files(lakehouse: Lakehouse) -> list[str]:

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from dlac_pipeline.chaos.faults import DAMAGE, HANG, PREEMPT, RANK, RANKS, SUPERVISOR, FaultKind
 
 _WHILE_RECOVERING = 0.5
 """Share of the eligible faults that strike during the recovery from the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """A kind of fault, and the conditions of its healing."""
+class Kind(FaultKind):
+    """A kind of fault of this campaign."""
 
-    description: str
-    """A description for people."""
     weight: int = 1
     """Relative frequency of the kind."""
-    new_attempt: bool = True
-    """Whether a new attempt must follow."""
     sensors: bool = False
     """Whether Dagster's sensors must have run again."""
     every_run: bool = False
     """Whether it strikes all runs, and not one."""
-    follows: bool = False
-    """Whether it may strike during a recovery."""
-    survived: bool = False
-    """Whether replica groups survive it without a new attempt."""
 
 
 KINDS = {
-    "rank killed": Kind(description="SIGKILL of a rank", weight=4, follows=True, survived=True),
-    "all ranks killed": Kind(description="SIGKILL of all ranks at once", weight=2, follows=True),
-    "rank stopped": Kind(description="SIGSTOP of a rank: it hangs", weight=2, survived=True),
+    "rank killed": Kind(**asdict(RANK), weight=4),
+    "all ranks killed": Kind(**asdict(RANKS), weight=2),
+    "rank stopped": Kind(**asdict(HANG), weight=2),
     "fork server killed": Kind(description="SIGKILL of the process that the ranks are forked from", follows=True),
-    "supervisor killed": Kind(description="SIGKILL of the supervisor", weight=2, follows=True),
+    "supervisor killed": Kind(**asdict(SUPERVISOR), weight=2),
     "run worker killed": Kind(description="SIGKILL of the Dagster run's process", weight=2, follows=True),
     "code server killed": Kind(description="SIGKILL of Dagster's code server", new_attempt=False, sensors=True),
     "daemon killed": Kind(
@@ -50,14 +44,13 @@ KINDS = {
         every_run=True,
     ),
     "rank preempted": Kind(description="SIGUSR1 to a rank: a preemption"),
-    "supervisor preempted": Kind(description="SIGTERM to the supervisor: a preemption"),
+    "supervisor preempted": Kind(**asdict(PREEMPT)),
     "run worker preempted": Kind(description="SIGTERM to the Dagster run's process"),
     "checkpoint deleted": Kind(
-        description="a file of the newest checkpoint is deleted, and all ranks are killed", weight=2
+        description="a file of the newest checkpoint is deleted, its states in memory are lost, and all ranks are killed",
+        weight=2,
     ),
-    "checkpoint flipped": Kind(
-        description="a bit of the newest checkpoint is flipped, and all ranks are killed", weight=2
-    ),
+    "checkpoint flipped": Kind(**asdict(DAMAGE), weight=2),
     "store full": Kind(description="no byte is free in the checkpoint store for 8 s", every_run=True),
     "catalog locked": Kind(description="another process holds the catalog's lock for 8 s", new_attempt=False),
     "catalog away": Kind(

@@ -6,15 +6,16 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import psutil
 
 from benchmarks.soak_faults.choosing import KINDS, Choice
 from benchmarks.soak_faults.lab import Lab
-from benchmarks.soak_faults.strikes import STRIKES, Struck
-from benchmarks.soak_faults.trainee import Seen, Trainee, is_running
+from benchmarks.soak_faults.strikes import STRIKES
+from benchmarks.soak_faults.trainee import Seen, Trainee
+from dlac_pipeline.chaos.facts import Fault
+from dlac_pipeline.chaos.strikes import Struck, still_runs
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 HEALED_WITHIN_S = 300.0
@@ -22,34 +23,6 @@ HEALED_WITHIN_S = 300.0
 _FOUND_WITHIN_S = 300.0
 """Seconds that a fault waits for a run that it can strike. A run may have to start first."""
 _PROMPT = "recovery_sensor"
-
-
-@dataclass(kw_only=True, slots=True)
-class Fault:
-    """One reported fault. Moments are seconds since the epoch."""
-
-    number: int
-    kind: str
-    run: str
-    mode: str
-    """Step of the run's head."""
-    step: int
-    """The run's last finished step."""
-    what: str
-    during: int | None
-    """The fault from which the run was still being recovered, or None."""
-    struck_at: float
-    lifted_at: float
-    runs: list[str]
-    """All runs that it struck."""
-    recovery_s: float | None = None
-    """Seconds from the strike to the first new step of every struck run, or until all conditions hold."""
-    told: dict[str, Any] = field(default_factory=dict)
-    """Its facts in the `recoveries` table and the ledger."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +115,7 @@ def heal(lab: Lab, wound: Wound) -> None:
 
 def _left(wound: Wound) -> str:
     """Return the processes that should have ended and still run."""
-    left = [process.pid for process in wound.struck.processes if is_running(process)]
+    left = [process.pid for process in wound.struck.processes if still_runs(process)]
     return f"processes {left!r} are still there" if left else ""
 
 

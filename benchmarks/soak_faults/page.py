@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.soak_faults.choosing import KINDS
-from benchmarks.soak_faults.facts import PHASES
+from dlac_pipeline.chaos.facts import PHASES
 
 Record = dict[str, Any]
 

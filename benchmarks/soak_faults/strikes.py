@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
-import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import psutil
 
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.store import full
-from benchmarks.soak_faults.trainee import Trainee, is_running
+from benchmarks.soak_faults.trainee import Trainee
+from dlac_pipeline.chaos.strikes import (
+    Struck,
+    damage_file,
+    lock_catalog,
+    move_catalog,
+    send_signal,
+    struck_now,
+    suspend,
+)
+from dlac_pipeline.checkpoint.memory.states import memory_folder
 from dlac_pipeline.checkpoint.store import folder_of
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 
 AWAY_S = 8.0
 """Seconds for which catalog and store are unavailable."""
 _FROZEN_AT_MOST_S = 90.0
 """Seconds after which a stopped process continues. It may hold the lock of the catalog's file and so block a takeover."""
 _RESTARTED_AFTER_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Struck:
-    """A done fault and its times."""
-
-    what: str
-    at: float
-    """Its start, in seconds since the epoch."""
-    lifted_at: float
-    """The end of a temporary fault, otherwise its start."""
-    processes: tuple[psutil.Process, ...] = ()
-    """Processes that must have ended at the end."""
 
 
 Strike = Callable[[Lab, Trainee, random.Random], Struck | None]
@@ -51,8 +46,8 @@ def _ranks_signalled(
     chosen = range(len(ranks)) if all_of_them else [chance.randrange(len(ranks))] if ranks else []
     if not chosen:
         return None
-    at = _signal((ranks[rank] for rank in chosen), number)
-    return _strike(f"{number.name} to rank {', '.join(map(str, chosen))}", at, [ranks[rank] for rank in chosen])
+    at = send_signal((ranks[rank] for rank in chosen), number)
+    return struck_now(f"{number.name} to rank {', '.join(map(str, chosen))}", at, *(ranks[rank] for rank in chosen))
 
 
 def _above_signalled(
@@ -68,16 +63,18 @@ def _above_signalled(
     if one is None or (who == "fork server" and "fork server" not in " ".join(one.cmdline())):
         return None
     pid = one.pid
-    return _strike(f"{number.name} to the {who}, process {pid}", _signal([one], number), [one, *ranks])
+    return struck_now(f"{number.name} to the {who}, process {pid}", send_signal([one], number), one, *ranks)
 
 
 def _code_server_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
     servers = [one for one in lab.daemon.children() if "grpc" in " ".join(one.cmdline())]
-    return _strike("SIGKILL to the code server", _signal(servers, signal.SIGKILL), servers) if servers else None
+    if not servers:
+        return None
+    return struck_now("SIGKILL to the code server", send_signal(servers, signal.SIGKILL), *servers)
 
 
 def _daemon_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck:
-    at = _signal([lab.daemon], signal.SIGKILL)
+    at = send_signal([lab.daemon], signal.SIGKILL)
     time.sleep(_RESTARTED_AFTER_S)
     lab.start_daemon()
     return Struck(what="SIGKILL to the daemon, then a new one", at=at, lifted_at=time.time())
@@ -89,7 +86,7 @@ def _everything_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Str
         return None
     processes = [process for one in training for process in one.processes()]
     everything = [lab.daemon, *lab.daemon.children(recursive=True), *processes]
-    at = _signal(everything, signal.SIGKILL)
+    at = send_signal(everything, signal.SIGKILL)
     time.sleep(_RESTARTED_AFTER_S)
     lab.start_daemon()
     what = f"SIGKILL to {len(everything)} processes"
@@ -101,19 +98,15 @@ def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, fl
     ranks, supervisor = trainee.ranks(), trainee.live.supervisor()
     if not ranks or supervisor is None or trainee.restorable() < 2:
         return None
-    with _stop([supervisor]):
-        at = _signal(ranks, signal.SIGKILL)
+    memory = memory_folder(trainee.spec)
+    with suspend([supervisor]):
+        at = send_signal(ranks, signal.SIGKILL)
         psutil.wait_procs(ranks, timeout=10)
+        if memory is not None:  # or no checkpoint would be read
+            shutil.rmtree(memory, ignore_errors=True)
         head = trainee.lineage()[-1]
-        file = chance.choice(sorted(each for each in folder_of(head.manifest_uri).rglob("*") if each.is_file()))
-        if flip:
-            content = bytearray(file.read_bytes())
-            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-            file.write_bytes(content)
-        else:
-            file.unlink()
-    what = f"{'a bit flipped in' if flip else 'deleted:'} {file.name} of step {head.step}, SIGKILL to all ranks"
-    return _strike(what, at, ranks)
+        what = damage_file(folder_of(head.manifest_uri), chance, flip=flip)
+    return struck_now(f"{what} of step {head.step}, SIGKILL to all ranks", at, *ranks)
 
 
 def _store_filled(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
@@ -125,26 +118,18 @@ def _store_filled(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck |
 
 def _catalog_locked(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
     at = time.time()
-    with _catalog_lock(lab.catalog):
+    with lock_catalog(lab.catalog):
         time.sleep(AWAY_S)
     return Struck(what=f"locked for {AWAY_S:.0f} s", at=at, lifted_at=time.time())
 
 
 def _catalog_moved(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
-    """Put a folder in the file's place: a process that opened a new file there would make an empty catalog."""
-    aside = lab.catalog.with_suffix(".aside")
     ranks = trainee.ranks()
     if not ranks:
         return None
-    with _catalog_lock(lab.catalog):  # between two transactions
-        lab.catalog.rename(aside)
-        lab.catalog.mkdir()
-    try:
-        at = _signal([ranks[-1]], signal.SIGKILL)
+    with move_catalog(lab.catalog):
+        at = send_signal([ranks[-1]], signal.SIGKILL)
         time.sleep(AWAY_S)
-    finally:
-        lab.catalog.rmdir()
-        aside.rename(lab.catalog)
     what = f"away for {AWAY_S:.0f} s, SIGKILL to rank {len(ranks) - 1}"
     return Struck(what=what, at=at, lifted_at=time.time(), processes=(ranks[-1],))
 
@@ -154,7 +139,7 @@ def _launch_stopped(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck
     if not processes:
         return None
     before, at = trainee.seen().attempt, time.time()
-    with _stop(processes):
+    with suspend(processes):
         while not _is_taken_over(trainee, before) and time.time() < at + _FROZEN_AT_MOST_S:
             lab.tend()
     frozen_s = time.time() - at
@@ -184,45 +169,8 @@ STRIKES: dict[str, Strike] = {
 }
 
 
-def _strike(what: str, at: float, processes: Iterable[psutil.Process]) -> Struck:
-    return Struck(what=what, at=at, lifted_at=at, processes=tuple(processes))
-
-
-def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> float:
-    """Signal the processes, and return the time."""
-    at = time.time()
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-    return at
-
-
 def _is_taken_over(trainee: Trainee, attempt: int) -> bool:
     """Return whether another attempt has claimed the run. While the catalog is locked none has."""
     with suppress(CatalogUnreachable):
         return trainee.seen().attempt > attempt
     return False
-
-
-@contextmanager
-def _stop(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop the processes within the context."""
-    _signal(processes, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        _signal(filter(is_running, processes), signal.SIGCONT)
-
-
-@contextmanager
-def _catalog_lock(catalog: Path) -> Iterator[None]:
-    """Lock the catalog's file against all readers and writers within the context."""
-    connection = sqlite3.connect(catalog, timeout=30, isolation_level=None)
-    try:
-        try:
-            connection.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError as err:
-            raise TrainingFailed(f"expected to lock {str(catalog)!r} within 30 s, found {err}") from err
-        yield
-    finally:
-        connection.close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
+from dlac_pipeline.chaos.strikes import ranks_below
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, out_of
@@ -91,28 +91,12 @@ class Trainee:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the living ranks of the newest launch, or none unless all exist."""
-        found = [self.live.rank(number) for number in range(self.spec.launch.world_size)]
-        ours = [one for one in found if one is not None and is_running(one) and _is_rank(one, self.run)]
-        return ours if len(ours) == len(found) else []
+        supervisor = self.live.supervisor()
+        found = {} if supervisor is None else ranks_below(supervisor, self.run)
+        return list(found.values()) if len(found) == self.spec.launch.world_size else []
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes of the newest launch, from the Dagster run's to the ranks, or none unless it trains."""
         supervisor = self.live.supervisor() if self.ranks() else None
         worker = None if supervisor is None else supervisor.parent()
         return [] if worker is None else [worker, *worker.children(recursive=True)]
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Return whether a process runs. A zombie does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _is_rank(process: psutil.Process, run: str) -> bool:
-    """Return whether a process is a rank of the run, and not another one with a reused process id."""
-    try:
-        return re.match(rf"dlac {re.escape(run)} (group \d+ )?rank ", " ".join(process.cmdline())) is not None
-    except psutil.NoSuchProcess:
-        return False

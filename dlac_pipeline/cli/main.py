@@ -19,6 +19,7 @@ from typer import Option
 from dlac_pipeline.cli import (
     adoption,
     branches,
+    chaos,
     checkpoints,
     disclosure,
     forget,
@@ -44,7 +45,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, runs, logs, checkpoints, branches, lakehouse, provenance, disclosure, forget, adoption):
+for _part in (training, runs, chaos, logs, checkpoints, branches, lakehouse, provenance, disclosure, forget, adoption):
     app.add_typer(_part.app)
 
 

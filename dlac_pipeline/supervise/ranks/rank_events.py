@@ -11,7 +11,7 @@ Event = dict[str, Any]
 Ending = Literal["finished", "caught_up", "stopped", "left"]
 """The end of an attempt in order, as rank 0 reports it."""
 ENDINGS: Sequence[Ending] = get_args(Ending)
-_FILE = "events.jsonl"
+EVENTS_FILE = "events.jsonl"
 
 
 class EventWriter:
@@ -25,7 +25,7 @@ class EventWriter:
 
     def open(self, folder: Path | None) -> None:
         """Write to this launch folder from now on."""
-        self._path = None if folder is None or self._rank != 0 else folder / _FILE
+        self._path = None if folder is None or self._rank != 0 else folder / EVENTS_FILE
 
     def write(self, event: Mapping[str, object]) -> None:
         """Append one event."""
@@ -40,7 +40,7 @@ class EventReader:
     """Reader of the events of an attempt, each of them once."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / _FILE
+        self._path = folder / EVENTS_FILE
         self._bytes_read = 0
 
     def read_new(self) -> Iterator[Event]:
@@ -74,7 +74,7 @@ def ending_of(event: Event) -> Ending | None:
 def _read_events(folder: Path, kinds: Sequence[str]) -> list[Event]:
     """Return the events of these kinds that rank 0 wrote. Empty if the folder cannot be read."""
     try:
-        lines = (folder / _FILE).read_text().splitlines(keepends=True)
+        lines = (folder / EVENTS_FILE).read_text().splitlines(keepends=True)
     except OSError:
         return []
     wanted = [f'"event": "{kind}"' for kind in kinds]

@@ -1,18 +1,46 @@
-"""Facts of each fault in the ledger and the `recoveries` table: who noticed it, its costs, and its quarantines."""
-
-from __future__ import annotations
+"""A reported fault, and its facts in the ledger and the `recoveries` table: who noticed it, its costs, and its quarantines."""
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.soak_faults.healing import Fault
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
 
 PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
+
+
+@dataclass(kw_only=True, slots=True)
+class Fault:
+    """One reported fault. Moments are seconds since the epoch."""
+
+    number: int
+    kind: str
+    run: str
+    mode: str
+    """The run's mode of checkpoints, or replicas."""
+    step: int
+    """The run's last finished step."""
+    what: str
+    during: int | None
+    """The fault from which the run was still being recovered, or None."""
+    struck_at: float
+    lifted_at: float
+    runs: list[str]
+    """All runs that it struck."""
+    recovery_s: float | None = None
+    """Seconds from the strike to the first new step of every struck run, or until all conditions hold."""
+    attempts: int | None = None
+    """Attempts that began between the strike and the first new step. None: they were not counted."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """Its facts in the `recoveries` table and the ledger."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
 
 
 def add_facts(lakehouse: Lakehouse, faults: Sequence[Fault]) -> None:

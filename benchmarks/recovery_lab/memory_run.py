@@ -1,0 +1,171 @@
+"""One run that DLAC trains with states in memory, under a supervisor in this process, and the sizes of its model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Figure
+from benchmarks.recovery_lab.stamps import StampedRun
+from benchmarks.recovery_lab.training import PROGRAMS, RANKS
+from dlac_pipeline.checkpoint.memory.states import SLOTS, memory_folder, read_states
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Supervisor
+
+_SHM = "/dev/shm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """A model, and how it is killed."""
+
+    hidden: int
+    layers: int
+    batch: int
+    memory_steps: int
+    """Steps between two states. 0: chosen by DLAC."""
+    checkpoint_s: float
+    kills: int
+    quick_kills: int
+    sharded: bool
+    calm_steps: int
+    """Least steps of the undisturbed run."""
+    recovery_bar: str
+
+
+SIZES = {
+    "1.1M": Size(
+        hidden=1024, layers=1, batch=64, memory_steps=1, checkpoint_s=10, kills=200, quick_kills=6, sharded=False, calm_steps=100,
+        recovery_bar="<= 1.0",
+    ),
+    "100M": Size(
+        hidden=4096, layers=6, batch=8, memory_steps=0, checkpoint_s=600, kills=20, quick_kills=2, sharded=False, calm_steps=60,
+        recovery_bar="<= 2.5",
+    ),
+    "400M": Size(
+        hidden=8192, layers=6, batch=8, memory_steps=1, checkpoint_s=3600, kills=4, quick_kills=2, sharded=True, calm_steps=0,
+        recovery_bar="<= 10",
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class MemoryRun(StampedRun):
+    """One run under its supervisor, in this process."""
+
+    home: Path
+    name: str
+    size: Size
+    steps: int | None = None
+    recovered: list[dict[str, Any]] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    saved_at: dict[int, float] = field(default_factory=dict)
+    """Step -> time, of the states that were seen in memory."""
+    memory_bytes: int = 0
+    """Shared memory that all states take."""
+
+    def __post_init__(self) -> None:
+        self.stamps = self.home / f"{self.name}.stamps"
+        size = self.size
+        raw = {
+            "run": self.name,
+            "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
+            "order": {
+                "batch_size": size.batch,
+                "key_groups": 8,
+                **({} if self.steps is None else {"steps": self.steps}),
+            },
+            "checkpoint": {
+                "every_s": size.checkpoint_s,
+                "keep_last": 2,
+                "mode": "asynchronous",
+                "memory": _SHM,
+                "memory_every_steps": size.memory_steps,
+            },
+            "launch": {
+                "script": str(PROGRAMS / "memory_rank.py"),
+                "world_size": RANKS,
+                "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
+            },
+            "params": {
+                "stamps": str(self.stamps),
+                "hidden": str(size.hidden),
+                "layers": str(size.layers),
+                "sharded": str(size.sharded),
+            },
+        }
+        self.spec: JobSpec = parse_spec(raw, origin="the benchmark").resolved(self.home)
+        self._supervisor = Supervisor(Request(spec=self.spec), on_event=self._record)
+
+    def ranks(self) -> list[int]:
+        """Return the processes of the last attempt."""
+        return self.pids
+
+    def _record(self, event: dict[str, Any]) -> None:
+        if event["event"] == "attempt":
+            self.pids = event["pids"]
+        if event["event"] == "recovered":
+            self.recovered.append(event)
+        if event["event"] == "checkpoint":
+            for path in (self.home / "checkpoints" / self.name).glob("attempt-*/step-*/*[st]"):
+                os.truncate(path, 0)
+
+    @contextmanager
+    def running(self, *, to_the_end: bool = False) -> Iterator[None]:
+        """Run it, until the end of the block or of the run."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._supervisor.run)
+        watch = threading.Thread(target=self._watch, args=(ended,))
+        thread.start()
+        watch.start()
+        try:
+            yield
+        finally:
+            if not to_the_end:
+                self._supervisor.stop()
+            thread.join()
+            ended.set()
+            watch.join()
+            if (folder := memory_folder(self.spec)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _watch(self, ended: threading.Event) -> None:
+        folder = memory_folder(self.spec)
+        while not ended.wait(0.1):
+            for state in read_states(folder) if folder is not None else ():
+                self.saved_at[state.first.step] = state.first.saved_at
+                self.memory_bytes = SLOTS * sum(size for rank in state.ranks for _, size in rank.files)
+
+    def losses(self) -> list[float]:
+        """Return the losses that the ledger has, in the order of the steps."""
+        rows = Ledger(connect(self.spec.lakehouse)).rows(self.name, kinds=(CheckpointRow,))
+        return [loss for row in rows for loss in row.losses]
+
+    def costs(self, name: str, *, is_chosen: bool) -> dict[str, Figure]:
+        """Return overhead and work at risk of an undisturbed run, without its first steps."""
+        lines = self.lines()[5:]
+        spent = {each.step: each.after - each.done for each in lines}
+        kept = [step for step in spent if step in self.saved_at]
+        usual = statistics.median([spent[step] for step in spent if step not in self.saved_at] or [0.0])
+        total = lines[-1].after - lines[0].after
+        moments = sorted(at for step, at in self.saved_at.items() if step in spent)
+        gaps = [later - at for at, later in pairwise(moments)]
+        overhead = sum(max(0.0, spent[step] - usual) for step in kept) / total
+        return {
+            f"{name}_overhead": Figure(value=overhead, unit="share of the time", bar="<= 0.02" if is_chosen else None),
+            f"{name}_at_risk_s": Figure(value=max(gaps, default=0.0), unit="s", bar="<= 10" if is_chosen else None),
+            f"{name}_step_s": Figure(value=total / (len(lines) - 1), unit="s"),
+            f"{name}_state_s": Figure(value=statistics.median([spent[step] for step in kept] or [0.0]), unit="s"),
+        }

@@ -1,0 +1,237 @@
+"""Faults on a run, from its start to its end: each strikes when it is due, and must be healed in time."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from dlac_pipeline.audit.wording import format_duration
+from dlac_pipeline.chaos.chaos_job import ChaosJob
+from dlac_pipeline.chaos.facts import Fault
+from dlac_pipeline.chaos.faults import KINDS, PlannedFault, Schedule, draw_cascade
+from dlac_pipeline.chaos.run_strikes import RunStrikes
+from dlac_pipeline.chaos.strikes import Struck, still_runs
+from dlac_pipeline.chaos.supervised_nodes import RunProgress, SupervisedNodes
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+
+_FOLLOWS_WITHIN_S = 0.5
+"""Greatest time from the start of new ranks to the next strike of a cascade."""
+_ENDS_WITHIN_S = 60.0
+"""Seconds for the other nodes to end once the run is finished."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChaosPlan:
+    """The faults of a campaign, and its limits."""
+
+    schedule: Schedule
+    kinds: Sequence[str]
+    """Kinds of faults, also of those in cascades."""
+    cascade: int
+    """Faults in a row: the first one, and others during the recovery from it."""
+    away_s: float
+    """Seconds for which catalog, store or network are unavailable."""
+    healed_within_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wound:
+    """A fault that is not healed yet."""
+
+    fault: Fault
+    struck: Struck
+    folders: frozenset[Path]
+    """Launch folders before it."""
+    attempts: int
+    """Attempts before it."""
+    step: int
+    """Last finished step when it ended."""
+    needs_attempt: bool
+
+
+class ChaosCampaign:
+    """Faults on one run. `faults` has those that have struck, also if `run` raises."""
+
+    def __init__(
+        self, job: ChaosJob, nodes: SupervisedNodes, ledger: Ledger, plan: ChaosPlan, *, say: Callable[[str], None]
+    ) -> None:
+        """`ledger` is connected without a proxy. `say` shows a line."""
+        self.faults: list[Fault] = []
+        self._nodes, self._plan, self._say, self._spec = nodes, plan, say, job.spec
+        self._strikes = RunStrikes(job, nodes, ledger, away_s=plan.away_s, tend=self._tend)
+        self._progress = RunProgress()
+        self._wounds: list[_Wound] = []
+        self._excused_until = 0.0
+
+    def run(self) -> None:
+        """Train the run to its end, strike it, and wait for the healing of each fault.
+
+        Raises:
+            SpecInvalid: the run ends before a listed fault is due, or before any fault.
+            TrainingFailed: a fault is not healed in time.
+            DlacError: the run ends with this error.
+        """
+        schedule = self._plan.schedule
+        self._nodes.start()
+        while not (self._progress.trains or self._nodes.is_finished):
+            self._tend()
+        began = healthy_since = time.time()
+        self._check_steps()
+        while not (schedule.is_over or self._nodes.is_finished):
+            self._tend()
+            now, step = time.time(), self._progress.step
+            due = schedule.take_due(step, trained_s=now - began, healthy_s=now - healthy_since)
+            if due is not None:
+                self._strike_in_a_row([due, *draw_cascade(due, self._plan.kinds, self._plan.cascade)])
+                healthy_since = time.time()
+        self._finish()
+        if schedule.listed or not self.faults:
+            raise SpecInvalid(
+                f"expected {len(self.faults) + max(1, len(schedule.listed))} faults before the run ends, found that it ended at "
+                f"step {self._progress.step} after {len(self.faults)}: let them strike earlier, or train more steps"
+            )
+
+    def _check_steps(self) -> None:
+        """Raise `SpecInvalid` for a fault after the last step of the run."""
+        last = self._nodes.total_steps
+        late = [each.at_step for each in self._plan.schedule.listed if last and (each.at_step or 0) >= last]
+        if late:
+            raise SpecInvalid(
+                f"expected faults before the last step of the run, {last}, found one at step {late[0]}: name an earlier step"
+            )
+
+    def _finish(self) -> None:
+        """Wait for the end of the run."""
+        deadline = 0.0
+        while self._nodes.running:
+            self._tend()
+            if self._nodes.is_finished:
+                deadline = deadline or time.monotonic() + _ENDS_WITHIN_S
+                if time.monotonic() > deadline:
+                    raise TrainingFailed(
+                        f"expected all nodes to end within {_ENDS_WITHIN_S:.0f} s of the run, found some that still run:\n"
+                        f"{self._nodes.last_lines()}"
+                    )
+
+    def _tend(self) -> None:
+        """Let the nodes be started again, and note the progress."""
+        try:
+            self._nodes.tend(excused=time.time() < self._excused_until)
+        except DlacError as err:
+            if not self._wounds:
+                raise
+            raise type(err)(f"{self._unhealed()}: {type(err).__name__}: {err}") from err
+        progress = self._nodes.progress()
+        if progress.folder is not None:  # ranks that start have finished no step
+            self._progress = progress if progress.trains else replace(progress, step=self._progress.step)
+
+    def _strike_in_a_row(self, planned: Sequence[PlannedFault]) -> None:
+        """Strike, strike again during the recovery, and wait until all is healed."""
+        for fault in planned:
+            if self._wounds:
+                self._wait_for_recovery(random.Random(fault.seed))
+            if not self._nodes.is_finished:
+                self._strike(fault)
+        for wound in self._wounds:
+            self._heal(wound)
+        self._wounds.clear()
+
+    def _wait_for_recovery(self, chance: random.Random) -> None:
+        """Wait until there are ranks that were not struck, or the run has recovered, and then for a moment."""
+        struck = {process for wound in self._wounds for process in wound.struck.processes}
+
+        def recovers() -> bool:
+            ranks = set(self._nodes.ranks().values())
+            return (bool(ranks) and ranks.isdisjoint(struck)) or not any(map(self._missing, self._wounds))
+
+        self._tend_until(recovers)
+        until = time.monotonic() + chance.uniform(0.0, _FOLLOWS_WITHIN_S)
+        while time.monotonic() < until:
+            self._tend()
+
+    def _strike(self, planned: PlannedFault) -> None:
+        """Strike as soon as there is a target. If the run ends before, a listed fault waits in vain."""
+        chance = random.Random(planned.seed)
+        deadline = time.monotonic() + self._plan.healed_within_s
+        while not self._nodes.is_finished:
+            folders, attempts, step = self._nodes.launch_folders(), self._nodes.attempts, self._progress.step
+            self._excused_until = time.time() + self._plan.away_s + self._plan.healed_within_s
+            with suppress(psutil.NoSuchProcess):  # it may end between the check and the strike
+                if struck := self._strikes.strike(planned, chance):
+                    self._note(planned.kind, struck, step=step, folders=folders, attempts=attempts)
+                    return
+            if time.monotonic() > deadline:
+                needed = "two checkpoints of the lineage" if planned.kind == "checkpoint" else "ranks that train"
+                raise TrainingFailed(
+                    f"expected a target of fault {len(self.faults) + 1} ({planned.kind}) within "
+                    f"{format_duration(self._plan.healed_within_s)}, found none: it needs {needed}; let it strike later"
+                )
+            self._tend()
+        if planned.is_listed:
+            self._plan.schedule.listed.append(planned)
+
+    def _note(self, kind: str, struck: Struck, *, step: int, folders: frozenset[Path], attempts: int) -> None:
+        """Note a fault that has struck."""
+        replicas = self._spec.launch.replicas > 0
+        fault = Fault(
+            number=len(self.faults) + 1,
+            kind=kind,
+            run=self._spec.run,
+            mode="replicas" if replicas else self._spec.checkpoint.mode,
+            step=step,
+            what=struck.what,
+            during=self._wounds[-1].fault.number if self._wounds else None,
+            struck_at=struck.at,
+            lifted_at=struck.lifted_at,
+            runs=[self._spec.run],
+        )
+        self.faults.append(fault)
+        self._say(f"fault {fault.number}, {kind} at step {step}: {struck.what}")
+        wound = _Wound(
+            fault=fault,
+            struck=struck,
+            folders=folders,
+            attempts=attempts,
+            step=self._progress.step,
+            needs_attempt=KINDS[kind].new_attempt and not (KINDS[kind].survived and replicas),
+        )
+        self._wounds.append(wound)
+
+    def _heal(self, wound: _Wound) -> None:
+        """Wait until a fault is healed."""
+        self._tend_until(lambda: not self._missing(wound))
+        fault = wound.fault
+        fault.recovery_s = round(max(0.0, min(self._progress.at, time.time()) - fault.struck_at), 2)
+        fault.attempts = self._nodes.attempts - wound.attempts
+        self._say(f"fault {fault.number} is healed: a new step after {format_duration(fault.recovery_s)}")
+
+    def _tend_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until a condition holds. Raise `TrainingFailed` if that takes longer than a healing may."""
+        while not holds():
+            if time.time() > self._wounds[-1].struck.lifted_at + self._plan.healed_within_s:
+                raise TrainingFailed(
+                    f"{self._unhealed()} within {format_duration(self._plan.healed_within_s)}: "
+                    f"{self._missing(self._wounds[0])}; fix the cause, or raise --healed-within\n{self._nodes.last_lines()}"
+                )
+            self._tend()
+
+    def _missing(self, wound: _Wound) -> str:
+        """Return the missing condition of a healing. Empty if it is healed."""
+        left = [process.pid for process in wound.struck.processes if still_runs(process)]
+        if left:
+            return f"processes {left} still run"
+        now = self._progress
+        is_new = now.folder not in wound.folders and now.trains
+        continues = not wound.needs_attempt and now.step > wound.step
+        if self._nodes.is_finished or (now.at > wound.struck.lifted_at and (is_new or continues)):
+            return ""
+        return f"no new step since step {wound.fault.step}, in {self._nodes.attempts - wound.attempts} attempts"
+
+    def _unhealed(self) -> str:
+        fault = self._wounds[0].fault
+        return f"fault {fault.number} ({fault.kind}: {fault.what}) was not healed"

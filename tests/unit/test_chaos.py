@@ -1,0 +1,126 @@
+"""Faults of `dlac chaos`: their notation, their choice by a seed, and when they are due."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from dlac_pipeline.chaos.faults import (
+    KINDS,
+    PlannedFault,
+    Schedule,
+    draw_cascade,
+    draw_faults,
+    parse_kill,
+    parse_seconds,
+)
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rank@step=120", PlannedFault(kind="rank", at_step=120, is_listed=True)),
+        ("rank:3@step=1", PlannedFault(kind="rank", at_step=1, rank=3, is_listed=True)),
+        ("supervisor@90s", PlannedFault(kind="supervisor", at_s=90.0, is_listed=True)),
+        (" node@1.5m ", PlannedFault(kind="node", at_s=90.0, is_listed=True)),
+    ],
+)
+def test_kill_names_fault_and_moment(text: str, expected: PlannedFault) -> None:
+    """A kind or a rank, and a step or a time."""
+    assert parse_kill(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "KIND@step=N"),
+        ("rank", "KIND@step=N"),
+        ("rank@", "KIND@step=N"),
+        ("rank@step=", "duration"),
+        ("rank@step=-1", "duration"),
+        ("rank@step=0", "a step from 1"),
+        ("rank@soon", "duration"),
+        ("rank@0s", "duration"),
+        ("gpu@step=5", "one of rank, ranks"),
+        ("supervisor:1@step=5", "rank: or hang: only"),
+        ("rank:x@step=5", "KIND@step=N"),
+        ("rank@step=" + "9" * 5000, "duration"),
+    ],
+)
+def test_wrong_kill_is_explained(text: str, found: str) -> None:
+    """The message has what was expected and what was found."""
+    with pytest.raises(SpecInvalid, match=found) as raised:
+        parse_kill(text)
+    assert "found" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-5s", "0", "inf", "nan", "5 weeks", "1e3s", "25h"])
+def test_wrong_duration_is_explained(text: str) -> None:
+    """Only numbers with a unit, up to a day, are durations."""
+    with pytest.raises(SpecInvalid, match="such as 60s, 5m or 1h"):
+        parse_seconds(text)
+
+
+def test_duration_units() -> None:
+    """A number without a unit is in seconds."""
+    assert [parse_seconds(text) for text in ("60", "60s", "500ms", "1.5m", "2min", "1h")] == [
+        60,
+        60,
+        0.5,
+        90,
+        120,
+        3600,
+    ]
+
+
+def test_seed_determines_faults() -> None:
+    """The same seed draws the same kinds, targets and times. Another seed draws others."""
+
+    def draw(seed: int) -> list[PlannedFault]:
+        return list(islice(draw_faults(list(KINDS), every_s=60, seed=seed, faults=None), 200))
+
+    drawn = draw(7)
+    assert drawn == draw(7) != draw(8)
+    assert {fault.kind for fault in drawn} == set(KINDS)
+    assert 50 < sum(fault.at_s for fault in drawn) / len(drawn) < 70
+
+
+def test_cascade_has_killing_kinds() -> None:
+    """Only kinds that end processes strike during a recovery: a rank where none of the chosen kinds may."""
+    head = PlannedFault(kind="store", seed=3)
+    assert {fault.kind for fault in draw_cascade(head, ["store", "node", "hang"], 9)} == {"node"}
+    assert [fault.kind for fault in draw_cascade(head, ["store"], 3)] == ["rank", "rank"]
+    assert draw_cascade(head, ["rank"], 1) == []
+
+
+def test_schedule_yields_each_fault_once() -> None:
+    """Listed faults strike in the order in which they become due, drawn ones one after the other."""
+    late, early, timed = parse_kill("rank@step=9"), parse_kill("node@step=3"), parse_kill("hang@5s")
+    schedule = Schedule([late, early, timed])
+    found = [schedule.take_due(step, trained_s=0.0, healthy_s=0.0) for step in (2, 3, 4, 9)]
+    assert found == [None, early, None, late]
+    assert not schedule.is_over
+    assert schedule.take_due(0, trained_s=5.0, healthy_s=0.0) == timed
+    assert schedule.is_over
+
+
+def test_drawn_fault_waits_after_healing() -> None:
+    """The time to the next fault counts from the healing of the last one."""
+    schedule = Schedule(drawn=draw_faults(["rank"], every_s=1, seed=1, faults=2))
+    assert schedule.take_due(9, trained_s=1e9, healthy_s=0.0) is None
+    assert all(schedule.take_due(0, trained_s=0.0, healthy_s=1e9) for _ in range(2))
+    assert schedule.is_over
+    assert schedule.take_due(0, trained_s=1e9, healthy_s=1e9) is None
+
+
+def test_page_describes_each_kind() -> None:
+    """The table of docs/chaos.md has the kinds in their order."""
+    page = (Path(__file__).parents[2] / "docs" / "chaos.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
+    assert list(rows) == list(KINDS)
+    for name, kind in KINDS.items():
+        assert rows[name].startswith(kind.description)
