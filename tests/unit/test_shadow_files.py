@@ -40,7 +40,7 @@ def test_ids_of_any_kind_are_recorded(tmp_path: Path, ids: Any) -> None:
         shadow.step(ids, pass_number=3)
     [launch] = read_launches(tmp_path / "new" / "folder")
     [step] = launch.ranks[0]
-    assert (launch.step, launch.ended, step.pass_number, step.step, step.ids.tolist()) == (7, True, 3, 8, [1, 2])
+    assert (launch.step, launch.has_ended, step.pass_number, step.step, step.ids.tolist()) == (7, True, 3, 8, [1, 2])
 
 
 def test_later_launch_takes_steps_back(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_later_launch_takes_steps_back(tmp_path: Path) -> None:
         (3, 2, 2, None),
     ]
     assert [rows(each) for each in launches] == [[10, 20, 11, 21], [], [30, 40, 31, 41]]
-    assert [each.ended for each in launches] == [False, False, True]
+    assert [each.has_ended for each in launches] == [False, False, True]
     assert [gap for each in launches for gap in each.gaps()] == []
 
 

@@ -231,7 +231,7 @@ class _Comparison:
     def _is_finished(self, number: int) -> bool:
         """Return True if the loop has read all of a pass that it would, and from its beginning."""
         whole = self.begin == 0 or number > self.passes[0]
-        return whole and (number < self.passes[-1] or self.launches[-1].ended)
+        return whole and (number < self.passes[-1] or self.launches[-1].has_ended)
 
     def _differences(self, number: int) -> list[Difference]:
         mine = self._all["pass"] == number

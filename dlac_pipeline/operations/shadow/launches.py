@@ -29,7 +29,7 @@ class Launch:
     """Sentences about what the files do not tell."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the training has ended."""
         return bool(self.closed)
 
