@@ -36,7 +36,7 @@ def check_loader(
     only: Annotated[str, Option(help="Names of scenarios, separated by commas. Unset: all.")] = "",
     workers: Annotated[int, Option(min=0, max=1024, help="Workers for each rank, as job.workers.")] = 2,
     python: Annotated[
-        Path | None, Option(help="Interpreter with the loader's packages, and numpy. Unset: that of this command.")
+        str | None, Option(help="Interpreter with the loader's packages, and numpy. Unset: that of this command.")
     ] = None,
     limit_s: Annotated[
         float, Option(min=1, max=86_400, help="Seconds for one launch.", callback=ui.check_number)
@@ -57,14 +57,15 @@ def check_loader(
             "expected a file with a loader, found none: `dlac check-loader --example > my_loader.py` writes one"
         )
     # Files and processes are removed on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     scenarios = check.find_scenarios([each.strip() for each in only.split(",") if each.strip()])
     with ui.steps_bar() as bar:
         task = bar.add_task("scenarios", total=len(scenarios))
         verdicts = check.judge_loader(
             file,
             scenarios,
-            python=python or Path(sys.executable),
+            python=python or sys.executable,
             workers=workers,
             limit_s=limit_s,
             progress=lambda done: bar.update(task, completed=done),
@@ -118,7 +119,7 @@ def _show_shadow(report: "ShadowReport") -> None:
         "read": (report.rows_trained, report.dlac_rows),
         "repeated": (report.repeated, report.dlac_repeated),
         "missing": (report.missing, report.dlac_missing),
-        "outside the snapshot": (report.outside, 0),
+        "outside the snapshot": (report.outside, report.dlac_outside),
     }
     rows = [(name, *(f"{count:,}" for count in pair)) for name, pair in counts.items()]
     ui.show_table(("rows", "your loop", "DLAC"), rows, right=("your loop", "DLAC"), empty="")

@@ -48,11 +48,15 @@ def record_bytes(record: Record) -> bytes:
 
 
 def read_records(log: bytes) -> list[Record]:
-    """Return all whole records of a log, without a torn last one."""
+    """Return all whole records of a log, without a torn last one, and without zeros that a crash of the node has left."""
     values = np.frombuffer(log[: len(log) // 8 * 8], dtype=np.int64)
-    records, at = [], 0
-    while at + 3 <= len(values) and at + 3 + values[at + 2] <= len(values):
+    records: list[Record] = []
+    at = last = 0
+    while at + 3 <= len(values):
         pass_number, step, count = (int(value) for value in values[at : at + 3])
+        if count < 0 or at + 3 + count > len(values) or step < last + (pass_number != END):
+            break
+        last = step
         records.append(Record(pass_number, step, values[at + 3 : at + 3 + count]))
         at += 3 + count
     return records
@@ -74,20 +78,23 @@ class Shadow:
         self._failed = False
         with self._warning():
             own_rank, own_world_size = _own_place()
-            rank = own_rank if rank is None else rank
-            world_size = own_world_size if world_size is None else world_size
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            rank = int(own_rank if rank is None else rank)
+            world_size = int(own_world_size if world_size is None else world_size)
             started_ns = time.time_ns()
+            place = {"rank": rank, "world_size": world_size, "step": int(step), "started_ns": started_ns}
+            head = json.dumps({"format_version": SHADOW_VERSION, **place}).encode() + b"\n"
+            Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder) / f"rank-{rank:05d}-{started_ns}-{os.getpid()}{SUFFIX}"
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-            place = {"rank": rank, "world_size": world_size, "step": int(step), "started_ns": started_ns}
-            self._write(json.dumps({"format_version": SHADOW_VERSION, **place}).encode() + b"\n")
+            self._write(head)
 
     def step(self, row_ids: Any, *, pass_number: int = 0) -> None:
         """Record the rows of the optimizer step that this rank has just finished: integers, as an array, a tensor or a list."""
         if self._failed:
             return
         with self._warning():
+            if pass_number < 0:
+                raise ValueError(f"expected numbers of passes from 0, found {pass_number}")
             self._step += 1
             self._write(record_bytes(Record(pass_number, self._step, _as_ids(row_ids))))
 
@@ -114,9 +121,10 @@ class Shadow:
             raise OSError("no space is left for its file")
 
     def _release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with self._warning():  # a shared folder may report a full disk only now
+                os.close(file)
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -144,4 +152,6 @@ def _as_ids(row_ids: Any) -> Ids:
     ids = np.asarray(row_ids)
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"expected row ids as integers, found values of type {ids.dtype}")
+    if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"expected row ids below 2**63, found {ids.max()}")
     return ids.reshape(-1).astype(np.int64)

@@ -118,6 +118,40 @@ def test_other_ranks_and_pass_in_progress(arena: Arena) -> None:
     assert [(each.launch, each.step, each.ranks) for each in report.restarts] == [(2, 4, 4)]
 
 
+def test_skipped_pass_is_missing(arena: Arena) -> None:
+    """All rows of a pass that the loop has left out after a restart are missing, and DLAC reads them."""
+    arena.table(appends=(100,))
+    for step, number in ((0, 0), (5, 2)):
+        shadow = dlac.Shadow(arena.home / "shadow", step=step)
+        for start in range(0, 100, 20):
+            shadow.step(range(start, start + 20), pass_number=number)
+    shadow.close()
+    report = compare(arena)
+    assert (report.rows_trained, report.missing, report.dlac_rows) == (200, 100, 300)
+    assert [(each.kind, each.pass_number) for each in report.differences] == [("missing", 1)]
+
+
+@pytest.mark.parametrize("change", ["delete", "rename"])
+def test_unreadable_present_keeps_counts(arena: Arena, change: str) -> None:
+    """A table that has no rows, or another name of the key, since the loop began takes remarks away, not the counts."""
+    arena.table(appends=(100,))
+    shadow = dlac.Shadow(arena.home / "shadow", step=0)
+    table = arena.lakehouse.load("src.t")
+    if change == "delete":
+        table.delete("row_id >= 0")
+    else:
+        with table.update_schema() as update:
+            update.rename_column("row_id", "id")
+        table.delete("id < 50")
+    for start in range(0, 80, 20):
+        shadow.step(range(start, start + 20))
+    shadow.close()
+    report = compare(arena)
+    assert (report.missing, report.dlac_rows, report.dlac_missing, report.dlac_outside) == (20, 100, 0, 0)
+    assert report.differences[0].note == ""
+    assert report.notes[0].startswith("rows that were appended or deleted since are unknown: expected ")
+
+
 def test_skipped_rows_are_missing(arena: Arena, home: Path, here: Command) -> None:
     """The command names the row groups of rows that were never read, and ends with status 1."""
     arena.table(appends=(100,), row_group_rows=25)

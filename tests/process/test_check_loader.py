@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from dlac_pipeline.operations.loader_check import check
+from dlac_pipeline.operations.loader_check import check, host
+from dlac_pipeline.operations.loader_check.protocol import Job
 from tests.conftest import wait_until
 from tests.forked import Forked
 
@@ -35,6 +38,17 @@ class Rows(torch.utils.data.IterableDataset):
 
 def open_loader(job, state):
     return StatefulLoader(Rows(), job, state, batch_size=None, set_epoch=lambda epoch: None)
+"""
+
+HANGS_AT_IMPORT = """
+import os
+import subprocess
+import time
+
+child = subprocess.Popen(["sleep", "600"])
+with open("PIDS", "a") as stream:
+    stream.write(f"{os.getpid()} {child.pid} ")
+time.sleep(600)
 """
 
 HANGS = """
@@ -115,6 +129,38 @@ def test_rows_repeated_after_kill(folder: Folder) -> None:
     assert verdicts["kill"]["repeated"] == 2 * 16
 
 
+def test_order_of_process_is_found(folder: Folder) -> None:
+    """An order that the import chooses is another one after the restart, and repeats rows."""
+    text = changed("import json\n", "import json\nimport random\n\nSEED = random.random()\n")
+    place = "        while self.at"
+    text = text.replace(f'{place}["group"]', f'        random.Random(SEED).shuffle(groups)\n{place}["group"]')
+    status, verdicts, errors = folder.check(text, "tail,kill")
+    assert (status, verdicts["tail"]["exact"], verdicts["kill"]["exact"]) == (1, True, False), errors
+    assert verdicts["kill"]["repeated"] == verdicts["kill"]["missing"] > 0
+
+
+def die_in_turn(module: ModuleType, job: Job) -> dict[str, Any]:
+    """Die as planned, rank 1 after rank 0 has."""
+    file = Path(job.save)
+    if job.rank:
+        wait_until(file.exists, what="the other rank")
+        state = Path("/proc", file.read_text(), "stat")
+        wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z", what="the end of the other rank")
+    else:
+        file.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_planned_kill_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has yet to reach its kill is waited for, although another one has died of its own."""
+    monkeypatch.setattr(host, "_GRACE_S", 0)
+    given = {"die_at": 1, "save": str(tmp_path / "pid")}
+    blank: dict[str, Any] = {each.name: given.get(each.name) for each in dataclasses.fields(Job)}
+    jobs = [Job(**{**blank, "rank": rank, "world_size": 2, "log": str(tmp_path / f"{rank}")}) for rank in range(2)]
+    assert [each["exit"] for each in host._launch(host, die_in_turn, jobs, 30)] == [-signal.SIGKILL] * 2
+
+
 def test_rows_outside_filter_count(folder: Folder) -> None:
     """A loader that ignores the filter is not exact, although it repeats and misses nothing."""
     status, verdicts, _ = folder.check(changed('    "filter": "reads all rows",\n', ""), "filter")
@@ -166,14 +212,19 @@ def test_bad_input_is_refused(folder: Folder, text: str, options: tuple[str, ...
     assert (status, expected in errors) == (64, True), errors
 
 
-def test_stopped_command_leaves_nothing(folder: Folder) -> None:
-    """SIGTERM ends the ranks of a loader that hangs, and removes the files."""
+@pytest.mark.parametrize(
+    ("text", "count", "number"),
+    [(HANGS, 4, signal.SIGTERM), (HANGS_AT_IMPORT, 2, signal.SIGHUP)],
+    ids=["rank", "import"],
+)
+def test_stopped_command_leaves_nothing(folder: Folder, text: str, count: int, number: int) -> None:
+    """SIGTERM and SIGHUP end the processes of a loader that hangs, in its ranks or at its import, and remove the files."""
     pids = folder.loader.parent / "pids"
-    with folder.start(HANGS.replace("PIDS", str(pids)), "--only", "tail") as process:
-        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 4, what="four ranks")
-        process.send_signal(signal.SIGTERM)
+    with folder.start(text.replace("PIDS", str(pids)), "--only", "tail") as process:
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == count, what="processes of the loader")
+        process.send_signal(number)
         process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + number
     assert list(folder.temporary.iterdir()) == []
     ranks = [Path(f"/proc/{pid}") for pid in pids.read_text().split()]
     wait_until(lambda: not any(rank.exists() for rank in ranks), what="the end of the ranks")

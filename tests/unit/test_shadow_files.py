@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def test_ids_of_any_kind_are_recorded(tmp_path: Path, ids: Any) -> None:
         shadow.step(ids, pass_number=3)
     [launch] = read_launches(tmp_path / "new" / "folder")
     [step] = launch.ranks[0]
-    assert (launch.step, launch.ended, step.pass_number, step.step, step.ids.tolist()) == (7, True, 3, 8, [1, 2])
+    assert (launch.step, launch.has_ended, step.pass_number, step.step, step.ids.tolist()) == (7, True, 3, 8, [1, 2])
 
 
 def test_later_launch_takes_steps_back(tmp_path: Path) -> None:
@@ -49,12 +51,107 @@ def test_later_launch_takes_steps_back(tmp_path: Path) -> None:
     launches = read_launches(tmp_path)
     assert [(each.number, each.step, each.world_size, each.kept) for each in launches] == [
         (1, 0, 2, 2),
-        (2, 4, 1, 2),
+        (2, 4, 1, 4),
         (3, 2, 2, None),
     ]
     assert [rows(each) for each in launches] == [[10, 20, 11, 21], [], [30, 40, 31, 41]]
-    assert [each.ended for each in launches] == [False, False, True]
+    assert [each.has_ended for each in launches] == [False, False, True]
     assert [gap for each in launches for gap in each.gaps()] == []
+
+
+@pytest.mark.parametrize(
+    ("launches", "kept", "doubtful"),
+    [
+        (((0, 9), (0, 2), (5, 1)), [5, 0, None], False),
+        (((0, 9), (5, 1), (8, 1)), [8, 5, None], False),
+        (((0, 9), (5, 4), (8, 1)), [5, 8, None], True),
+        (((0, 4), (0, 1), (7, 1)), [7, 0, None], False),
+        (((0, 9), (5, 0), (5, 1)), [5, 5, None], False),
+    ],
+    ids=["restarted in vain", "resumed earlier", "several have it", "none has it", "died at once"],
+)
+def test_launches_off_lineage_keep_nothing(
+    tmp_path: Path, launches: tuple[tuple[int, int], ...], kept: list[int | None], doubtful: bool
+) -> None:
+    """A launch of which the last one knows nothing takes back no step of others, and has none in the model."""
+    for step, steps in launches:
+        record(tmp_path, step=step, steps=steps)
+    found = read_launches(tmp_path)
+    assert [each.kept for each in found] == kept
+    assert bool(found[2].doubts) == doubtful
+    assert (kept[0] == 7) == (found[0].gaps() == ["launch 1 has steps up to 4 of rank 0, and trained up to 7"])
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ([(0, 0), (1, 1), (2, 2), (3, 90), (0, 91), (2, 91), (1, 92)], [{0, 1, 2}, {0, 1, 2, 3}]),
+        ([(0, 0), (1, 1), (2, 2), (3, 3), (2, 90), (0, 91)], [{0, 1, 2, 3}, {0, 2}]),
+        ([(0, 0), (1, 1), (0, 90), (1, 91), (2, 92)], [{0, 1}, {0, 1, 2}]),
+    ],
+    ids=["first without rank 3", "second without ranks", "first without ranks"],
+)
+def test_rank_joins_its_own_launch(
+    tmp_path: Path, starts: list[tuple[int, int]], expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch without a file of a rank does not get that of the next launch, which began at the same step."""
+    for rank, time_s in starts:
+        monkeypatch.setattr("dlac_pipeline.track.row_log.time.time_ns", lambda now=time_s: now * 10**9)
+        dlac.Shadow(tmp_path, step=0, rank=rank, world_size=4).step([rank])
+    assert [set(each.ranks) for each in read_launches(tmp_path)] == expected
+
+
+def test_file_without_head_is_named(tmp_path: Path) -> None:
+    """A file that was torn before its first line was whole is a rank without records. An odd rank makes no file."""
+    record(tmp_path, step=0, steps=2, ranks=2)
+    [second] = tmp_path.glob("rank-00001-*")
+    second.write_bytes(second.read_bytes()[:20])
+    dlac.Shadow(tmp_path, step=0, rank=np.int64(2), world_size=2).step([1])  # type: ignore[arg-type]
+    dlac.Shadow(tmp_path, step=None, rank=3, world_size=2).step([1])  # type: ignore[arg-type]
+    [launch] = read_launches(tmp_path)
+    assert set(launch.ranks) == {0, 2}
+    assert launch.gaps()[:2] == [
+        f"{second.name} has no whole line: nothing was recorded in it",
+        "launch 1 has no file of rank 1",
+    ]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("tail", [bytes(2400), np.array([0, 4, -3], np.int64).tobytes()], ids=["zeros", "count"])
+def test_damaged_tail_is_no_record(tmp_path: Path, tail: bytes) -> None:
+    """Zeros after a crash of the node, and a record of fewer than no rows, end the log."""
+    record(tmp_path, step=0, steps=3)
+    [file] = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes() + tail)
+    [launch] = read_launches(tmp_path)
+    assert (rows(launch), launch.last_step) == ([10, 20, 30], 3)
+
+
+def test_failed_close_does_not_raise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared folder that reports a full disk at the end neither ends the training nor hides its error."""
+
+    def close(file: int) -> None:
+        raise OSError(errno.EDQUOT, "over quota")
+
+    shadow = dlac.Shadow(tmp_path, step=0)
+    other = dlac.Shadow(tmp_path, step=0)
+    monkeypatch.setattr(os, "close", close)
+    shadow.close()
+    with pytest.raises(KeyError), other:
+        raise KeyError
+    monkeypatch.undo()
+    assert [message.count("over quota") for message in caplog.messages] == [1, 1]
+
+
+def test_uneven_end_is_no_gap(tmp_path: Path) -> None:
+    """A rank that has ended with fewer steps than another one lacks no record."""
+    for rank in range(2):
+        with dlac.Shadow(tmp_path, step=0, rank=rank, world_size=2) as shadow:
+            for step in range(3 + rank):
+                shadow.step([step])
+    assert read_launches(tmp_path)[0].gaps() == []
 
 
 def test_lost_rank_is_named(tmp_path: Path) -> None:
@@ -71,7 +168,7 @@ def test_lost_rank_is_named(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("ids", [["a"], [1.5], None, {"row_id": [1]}])
+@pytest.mark.parametrize("ids", [["a"], [1.5], None, {"row_id": [1]}, np.array([2**63], np.uint64)])
 def test_bad_ids_do_not_raise(tmp_path: Path, ids: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The first bad step is one warning, and the rank records nothing more."""
     shadow = dlac.Shadow(tmp_path, step=0)

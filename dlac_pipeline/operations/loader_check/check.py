@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def judge_loader(
     file: Path,
     scenarios: Sequence[Scenario],
     *,
-    python: Path,
+    python: str,
     workers: int,
     limit_s: float,
     progress: Callable[[int], None],
@@ -57,28 +58,32 @@ def judge_loader(
         raise SpecInvalid(
             f"expected a file of Python with a loader, found {str(file)!r}: see `dlac check-loader --example`"
         )
-    with tempfile.TemporaryDirectory(prefix="dlac-check-", ignore_cleanup_errors=True) as scratch:
-        host = _open_host(file.resolve(), python, Path(scratch) / "loader")
-        try:
+    with tempfile.TemporaryDirectory(prefix="dlac-check-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
+        with (
+            closing(_open_host(file.resolve(), python, scratch / "loader")) as host,
+            closing(_open_host(file.resolve(), python, scratch / "loader")) as other,
+        ):
             _check_names(host, file)
-            bench = Bench(host, Lake(Path(scratch) / "lake"), _SIZE, Path(scratch), workers=workers, limit_s=limit_s)
+            lake = Lake(scratch / "lake")
+            bench = Bench(host, lake, _SIZE, scratch, workers=workers, limit_s=limit_s, other=other)
             verdicts = []
             for number, scenario in enumerate(scenarios, 1):
                 verdicts.append(_verdict(bench, scenario))
                 progress(number)
             return verdicts
-        finally:
-            host.close()
 
 
-def _open_host(file: Path, python: Path, scratch: Path) -> LoaderProcess:
+def _open_host(file: Path, python: str, scratch: Path) -> LoaderProcess:
     found = shutil.which(python)
     if found is None:
-        raise SpecInvalid(f"expected an interpreter of Python, found {str(python)!r}: correct --python")
+        raise SpecInvalid(f"expected an interpreter of Python, found {python!r}: correct --python")
     try:  # the path of a virtual environment's interpreter is a link, which is not followed
         return LoaderProcess(str(file), Path(found).absolute(), scratch, name="loader")
     except LoaderFailed as err:
         raise ScriptInvalid(f"expected a loader in {file.name}, found none: {err}") from err
+    except (OSError, ValueError) as err:  # it cannot be executed, or its output is no answer
+        raise SpecInvalid(f"expected an interpreter of Python, found {python!r}: {err}: correct --python") from err
 
 
 def _check_names(host: LoaderProcess, file: Path) -> None:
@@ -91,13 +96,14 @@ def _check_names(host: LoaderProcess, file: Path) -> None:
 
 def _verdict(bench: Bench, scenario: Scenario) -> Verdict:
     place: dict[str, Any] = {"scenario": scenario.name, "description": scenario.description}
-    if reason := bench.host.about["not_offered"].get(scenario.name):
+    if (reason := bench.host.about["not_offered"].get(scenario.name)) is not None:
         return Verdict(**place, exact=None, remark=reason)
     bench.relaunched.clear()
     try:
         found = run_and_count(bench, scenario)
     except LoaderFailed as err:
-        return Verdict(**place, exact=False, remark=f"failed: {err}")
+        first = [f"; the first time: {each}" for each in bench.relaunched if str(err) not in each]
+        return Verdict(**place, exact=False, remark=f"failed: {err}{''.join(first)}")
     read = [] if found.appended_read is None else [f"read {found.appended_read:,} appended rows"]
     again = [f"a launch failed and was repeated: {each}" for each in bench.relaunched]
     remark = "; ".join([*found.remarks, *read, *again])

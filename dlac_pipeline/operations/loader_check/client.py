@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class LoaderProcess:
         scratch.mkdir(parents=True, exist_ok=True)
         self.name = name
         self._is_busy = False
-        self._errors = (scratch / f"{name}.host").open("w")
+        self._errors = (scratch / f"{name}.host").open("a")
         self._process = subprocess.Popen(
             [str(python), "-m", f"{__package__}.host", source],
             cwd=scratch,  # an empty folder: datasets searches the current one
@@ -56,7 +57,7 @@ class LoaderProcess:
             self.about = self._answer(_IMPORT_LIMIT_S)
             if "failed" in self.about:
                 raise LoaderFailed(f"cannot be imported: {self.about['failed']}")
-        except LoaderFailed:
+        except BaseException:  # also of a signal's handler
             self.close()
             raise
 
@@ -70,17 +71,20 @@ class LoaderProcess:
         return [rank["result"] for rank in self._ask("consume", jobs, limit_s)]
 
     def close(self) -> None:
-        """End the process and all processes that it started, also in the middle of a command."""
+        """End the process and those of its group, also in the middle of a command.
+
+        Processes that it started in a session or group of their own remain.
+        """
         with contextlib.suppress(BrokenPipeError, ProcessLookupError):
             assert self._process.stdin is not None
             self._process.stdin.close()
         if self._is_busy:
             self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(5)
+        until, ended = time.monotonic() + 5, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(os.P_PID, self._process.pid, ended) is None and time.monotonic() < until:
+            time.sleep(0.005)
+        os.killpg(self._process.pid, signal.SIGKILL)  # the number is its own, because the process is not waited for
+        self._process.wait(5)
         self._errors.close()
 
     def _ask(self, what: str, jobs: list[Job], limit_s: float) -> list[dict[str, Any]]:
@@ -93,8 +97,7 @@ class LoaderProcess:
             raise LoaderFailed(f"the process of {self.name!r} has ended") from err
         ranks: list[dict[str, Any]] = self._answer(limit_s + 30)["ranks"]
         for rank, job in zip(ranks, jobs, strict=True):
-            expected = -signal.SIGKILL if job.die_at and what == "consume" else 0
-            if rank["exit"] is not None and rank["exit"] != expected:
+            if rank["exit"] not in (None, job.exit_status):
                 raise LoaderFailed(rank["error"] or f"rank {job.rank} ended with exit status {rank['exit']}")
         for rank in ranks:
             if rank["exit"] is None:
@@ -125,8 +128,10 @@ class LoaderProcess:
 
 def _environment(scratch: Path, changes: Mapping[str, str]) -> dict[str, str]:
     """Return the loader's environment: of this one DLAC alone is added, because its other packages may be another version's."""
-    (scratch / ".import").mkdir(exist_ok=True)
-    (scratch / ".import" / _PACKAGE.name).symlink_to(_PACKAGE)
+    package = scratch / ".import" / _PACKAGE.name
+    package.parent.mkdir(exist_ok=True)
+    if not package.is_symlink():  # another process may share the folder
+        package.symlink_to(_PACKAGE)
     environment = {**os.environ, "TMPDIR": str(scratch), **changes}
     paths = str(scratch / ".import"), environment.get("PYTHONPATH", "")
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,14 +1,15 @@
 """One loader's process: `python -m dlac_pipeline.operations.loader_check.host LOADER`, a file or a module.
 
-It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import. At its start it
-writes what the loader offers, and then one answer for each JSON command that it reads:
+It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import. They
+share its seed of hashes, and what the loader does at its import. At its start it writes what the loader offers, and then one
+answer for each JSON command that it reads:
 
     -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ..., "converts": ...}, or {"failed": text}
     {"do": "convert", "jobs": [one], "limit_s": s} -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
     {"do": "consume", "jobs": [...], "limit_s": s} -> {"ranks": [{"exit": 0 or -signal, "result": ..., "error": text}]}
 
-Ranks of a launch run at the same time, with the environment variables that torchrun sets. All processes of a launch have ended
-before its answer: each rank leads a process group, which is killed.
+Ranks of a launch run at the same time, with the environment variables that torchrun sets. All of their processes have ended
+before its answer, but for those in a session or group of their own: each rank leads a process group, which is killed.
 """
 
 import contextlib
@@ -102,18 +103,21 @@ def _launch(
     try:
         while len(exits) < len(pids) and time.monotonic() < until:
             for pid in pids:
-                if pid not in exits and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                    exits[pid] = os.waitstatus_to_exitcode(ended[1])
-            if any(exits.values()) and not failed_at:
+                # Not reaped yet, so that no other process gets the number of its group.
+                if pid not in exits and (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+                    exits[pid] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            if not failed_at and any(
+                exits[pid] != job.exit_status for pid, job in zip(pids, jobs, strict=True) if pid in exits
+            ):
                 failed_at = time.monotonic()
                 until = min(until, failed_at + _GRACE_S)
             time.sleep(0.002)
     finally:
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            if pid not in exits:
-                os.waitpid(pid, 0)
+            for kill in (os.killpg, os.kill):  # it may not lead its group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     return [_outcome(job, exits.get(pid), limit_s) for pid, job in zip(pids, jobs, strict=True)]
 
 

@@ -8,10 +8,11 @@ A loader is a Python file, or a module, that defines
     convert(job: Job) -> int                                optional: write the rows in the loader's own format into
                                                             `job.own_format`, and return the bytes written
 
-It imports at its top everything that it would import late, because all ranks are forked from one process.
+It imports at its top everything that it would import late, because ranks are forked from a process that has imported it.
 This package runs in the loader's environment: it needs Python 3.11 and numpy, and of DLAC only the modules that say so.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +51,11 @@ class Job:
     def rank_batch(self) -> int:
         """Samples of this rank in one step."""
         return self.batch_size // self.world_size
+
+    @property
+    def exit_status(self) -> int:
+        """Exit status of the consumer, as `subprocess` has it."""
+        return -signal.SIGKILL if self.die_at else 0
 
     @property
     def prefetch(self) -> int | None:

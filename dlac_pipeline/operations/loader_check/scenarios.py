@@ -1,5 +1,6 @@
 """The scenarios of a loader, run in its process. They give the rows repeated and the rows missing."""
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,8 @@ class Bench:
     scratch: Path
     workers: int = 2
     limit_s: float = LIMIT_S
+    other: LoaderProcess | None = None
+    """Process of every second launch, so that a restart has another seed of hashes and another import of the loader."""
     copies: dict[str, str] = field(default_factory=dict)  # table -> folder of the loader's own copy
     converted: list[dict[str, float]] = field(default_factory=list)
     relaunched: list[str] = field(default_factory=list)  # launches that failed and were started again
@@ -143,15 +146,16 @@ class Bench:
         jobs = [self.job(scenario, table, launch=launch, world=world, rank=rank, stop=stop) for rank in range(world)]
         for job in jobs:
             Path(job.log).unlink(missing_ok=True)
+        host = self.other if self.other and launch % 2 else self.host
         try:
-            self.host.consume(jobs, self.limit_s)
+            host.consume(jobs, self.limit_s)
         except LoaderTooSlow:
             raise
         except LoaderFailed as err:  # once more, as any supervisor of a training does
             self.relaunched.append(f"{scenario.name}: {err}")
             for job in jobs:
                 Path(job.log).unlink(missing_ok=True)
-            self.host.consume(jobs, self.limit_s)
+            host.consume(jobs, self.limit_s)
         if not stop:
             return [record for job in jobs for record in _records(job)]
         kept = max(step for step in jobs[0].save_at if step <= (jobs[0].die_at or stop))
@@ -194,7 +198,7 @@ class Bench:
         """Return the loader's own copy of the table, and make it if it is missing."""
         folder = self.scratch / f"{self.host.name}-copy-{table}"
         if self.host.about["converts"] and table not in self.copies:
-            job = dataclasses.replace(job, own_format=str(folder), log=f"{folder}.log")
+            job = dataclasses.replace(job, own_format=str(folder), log=f"{folder}.log", die_at=0)
             self.converted.append(self.host.convert(job, self.limit_s))
             self.copies[table] = str(folder)
         return str(folder)
@@ -289,7 +293,7 @@ def _records(job: Job) -> list[Record]:
 def outcome(bench: Bench, scenario: Scenario) -> Count | str:
     """Return the count, or why there is none. A failure with workers is retried without."""
     reason = bench.host.about["not_offered"].get(scenario.name)
-    if reason:
+    if reason is not None:
         return f"not offered: {reason}"
     try:
         return run_and_count(bench, scenario)
@@ -306,6 +310,7 @@ def run_and_count(bench: Bench, scenario: Scenario) -> Count:
     """Run a scenario and count its rows. If it is not exact, also run it without interruptions. Raises `LoaderFailed`."""
     count = bench.run(scenario)
     if not count.exact and len(scenario.worlds) > 1:
-        whole = bench.uninterrupted(scenario)
-        count.uninterrupted = (whole.repeated, whole.missing)
+        with contextlib.suppress(LoaderFailed):  # the counts hold without it
+            whole = bench.uninterrupted(scenario)
+            count.uninterrupted = (whole.repeated, whole.missing)
     return count

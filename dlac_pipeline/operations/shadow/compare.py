@@ -15,9 +15,9 @@ from pyiceberg.table import Table
 from pyiceberg.types import IntegerType, LongType
 
 from dlac_pipeline.dataset.dataset import DlacDataset
-from dlac_pipeline.lakehouse.errors import SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.operations.shadow.launches import Launch, read_launches
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
@@ -77,6 +77,7 @@ class ShadowReport:
     outside: int
     dlac_repeated: int
     dlac_missing: int
+    dlac_outside: int
     differences: list[Difference]
     restarts: list[Restart]
     notes: list[str]
@@ -147,16 +148,21 @@ def compare_shadow(lakehouse: Lakehouse, spec: JobSpec, folder: Path, *, by: str
         raise SpecInvalid("expected one source, an Iceberg table, found another one: shadow one table of it at a time")
     table = lakehouse.load(spec.source.table)
     snapshot_id = _find_snapshot(table, spec, launches[0])
-    found = [each for each in table.schema().fields if each.name == by]
+    fields = table.schemas()[schema_id_of(table, snapshot_of(table, snapshot_id))].fields
+    found = [each for each in fields if each.name == by]
     if not found or not isinstance(found[0].field_type, IntegerType | LongType):
-        has = f"of type {found[0].field_type}" if found else f"only {[each.name for each in table.schema().fields]!r}"
+        has = f"of type {found[0].field_type}" if found else f"only {[each.name for each in fields]!r}"
         raise UnsupportedColumn(f"expected integers in column {by!r} of {spec.source.table!r}, found {has}: name a key")
     pinned = _Snapshot(lakehouse, spec, by, snapshot_id)
     if twice := int((np.diff(pinned.ids) == 0).sum()):
         raise SpecInvalid(f"expected one row for each value of {by!r}, found {twice:,} repeated values: name a key")
     current = table.current_snapshot()
     moved = current is not None and current.snapshot_id != snapshot_id
-    now = _Snapshot(lakehouse, spec, by, current.snapshot_id) if current and moved else pinned
+    try:
+        now = _Snapshot(lakehouse, spec, by, current.snapshot_id) if current and moved else pinned
+    except BadInput as err:
+        launches[0].doubts.append(f"rows that were appended or deleted since are unknown: {err}")
+        now = None
     return _Comparison(launches, pinned, now).report()
 
 
@@ -174,16 +180,18 @@ def _find_snapshot(table: Table, spec: JobSpec, first: Launch) -> int:
 
 
 class _Comparison:
-    def __init__(self, launches: Sequence[Launch], pinned: _Snapshot, now: _Snapshot) -> None:
+    def __init__(self, launches: Sequence[Launch], pinned: _Snapshot, now: _Snapshot | None) -> None:
         self.launches, self.pinned, self.now = launches, pinned, now
-        self.passes = sorted({each.pass_number for launch in launches for each in launch.surviving()}) or [0]
+        seen = {each.pass_number for launch in launches for each in launch.surviving()} or {0}
+        self.passes = range(min(seen), max(seen) + 1)  # with those that the loop left out
+        self.begin = next(launch.step for launch in launches if launch.survives)
 
     def report(self) -> ShadowReport:
         differences = [each for number in self.passes for each in self._differences(number)]
         totals = Counter[str]()
         for each in differences:
             totals[each.kind] += each.rows
-        repeated, missing = self._count_ours()
+        repeated, missing, outside = self._count_ours()
         source = self.pinned.spec.source
         return ShadowReport(
             table=source.table,
@@ -198,6 +206,7 @@ class _Comparison:
             outside=totals["outside"],
             dlac_repeated=repeated,
             dlac_missing=missing,
+            dlac_outside=outside,
             differences=differences,
             restarts=self._restarts(),
             notes=self._notes(),
@@ -221,8 +230,8 @@ class _Comparison:
 
     def _is_finished(self, number: int) -> bool:
         """Return True if the loop has read all of a pass that it would, and from its beginning."""
-        whole = self.launches[0].step == 0 or number > self.passes[0]
-        return whole and (number < self.passes[-1] or self.launches[-1].ended)
+        whole = self.begin == 0 or number > self.passes[0]
+        return whole and (number < self.passes[-1] or self.launches[-1].has_ended)
 
     def _differences(self, number: int) -> list[Difference]:
         mine = self._all["pass"] == number
@@ -238,7 +247,7 @@ class _Comparison:
             unread = np.ones(len(self.pinned.ids), np.bool_)
             unread[places[known]] = False
             if unread.any():
-                gone = int((~self.now.find(self.pinned.ids[unread])[1]).sum())
+                gone = int((~self.now.find(self.pinned.ids[unread])[1]).sum()) if self.now else 0
                 found.append(
                     Difference(
                         kind="missing",
@@ -254,7 +263,7 @@ class _Comparison:
     def _difference(self, kind: str, number: int, places: Ids, known: Flags, rows: Ids) -> Difference:
         """Return the difference of some of all rows. `known` are those of the pass that the snapshot has."""
         ids, steps = self._all["id"][rows], self._all["step"][rows]
-        later = int(self.now.find(ids)[1].sum()) if kind == "outside" else 0
+        later = int(self.now.find(ids)[1].sum()) if kind == "outside" and self.now else 0
         return Difference(
             kind=kind,
             pass_number=number,
@@ -275,17 +284,22 @@ class _Comparison:
     def _count_of_passes(self) -> int:
         return self.passes[-1] - self.passes[0] + 1
 
-    def _count_ours(self) -> tuple[int, int]:
-        """Return the rows that DLAC repeats and misses. In the middle of a pass none is missing yet."""
+    def _count_ours(self) -> tuple[int, int, int]:
+        """Return the rows that DLAC repeats, misses, and reads from outside, in all passes together.
+
+        In the middle of a pass none is missing yet.
+        """
         passes = self._count_of_passes
         places, known = self.pinned.find(self._ours.ids)
         times = np.bincount(places[known], minlength=len(self.pinned.ids))
         missing = int(np.maximum(passes - times, 0).sum()) if self._ours.finished else 0
-        return int(np.maximum(times - passes, 0).sum()), missing
+        return int(np.maximum(times - passes, 0).sum()), missing, int((~known).sum())
 
     def _restarts(self) -> list[Restart]:
         found = []
         for launch in self.launches[1:]:
+            if not launch.survives:
+                continue
             step = launch.step + 1
             first = [each for records in launch.ranks.values() for each in records if each.step == step]
             trained = np.concatenate([np.empty(0, np.int64), *(each.ids for each in first)])
@@ -306,9 +320,8 @@ class _Comparison:
 
     def _notes(self) -> list[str]:
         notes = [gap for launch in self.launches for gap in launch.gaps()]
-        first = self.launches[0].step
-        if first:
-            notes.append(f"the record begins at step {first}: rows of pass {self.passes[0]} before it are unknown")
+        if self.begin:
+            notes.append(f"the record begins at step {self.begin}: rows of pass {self.passes[0]} before it are unknown")
         steps, size = len(np.unique(self._all["step"])), self.pinned.spec.order.batch_size
         if steps and (mean := round(len(self._all["id"]) / steps)) != size:
             notes.append(f"a step of the loop has {mean:,} rows on average, and of DLAC {size:,} (order.batch_size)")
