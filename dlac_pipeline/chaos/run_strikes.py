@@ -84,7 +84,8 @@ class RunStrikes:
         if planned.kind == "supervisor":
             return struck_now(f"SIGKILL to the {name}", send_signal([supervisor], signal.SIGKILL), supervisor, *ranks)
         if has_others:  # SIGTERM to its supervisor would stop the run on all nodes
-            return struck_now(f"SIGUSR1 to a rank of node {number}", send_signal(ranks[:1], signal.SIGUSR1), *ranks)
+            at = send_signal(ranks[:1], signal.SIGUSR1)
+            return struck_now(f"SIGUSR1 to a rank of node {number}", at, supervisor, *ranks)
         return struck_now(f"SIGTERM to the {name}", send_signal([supervisor], signal.SIGTERM), supervisor, *ranks)
 
     def _damage_checkpoint(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
