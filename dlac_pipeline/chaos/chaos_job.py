@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from dlac_pipeline.chaos.proxy import NetworkProxy
-from dlac_pipeline.chaos.strikes import move_catalog, move_folder, way_back
+from dlac_pipeline.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
 from dlac_pipeline.checkpoint.memory.states import memory_folder
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK, free_port
@@ -46,6 +46,12 @@ def chaos_spec(job: JobSpec, *, run: str, steps: int | None) -> JobSpec:
     order = {**job.order.model_dump(), **({} if steps is None else {"steps": steps})}
     changed = {"run": run, "order": order, "launch": launch, "listeners": ListenersSpec().model_dump()}
     return parse_spec({**job.model_dump(), **changed}, origin="the job under chaos")
+
+
+def restore_catalog_of(job: JobSpec) -> Path | None:
+    """Move a job's catalog of local files back that a killed command has left aside. Return it, or None if there was none."""
+    file = sqlite_file(job.lakehouse.uri)
+    return file if file is not None and restore_catalog(file) else None
 
 
 class ChaosJob:

@@ -22,7 +22,6 @@ from dlac_pipeline.chaos.faults import (
     parse_seconds,
 )
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.config import sqlite_file
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
@@ -95,10 +94,9 @@ def chaos(spec: ui.SpecFile, home: ui.Home = None, **options: Any) -> None:
     The job's own run is not touched. Each supervisor that a fault ends is started again, like by an orchestrator.
     """
     from dlac_pipeline.audit.table import audit_table
-    from dlac_pipeline.chaos.chaos_job import chaos_spec
+    from dlac_pipeline.chaos.chaos_job import chaos_spec, restore_catalog_of
     from dlac_pipeline.chaos.ending_signals import end_on_signals
     from dlac_pipeline.chaos.report import inject_faults
-    from dlac_pipeline.chaos.strikes import restore_catalog
 
     chosen = _Options(**options)
     if chosen.out is not None and not chosen.out.parent.is_dir():
@@ -110,11 +108,8 @@ def chaos(spec: ui.SpecFile, home: ui.Home = None, **options: Any) -> None:
     run = check_run_name(chosen.run or f"{job.run}-chaos")
     job = chaos_spec(job, run=run, steps=chosen.steps)
     plan = _plan_of(chosen, job)
-    catalog = sqlite_file(job.lakehouse.uri)
-    if catalog is not None and restore_catalog(catalog):
-        ui.show_text(
-            f"the catalog {str(catalog)!r} was moved back: a command that was killed in an outage had left it aside"
-        )
+    if restored := restore_catalog_of(job):
+        ui.show_text(f"the catalog {str(restored)!r} was moved back: a command killed in an outage had left it aside")
     report = inject_faults(job, ui.lakehouse_of(spec, home, create=True), plan, say=ui.show_text)
     _show_faults(report)
     if report.audit is not None:
