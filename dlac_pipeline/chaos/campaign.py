@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from dlac_pipeline.audit.wording import format_duration
 from dlac_pipeline.chaos.chaos_job import ChaosJob
 from dlac_pipeline.chaos.facts import Fault
 from dlac_pipeline.chaos.faults import KINDS, PlannedFault, Schedule, draw_cascade
-from dlac_pipeline.chaos.run_strikes import RunStrikes
+from dlac_pipeline.chaos.run_strikes import LOOKS_EVERY_S, RunStrikes
 from dlac_pipeline.chaos.strikes import Struck, still_runs
 from dlac_pipeline.chaos.supervised_nodes import RunProgress, SupervisedNodes
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
@@ -50,7 +49,7 @@ class _Wound:
     attempts: int
     """Attempts before it."""
     step: int
-    """Last finished step when it ended."""
+    """Last step that any rank had finished when it ended. A struck replica group that is still dead has no later one."""
     needs_attempt: bool
 
 
@@ -63,10 +62,9 @@ class ChaosCampaign:
         """`ledger` is connected without a proxy. `say` shows a line."""
         self.faults: list[Fault] = []
         self._nodes, self._plan, self._say, self._spec = nodes, plan, say, job.spec
-        self._strikes = RunStrikes(job, nodes, ledger, away_s=plan.away_s, tend=self._tend)
+        self._strikes = RunStrikes(job, nodes, ledger, away_s=plan.away_s, tend=self._tend_outage, say=say)
         self._progress = RunProgress()
         self._wounds: list[_Wound] = []
-        self._excused_until = 0.0
 
     def run(self) -> None:
         """Train the run to its end, strike it, and wait for the healing of each fault.
@@ -119,13 +117,21 @@ class ChaosCampaign:
                     )
 
     def _tend(self) -> None:
-        """Let the nodes be started again, and note the progress."""
+        """Let the nodes be started again, and note the progress. Only a fault that is not healed explains an end."""
         try:
-            self._nodes.tend(excused=time.time() < self._excused_until)
+            self._nodes.tend(excused=bool(self._wounds))
         except DlacError as err:
             if not self._wounds:
                 raise
             raise type(err)(f"{self._unhealed()}: {type(err).__name__}: {err}") from err
+        self._note_progress()
+
+    def _tend_outage(self) -> None:
+        """Note the progress. A node that has ended is started again after the outage."""
+        self._nodes.tend(excused=True, starts=False)
+        self._note_progress()
+
+    def _note_progress(self) -> None:
         progress = self._nodes.progress()
         if progress.folder is not None:  # ranks that start have finished no step
             self._progress = progress if progress.trains else replace(progress, step=self._progress.step)
@@ -135,8 +141,11 @@ class ChaosCampaign:
         for fault in planned:
             if self._wounds:
                 self._wait_for_recovery(random.Random(fault.seed))
-            if not self._nodes.is_finished:
-                self._strike(fault)
+            elif fault is not planned[0]:  # the first one has not struck
+                return
+            if self._nodes.is_finished:
+                self._say(f"the run has ended before fault {len(self.faults) + 1}, {fault.kind}, could strike")
+            self._strike(fault)
         for wound in self._wounds:
             self._heal(wound)
         self._wounds.clear()
@@ -155,25 +164,39 @@ class ChaosCampaign:
             self._tend()
 
     def _strike(self, planned: PlannedFault) -> None:
-        """Strike as soon as there is a target. If the run ends before, a listed fault waits in vain."""
+        """Strike as soon as there is a target. A listed fault waits until the run ends, a drawn one for a limited time."""
         chance = random.Random(planned.seed)
         deadline = time.monotonic() + self._plan.healed_within_s
         while not self._nodes.is_finished:
             folders, attempts, step = self._nodes.launch_folders(), self._nodes.attempts, self._progress.step
-            self._excused_until = time.time() + self._plan.away_s + self._plan.healed_within_s
-            with suppress(psutil.NoSuchProcess):  # it may end between the check and the strike
-                if struck := self._strikes.strike(planned, chance):
-                    self._note(planned.kind, struck, step=step, folders=folders, attempts=attempts)
-                    return
-            if time.monotonic() > deadline:
+            if struck := self._try_strike(planned, chance):
+                self._note(planned.kind, struck, step=step, folders=folders, attempts=attempts)
+                return
+            if time.monotonic() > deadline and not planned.is_listed:
                 needed = "two checkpoints of the lineage" if planned.kind == "checkpoint" else "ranks that train"
-                raise TrainingFailed(
+                missed = (
                     f"expected a target of fault {len(self.faults) + 1} ({planned.kind}) within "
-                    f"{format_duration(self._plan.healed_within_s)}, found none: it needs {needed}; let it strike later"
+                    f"{format_duration(self._plan.healed_within_s)}, found none: it needs {needed}"
                 )
+                if self._wounds:
+                    raise TrainingFailed(f"{missed}, and {self._unhealed()}\n{self._nodes.last_lines()}")
+                self._say(f"{missed}. It is left out")
+                return
             self._tend()
         if planned.is_listed:
             self._plan.schedule.listed.append(planned)
+
+    def _try_strike(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
+        """Strike, or return None if there is no target now. Raise `TrainingFailed` if this node does not allow it."""
+        try:
+            return self._strikes.strike(planned, chance)
+        except psutil.NoSuchProcess:  # it has ended between the check and the strike
+            return None
+        except (OSError, IndexError, psutil.Error) as err:
+            raise TrainingFailed(
+                f"expected to inject fault {len(self.faults) + 1} ({planned.kind}), found {type(err).__name__}: {err}: fix the "
+                "cause, or leave this kind out"
+            ) from err
 
     def _note(self, kind: str, struck: Struck, *, step: int, folders: frozenset[Path], attempts: int) -> None:
         """Note a fault that has struck."""
@@ -197,7 +220,7 @@ class ChaosCampaign:
             struck=struck,
             folders=folders,
             attempts=attempts,
-            step=self._progress.step,
+            step=max(self._progress.step, self._nodes.progress().furthest),
             needs_attempt=KINDS[kind].new_attempt and not (KINDS[kind].survived and replicas),
         )
         self._wounds.append(wound)
@@ -205,10 +228,28 @@ class ChaosCampaign:
     def _heal(self, wound: _Wound) -> None:
         """Wait until a fault is healed."""
         self._tend_until(lambda: not self._missing(wound))
-        fault = wound.fault
-        fault.recovery_s = round(max(0.0, min(self._progress.at, time.time()) - fault.struck_at), 2)
-        fault.attempts = self._nodes.attempts - wound.attempts
-        self._say(f"fault {fault.number} is healed: a new step after {format_duration(fault.recovery_s)}")
+        fault, now, at = wound.fault, time.time(), self._progress.at
+        has_stepped, attempts = at > wound.struck.lifted_at, self._nodes.attempts - wound.attempts
+        if not KINDS[fault.kind].new_attempt:
+            self._wait_for_commit(wound)
+        fault.attempts, fault.recovery_s = attempts, round((min(at, now) if has_stepped else now) - fault.struck_at, 2)
+        first = "a new step" if has_stepped else "the end of the run"
+        self._say(f"fault {fault.number} is healed: {first} after {format_duration(fault.recovery_s)}")
+
+    def _wait_for_commit(self, wound: _Wound) -> None:
+        """Wait until a commit has used catalog and store again after an outage. It may take long, while the run trains."""
+        step, since = self._progress.step, time.monotonic()
+        while not (self._nodes.is_finished or self._strikes.has_committed_since(wound.struck.lifted_at)):
+            look_at = time.monotonic() + LOOKS_EVERY_S
+            while time.monotonic() < look_at:
+                self._tend()
+            if self._progress.step > step:
+                step, since = self._progress.step, time.monotonic()
+            elif time.monotonic() > since + self._plan.healed_within_s:
+                raise TrainingFailed(
+                    f"{self._unhealed()}: no checkpoint was committed after it, and no step was finished for "
+                    f"{format_duration(self._plan.healed_within_s)}; fix the cause\n{self._nodes.last_lines()}"
+                )
 
     def _tend_until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds. Raise `TrainingFailed` if that takes longer than a healing may."""

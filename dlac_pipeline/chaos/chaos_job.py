@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from dlac_pipeline.chaos.proxy import NetworkProxy
-from dlac_pipeline.chaos.strikes import move_catalog, move_folder
+from dlac_pipeline.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
 from dlac_pipeline.checkpoint.memory.states import memory_folder
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK, free_port
@@ -39,12 +39,19 @@ def chaos_spec(job: JobSpec, *, run: str, steps: int | None) -> JobSpec:
             f'expected launch.on = "here", found {job.launch.on!r}: chaos strikes processes of this node, so copy the job file, '
             "remove launch.on there, and set launch.nodes or launch.world_size to what fits this node"
         )
-    launch: dict[str, Any] = job.launch.model_dump()
+    # Otherwise rows would be quarantined for the faults that strike at them.
+    launch: dict[str, Any] = {**job.launch.model_dump(), "deaths_at_same_rows": 0}
     if job.launch.max_nodes > 1:
         launch |= {"rendezvous": f"{LOOPBACK}:{free_port()}", "rendezvous_key_file": ""}
     order = {**job.order.model_dump(), **({} if steps is None else {"steps": steps})}
     changed = {"run": run, "order": order, "launch": launch, "listeners": ListenersSpec().model_dump()}
     return parse_spec({**job.model_dump(), **changed}, origin="the job under chaos")
+
+
+def restore_catalog_of(job: JobSpec) -> Path | None:
+    """Move a job's catalog of local files back that a killed command has left aside. Return it, or None if there was none."""
+    file = sqlite_file(job.lakehouse.uri)
+    return file if file is not None and restore_catalog(file) else None
 
 
 class ChaosJob:
@@ -92,19 +99,29 @@ class ChaosJob:
     def outage(self, kind: str, chance: Random) -> Iterator[str]:
         """Make catalog, store, or the network to servers unavailable within the context. Yield a description."""
         silent = kind == "network" and chance.random() < 0.5
+        place = self._places.get(kind)
+        cut = list(self._proxies.values()) if kind == "network" else [place] if isinstance(place, NetworkProxy) else []
+        if cut and not any(proxy.is_used for proxy in cut):
+            raise SpecInvalid(
+                f"expected the run to connect through a proxy before {' and '.join(self._proxies)}, found no connection: its "
+                f"catalog or environment names another address, so leave the kind {kind} out"
+            )
         with ExitStack() as stack:
             if kind == "network":
-                for proxy in self._proxies.values():
+                for proxy in cut:
                     stack.enter_context(proxy.outage(silent=silent))
                 yield f"connections to {' and '.join(self._proxies)} {'silent' if silent else 'cut'}"
-                return
-            place = self._places[kind]
-            if isinstance(place, NetworkProxy):
+            elif isinstance(place, NetworkProxy):
                 stack.enter_context(place.outage(silent=False))
                 yield f"connections to the {kind} cut"
-            else:
+            elif place is not None:
                 stack.enter_context(move_catalog(place) if kind == "catalog" else move_folder(place))
                 yield f"{place.name} moved aside"
+
+    def way_back(self, kind: str) -> str:
+        """Return the command that ends an outage of local files if this process cannot. Empty for a proxy, which ends with it."""
+        place = self._places.get(kind)
+        return way_back(place) if isinstance(place, Path) else ""
 
     def close(self) -> None:
         """End the proxies, and remove the memories of several nodes."""
@@ -140,16 +157,18 @@ class ChaosJob:
 
     def _put_proxy(self, name: str, uri: str, *, setting: str, required: bool) -> str:
         """Put a proxy before a server, and return its address as `uri` has it. Empty if none can stand there."""
-        parts = urlsplit(uri)
-        if parts.scheme not in _PORTS or not parts.hostname:
+        parts, port = urlsplit(uri), None
+        with suppress(ValueError):  # an address of several servers
+            port = parts.port or _PORTS.get(parts.scheme)
+        if parts.scheme not in _PORTS or not parts.hostname or port is None:
             if required:
                 raise SpecInvalid(
                     f"expected {setting} with http:// or postgresql:// and a host, so that a proxy can stand before it, found "
                     f"{mask_secrets(uri)!r}: leave the kind {name} out"
                 )
             return ""
-        server = f"{parts.hostname}:{parts.port or _PORTS[parts.scheme]}"
-        proxy = self._proxies.get(server) or NetworkProxy(parts.hostname, parts.port or _PORTS[parts.scheme])
+        server = f"{parts.hostname}:{port}"
+        proxy = self._proxies.get(server) or NetworkProxy(parts.hostname, port)
         self._proxies[server] = self._places[name] = proxy
         credentials, separator, _ = parts.netloc.rpartition("@")
         return parts._replace(netloc=f"{credentials}{separator}{proxy.address}").geturl()

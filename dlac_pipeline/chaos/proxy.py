@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+_ANSWERS_WITHIN_S = 10.0
+
 
 class NetworkProxy:
     """Forwards connections at a local port to a server. While it is cut, it ends existing connections and refuses new ones.
@@ -21,6 +23,8 @@ class NetworkProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         """Its own host:port."""
+        self.is_used = False
+        """True once a connection was forwarded."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -60,10 +64,12 @@ class NetworkProxy:
                     _end(near)
                     continue
                 try:
-                    far = socket.create_connection(self._server)
+                    far = socket.create_connection(self._server, timeout=_ANSWERS_WITHIN_S)
                 except OSError:
                     _end(near)
                     continue
+                far.settimeout(None)
+                self.is_used = True
                 self._open = [*(each for each in self._open if each.fileno() >= 0), near, far]
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=_forward, args=(source, target, self._moves), daemon=True).start()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +31,7 @@ class ChaosReport:
     audit: AuditReport | None
     """None: the run has consumed nothing, or the lakehouse does not answer."""
     failure: DlacError | None
-    """The error that ended the run or the faults, or None if all faults were healed."""
+    """The first error, of the run, the faults or the audit, or None if all faults were healed."""
     seconds: float
 
     @property
@@ -71,7 +71,8 @@ def inject_faults(spec: JobSpec, lakehouse: Lakehouse, plan: ChaosPlan, *, say: 
             f"expected a new run, found run {spec.run!r} in the ledger: choose another name with --run, such as "
             f"--run {spec.run}-{time.strftime('%m%d-%H%M')}"
         )
-    began, failure = time.monotonic(), None
+    failure: DlacError | None = None
+    audit, began = None, time.monotonic()
     with (
         TemporaryDirectory(prefix="dlac-chaos-") as folder,
         closing(ChaosJob(spec, plan.kinds)) as job,
@@ -82,9 +83,10 @@ def inject_faults(spec: JobSpec, lakehouse: Lakehouse, plan: ChaosPlan, *, say: 
             campaign.run()
         except DlacError as err:
             failure = err
-    audit = None
-    with suppress(*((DlacError,) if failure else ())):  # the first error is the one to report
+    try:
         add_facts(lakehouse, campaign.faults)
         audit = audit_run(lakehouse, spec.run)
+    except DlacError as err:
+        failure = failure or err
     seconds = time.monotonic() - began
     return ChaosReport(run=spec.run, faults=campaign.faults, audit=audit, failure=failure, seconds=seconds)

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.chaos.chaos_job import ChaosJob
+from dlac_pipeline.chaos.ending_signals import signals_held
 from dlac_pipeline.chaos.faults import PlannedFault
 from dlac_pipeline.chaos.strikes import Struck, damage_file, kill_tree, send_signal, struck_now, suspend
 from dlac_pipeline.chaos.supervised_nodes import SupervisedNodes
@@ -17,6 +18,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, QuarantinedCheckpointRow, RetireRow
 
+LOOKS_EVERY_S = 1.0
+"""Seconds between two reads of the ledger."""
 _LEAST_CHECKPOINTS = 2
 """A parent to resume from remains if the newest checkpoint is damaged."""
 
@@ -25,10 +28,19 @@ class RunStrikes:
     """Strikes on one run."""
 
     def __init__(
-        self, job: ChaosJob, nodes: SupervisedNodes, ledger: Ledger, *, away_s: float, tend: Callable[[], None]
+        self,
+        job: ChaosJob,
+        nodes: SupervisedNodes,
+        ledger: Ledger,
+        *,
+        away_s: float,
+        tend: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
-        """`ledger` is connected without a proxy. `tend` is called during an outage of `away_s` seconds."""
-        self._job, self._nodes, self._ledger, self._away_s, self._tend = job, nodes, ledger, away_s, tend
+        """`ledger` is connected without a proxy. `tend` is called during an outage of `away_s` seconds. `say` shows a line."""
+        self._job, self._nodes, self._ledger = job, nodes, ledger
+        self._away_s, self._tend, self._say = away_s, tend, say
+        self._looks_at = 0.0
 
     def strike(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
         """Strike, or return None if there is no target now."""
@@ -66,21 +78,25 @@ class RunStrikes:
         name = f"supervisor of node {number}" if has_others else "supervisor"
         if planned.kind == "node":
             at = time.time()
-            kill_tree(supervisor)
+            psutil.wait_procs(kill_tree(supervisor), timeout=10)  # they write into the memory
             self._job.forget_memory(number)
             return struck_now(f"SIGKILL to the {name} and its ranks", at, supervisor, *ranks)
         if planned.kind == "supervisor":
             return struck_now(f"SIGKILL to the {name}", send_signal([supervisor], signal.SIGKILL), supervisor, *ranks)
         if has_others:  # SIGTERM to its supervisor would stop the run on all nodes
-            return struck_now(f"SIGUSR1 to a rank of node {number}", send_signal(ranks[:1], signal.SIGUSR1), *ranks)
+            at = send_signal(ranks[:1], signal.SIGUSR1)
+            return struck_now(f"SIGUSR1 to a rank of node {number}", at, supervisor, *ranks)
         return struck_now(f"SIGTERM to the {name}", send_signal([supervisor], signal.SIGTERM), supervisor, *ranks)
 
     def _damage_checkpoint(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
         """Damage the head while the supervisors are stopped, so that they resume from damage."""
         ranks = list(self._nodes.ranks().values())
-        if not ranks or len(self._restorable()) < _LEAST_CHECKPOINTS:
+        if not ranks or time.monotonic() < self._looks_at:
             return None
-        with suspend([node.supervisor for node in self._nodes.running.values()]):
+        self._looks_at = time.monotonic() + LOOKS_EVERY_S
+        if len(self._restorable()) < _LEAST_CHECKPOINTS:
+            return None
+        with signals_held(), suspend([node.supervisor for node in self._nodes.running.values()]):
             at = send_signal(ranks, signal.SIGKILL)
             psutil.wait_procs(ranks, timeout=10)
             for number in self._nodes.running:
@@ -90,6 +106,11 @@ class RunStrikes:
             folder = Path(spec.checkpoint.local) / spec.run / folder_name_of(head.manifest_uri)
             what = damage_file(folder, chance)
         return struck_now(f"{what} of step {head.step}, SIGKILL to all ranks", at, *ranks)
+
+    def has_committed_since(self, moment: float) -> bool:
+        """Return whether the run has committed a checkpoint after a moment."""
+        rows = self._ledger.rows(self._job.spec.run, kinds=(CheckpointRow,))
+        return any(row.committed_at.timestamp() > moment for row in rows)
 
     def _restorable(self) -> list[CheckpointRow]:
         """Return the checkpoints of the lineage that can be restored, the newest first."""
@@ -101,8 +122,10 @@ class RunStrikes:
 
     def _take_away(self, planned: PlannedFault, chance: random.Random) -> Struck:
         at = time.time()
-        with self._job.outage(planned.kind, chance) as what:
-            while time.time() < at + self._away_s:
+        with signals_held() as received, self._job.outage(planned.kind, chance) as what:
+            if command := self._job.way_back(planned.kind):
+                self._say(f"{what} for {self._away_s:g} s. Only if this command is killed meanwhile: {command}")
+            while time.time() < at + self._away_s and not received:
                 self._tend()
         lifted_at = time.time()
         self._tend()  # a launch folder in the store was unavailable until now

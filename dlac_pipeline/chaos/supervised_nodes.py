@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.chaos.chaos_job import ChaosJob
+from dlac_pipeline.chaos.ending_signals import signals_held
 from dlac_pipeline.chaos.node_process import NodeProcess
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, RunFinished, TrainingFailed, error_class, error_from_kind
 from dlac_pipeline.spec.launch_request import Request
@@ -29,6 +30,8 @@ class RunProgress:
     """Their launch folder."""
     step: int = 0
     """Last step that all ranks have finished."""
+    furthest: int = 0
+    """Last step that any rank has finished."""
     at: float = 0.0
     """Time of the newest one, in seconds since the epoch."""
     trains: bool = False
@@ -58,17 +61,17 @@ class SupervisedNodes:
         for number in range(self._job.spec.launch.max_nodes):
             self._start(number, Request(spec=self._job.spec_of(number), launched_by=self._id, repin=True))
 
-    def tend(self, *, excused: bool) -> None:
+    def tend(self, *, excused: bool, starts: bool = True) -> None:
         """Read the events of all nodes, and start those again that have ended, then sleep for a moment.
 
         `excused`: a fault may be the reason for an end. Otherwise, and if another launch would end in the same way, raises
-        the error that ended the supervisor.
+        the error that ended the supervisor. Without `starts`, as during an outage, the ended ones wait.
         """
         for number, node in list(self.running.items()):
             has_ended = node.has_ended  # before its last events are read
             for event in node.read_events():
                 self._note(event)
-            if has_ended:
+            if has_ended and starts:
                 self._follow_end(number, node, excused=excused)
         time.sleep(_POLL_S)
 
@@ -89,9 +92,9 @@ class SupervisedNodes:
         found = []
         for _, folder in sorted(newest)[-2 * self._job.spec.launch.max_nodes :]:
             if heartbeats := read_heartbeats(folder):
-                at, step = max(each.at for each in heartbeats), min(each.step for each in heartbeats)
+                at, steps = max(each.at for each in heartbeats), [each.step for each in heartbeats]
                 trains = all(each.spent.rows > 0 for each in heartbeats)
-                found.append(RunProgress(folder=folder, step=step, at=at, trains=trains))
+                found.append(RunProgress(folder=folder, step=min(steps), furthest=max(steps), at=at, trains=trains))
         return max(found, key=lambda each: each.at, default=RunProgress())
 
     def last_lines(self) -> str:
@@ -100,8 +103,9 @@ class SupervisedNodes:
 
     def close(self) -> None:
         """Kill all nodes."""
-        for node in self.running.values():
-            node.close()
+        with signals_held():
+            for node in self.running.values():
+                node.close()
 
     def _start(self, number: int, request: Request) -> None:
         self._started += 1

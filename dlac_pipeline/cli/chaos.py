@@ -2,8 +2,6 @@
 
 import inspect
 import random
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -96,19 +94,22 @@ def chaos(spec: ui.SpecFile, home: ui.Home = None, **options: Any) -> None:
     The job's own run is not touched. Each supervisor that a fault ends is started again, like by an orchestrator.
     """
     from dlac_pipeline.audit.table import audit_table
-    from dlac_pipeline.chaos.chaos_job import chaos_spec
+    from dlac_pipeline.chaos.chaos_job import chaos_spec, restore_catalog_of
+    from dlac_pipeline.chaos.ending_signals import end_on_signals
     from dlac_pipeline.chaos.report import inject_faults
 
     chosen = _Options(**options)
     if chosen.out is not None and not chosen.out.parent.is_dir():
         raise SpecInvalid(f"expected an existing folder for --out, found none at {str(chosen.out.parent)!r}: make it")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` sets it
-            signal.signal(number, lambda signalled, _: sys.exit(128 + signalled))  # after all processes have ended
+    if chosen.out is not None and chosen.out.is_dir():
+        raise SpecInvalid(f"expected a file for --out, found the folder {str(chosen.out)!r}: name a file in it")
+    end_on_signals()
     job = ui.resolved(spec, home)
     run = check_run_name(chosen.run or f"{job.run}-chaos")
     job = chaos_spec(job, run=run, steps=chosen.steps)
     plan = _plan_of(chosen, job)
+    if restored := restore_catalog_of(job):
+        ui.show_text(f"the catalog {str(restored)!r} was moved back: a command killed in an outage had left it aside")
     report = inject_faults(job, ui.lakehouse_of(spec, home, create=True), plan, say=ui.show_text)
     _show_faults(report)
     if report.audit is not None:
@@ -147,7 +148,12 @@ def _plan_of(chosen: _Options, job: JobSpec) -> "ChaosPlan":
         schedule = Schedule(listed)
     else:
         kinds = [] if chosen.kinds is None else [kind.strip() for kind in chosen.kinds.split(",")]
-        kinds = kinds or [kind for kind in OWN_KINDS if not _reason_against(kind, job, healed_within_s)]
+        if not kinds:
+            reasons = {kind: _reason_against(kind, job, healed_within_s) for kind in OWN_KINDS}
+            kinds = [kind for kind in OWN_KINDS if not reasons[kind]]
+            ui.show_text(f"kinds: {', '.join(kinds)}")
+            for kind in filter(reasons.get, reasons):
+                ui.show_text(f"without {kind}: {reasons[kind]}")
         every_s = parse_seconds(chosen.every or "")
         schedule = Schedule(drawn=draw_faults(kinds, every_s=every_s, seed=chosen.seed, faults=chosen.faults))
     _check_targets(kinds, schedule.listed, job, healed_within_s)

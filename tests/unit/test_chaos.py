@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import signal
+import sqlite3
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from dlac_pipeline.chaos.ending_signals import signals_held
 from dlac_pipeline.chaos.faults import (
     KINDS,
     PlannedFault,
@@ -17,7 +23,8 @@ from dlac_pipeline.chaos.faults import (
     parse_kill,
     parse_seconds,
 )
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
+from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 
 
 @pytest.mark.parametrize(
@@ -124,3 +131,85 @@ def test_page_describes_each_kind() -> None:
     assert list(rows) == list(KINDS)
     for name, kind in KINDS.items():
         assert rows[name].startswith(kind.description)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Path:
+    """Return the file of an SQLite catalog with a table."""
+    path = tmp_path / "catalog.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE runs (name TEXT)")
+    return path
+
+
+def has_table(catalog: Path) -> bool:
+    """Return whether this is the catalog of the fixture."""
+    with closing(sqlite3.connect(catalog)) as connection:
+        return connection.execute("SELECT name FROM sqlite_master").fetchall() == [("runs",)]
+
+
+@pytest.mark.parametrize("stand_in", ["folder", "nothing"])
+def test_left_catalog_is_restored(catalog: Path, stand_in: str) -> None:
+    """A catalog that a killed command has left aside is moved back, once."""
+    catalog.rename(catalog.with_name("catalog.db.aside"))
+    if stand_in == "folder":
+        catalog.mkdir()
+    assert restore_catalog(catalog)
+    assert has_table(catalog)
+    assert not restore_catalog(catalog)
+
+
+def test_left_catalog_is_not_overwritten(catalog: Path) -> None:
+    """Of two catalogs, one aside and one in its place, a person chooses."""
+    aside = catalog.with_name("catalog.db.aside")
+    aside.write_bytes(b"the newer one")
+    with pytest.raises(SpecInvalid, match="move the other one away"), move_catalog(catalog):
+        pass
+    with pytest.raises(SpecInvalid, match="move the other one away"):
+        restore_catalog(catalog)
+    assert aside.read_bytes() == b"the newer one"
+    assert has_table(catalog)
+
+
+def test_outages_exclude_each_other(catalog: Path) -> None:
+    """A second command neither ends the outage of a living one nor begins another."""
+    with move_catalog(catalog):
+        for attempt in (lambda: move_catalog(catalog).__enter__(), lambda: restore_catalog(catalog)):
+            with pytest.raises(TrainingFailed, match="another dlac chaos"):
+                attempt()
+        assert catalog.is_dir()
+        assert way_back(catalog) == f"rmdir {catalog} && mv {catalog}.aside {catalog}"
+    assert has_table(catalog)
+    descriptor = os.open(catalog.parent, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+def test_folder_made_meanwhile_is_kept(tmp_path: Path) -> None:
+    """What a launch has made in place of a folder that is moved aside gets another name."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "checkpoint").touch()
+    with move_folder(folder):
+        folder.unlink()
+        (folder / "launch-1").mkdir(parents=True)
+    assert (folder / "checkpoint").exists()
+    assert (tmp_path / "run.meanwhile" / "launch-1").exists()
+
+
+def test_signals_wait_for_end_of_outage(catalog: Path) -> None:
+    """Two signals within the context take effect after it, as one."""
+    effects: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, lambda signalled, _: effects.append(signalled))
+    try:
+        with signals_held() as received, move_catalog(catalog):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            assert (received, effects) == ([signal.SIGHUP, signal.SIGTERM], [])
+        assert has_table(catalog)
+        assert effects == [signal.SIGHUP]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
