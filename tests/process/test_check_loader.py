@@ -143,7 +143,7 @@ def die_in_turn(module: ModuleType, job: Job) -> dict[str, Any]:
     """Die as planned, rank 1 after rank 0 has."""
     file = Path(job.save)
     if job.rank:
-        wait_until(file.exists, what="the other rank")
+        wait_until(lambda: file.exists() and file.read_text() != "", what="the other rank")
         state = Path("/proc", file.read_text(), "stat")
         wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z", what="the end of the other rank")
     else:
