@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from dlac_pipeline.operations.loader_check import check, host
@@ -144,8 +145,8 @@ def die_in_turn(module: ModuleType, job: Job) -> dict[str, Any]:
     file = Path(job.save)
     if job.rank:
         wait_until(lambda: file.exists() and file.read_text() != "", what="the other rank")
-        state = Path("/proc", file.read_text(), "stat")
-        wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z", what="the end of the other rank")
+        other = psutil.Process(int(file.read_text()))
+        wait_until(lambda: other.status() == psutil.STATUS_ZOMBIE, what="the end of the other rank")
     else:
         file.write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGKILL)
