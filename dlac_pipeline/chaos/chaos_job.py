@@ -32,15 +32,17 @@ _MEMORY = "dlac-chaos"
 """Begin of the name of a node's folder of shared memory, before a process id and the node's number."""
 
 
-def chaos_spec(job: JobSpec, *, run: str, steps: int | None) -> JobSpec:
+def chaos_spec(job: JobSpec, *, run: str, steps: int | None, cascade: int = 1) -> JobSpec:
     """Return a resolved job as the run `run` on this node, without listeners. Raise `SpecInvalid` if it cannot run here."""
     if job.launch.on != "here":
         raise SpecInvalid(
             f'expected launch.on = "here", found {job.launch.on!r}: chaos strikes processes of this node, so copy the job file, '
             "remove launch.on there, and set launch.nodes or launch.world_size to what fits this node"
         )
-    # Otherwise rows would be quarantined for the faults that strike at them.
-    launch: dict[str, Any] = {**job.launch.model_dump(), "deaths_at_same_rows": 0}
+    # Otherwise rows would be quarantined for the faults that strike at them, and a cascade would be too many attempts in vain.
+    attempts = max(job.launch.attempts_without_progress, cascade + 1)
+    faulted = {"deaths_at_same_rows": 0, "attempts_without_progress": attempts}
+    launch: dict[str, Any] = {**job.launch.model_dump(), **faulted}
     if job.launch.max_nodes > 1:
         launch |= {"rendezvous": f"{LOOPBACK}:{free_port()}", "rendezvous_key_file": ""}
     order = {**job.order.model_dump(), **({} if steps is None else {"steps": steps})}

@@ -33,7 +33,6 @@ def refused(arena: Arena, here: Command, *options: str, run: str = "refused", **
         ((*KILL, "--faults", "3"), "with --every only"),
         (("--kill", "gpu@step=5"), "one of rank, ranks, hang"),
         (("--kill", "rank:2@step=5"), "launch.world_size = 2"),
-        (("--kill", "rank@step=5", "--cascade", "4"), "attempts_without_progress = 3"),
         (("--every", "often"), "such as 60s"),
         (("--every", "60s", "--kinds", "rank,,node"), "one of rank, ranks, hang"),
         (("--every", "60s", "--kinds", "hang"), "hang_timeout_s below --healed-within"),
