@@ -1,6 +1,6 @@
 """The paper's experiments, ours beside theirs and the peers': `python -m benchmarks.paper [--quick] [--only PART,...]`.
 
-At most 60 minutes on 2 cores, `--quick` 5. `divergence` trains one model with several loaders under the same faults. The other
+`divergence` trains one model with several loaders under the same faults. The other
 parts are programs of this folder in their short form. The folder of `--out` gets one page with every experiment as HTML and as
 PDF, and `paper.json`, which keeps the parts of earlier calls. `--docs FILE` only makes docs/paper.md and its pictures of one.
 """

@@ -35,8 +35,8 @@ BATCH = 16
 _ROW_GROUP = 20
 _FILES = 16
 _VALIDATION_ROWS = 128
-_WORLDS = (2, 2, 4, 4, 2, 2, 2, 1, 1, 2, 2, 2, 4, 2, 2, 2, 2, 1, 2, 2, 2)
-"""Ranks of each launch. Eight of the twenty faults change the number."""
+WORLDS = (2, 2, 4, 4, 2, 2, 2, 1, 1, 2, 2, 2, 4, 2, 2, 2, 2, 1, 2, 2, 2)
+"""Ranks of each launch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ def _trainings(
                 training = Training(
                     loader=method.loader, keeps_state=method.keeps_state, job=job, folder=str(folder / name), seed=seed,
                     steps=effort.steps, save_every=effort.save_every, evaluate_every=effort.evaluate_every,
-                    faults=faults if faulted else (), worlds=_WORLDS[: len(faults) + 1 if faulted else 1],
+                    faults=faults if faulted else (), worlds=WORLDS[: len(faults) + 1 if faulted else 1],
                 )  # fmt: skip
                 yield method, training, Outcome(setting=setting.name, method=key, seed=seed, faulted=faulted)
 

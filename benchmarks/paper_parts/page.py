@@ -6,13 +6,14 @@ import base64
 import io
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
-from benchmarks.paper_parts.divergence import BATCH, METHODS, Outcome
+from benchmarks.paper_parts.divergence import BATCH, METHODS, WORLDS, Outcome
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, MONTHS, STARTS_S, Goodput, Mode, modes_of, simulate
 from benchmarks.paper_parts.programs import PROGRAMS
 from benchmarks.paper_parts.summary import Summary, band_of, calm_of, summarize
@@ -40,7 +41,7 @@ _SETTINGS = {
 _ABOUT = (
     "One process trains on the shares of all ranks, so that sums do not depend on the number of ranks: that is modelled. Each "
     "fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every {save_every} steps. "
-    "Eight of the twenty faults change the number of ranks (1, 2 and 4). Loaders that keep a state per rank give rank r of "
+    "{changes} of the {faults} faults change the number of ranks (1, 2 and 4). Loaders that keep a state per rank give rank r of "
     "the new number that of rank r modulo the old one, as none of them documents a change. A training whose pass ends early "
     "begins another one, until it has had {steps} steps of {batch} rows."
 )
@@ -78,8 +79,8 @@ def write_docs(found: Found, docs: Path) -> None:
 
 
 _HEAD = (
-    "Written by `python -m benchmarks.paper --docs paper.json`. `make paper` measures the machine on which it is called, in",
-    "at most 60 minutes, and writes one page as HTML and PDF. Each section says what the paper states, what was measured, and",
+    "Written by `python -m benchmarks.paper --docs paper.json`. `make paper` measures the machine on which it is called, and",
+    "writes one page as HTML and PDF. Each section says what the paper states, what was measured, and",
     "what was modelled.",
 )
 
@@ -97,7 +98,8 @@ def _sections(found: Found) -> Iterator[Found]:
 def _divergence(part: Found) -> Iterator[Found]:
     outcomes = [Outcome.from_json(each) for each in part["outcomes"]]
     effort = part["effort"]
-    about = _ABOUT.format(save_every=effort["save_every"], steps=effort["steps"], batch=BATCH)
+    changes = sum(before != after for before, after in pairwise(WORLDS[: effort["faults"] + 1]))
+    about = _ABOUT.format(**effort, changes=changes, batch=BATCH)
     for number, setting in enumerate(dict.fromkeys(each.setting for each in outcomes)):
         own = [each for each in outcomes if each.setting == setting]
         facts = (

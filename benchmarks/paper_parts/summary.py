@@ -33,8 +33,6 @@ class Summary:
     excess: float
     """Mean of the last validation loss beyond that of the method's own undisturbed training with the same seed."""
     excess_band: float
-    excess_of_dlac: float
-    """The same beyond DLAC's undisturbed training."""
     area: float
     """Mean distance of the validation curve from its own undisturbed one."""
     identical: int
@@ -57,11 +55,10 @@ def summarize(outcomes: Sequence[Outcome], batch: int) -> list[Summary]:
         for method in METHODS:
             faulted = [each for each in outcomes if (each.setting, each.method) == (setting, method) and each.faulted]
             calm = calm_of(outcomes, setting, method)
-            ours = calm_of(outcomes, setting, "dlac")
-            ended = [each for each in faulted if not each.failed and each.seed in calm and each.seed in ours]
+            ended = [each for each in faulted if not each.failed and each.seed in calm]
             failed = tuple(each.failed for each in faulted if each.failed)
             if ended or failed:
-                found.append(_summary(setting, method, ended, calm, ours, failed, batch))
+                found.append(_summary(setting, method, ended, calm, failed, batch))
     return found
 
 
@@ -87,7 +84,6 @@ def _summary(
     method: str,
     ended: Sequence[Outcome],
     calm: dict[int, Outcome],
-    ours: dict[int, Outcome],
     failed: tuple[str, ...],
     batch: int,
 ) -> Summary:
@@ -103,7 +99,6 @@ def _summary(
         final_variance=statistics.variance(finals) if len(finals) > 1 else 0.0,
         excess=_mean(excess),
         excess_band=band_of(excess),
-        excess_of_dlac=_mean([each.final - ours[each.seed].final for each in ended]),
         area=_mean([distance(each, calm[each.seed]) for each in ended]),
         identical=sum(same(each, calm[each.seed]) for each in ended),
         repeated=_mean([each.repeated for each in ended]),
