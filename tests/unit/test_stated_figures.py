@@ -1,0 +1,142 @@
+"""Figures in README and docs are those of results: programs measured them, and a page or a test can be made of them again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper_parts.page import write_docs
+from benchmarks.results.page import PAGE, Result, page
+from benchmarks.results.record import MEASURED
+
+_ROOT = Path(__file__).parents[2]
+_GENERATED = ("figures.md", "paper.md", "soak.md", "gpu.md")
+"""Pages that programs write. The result of gpu.md is not kept: a machine with an accelerator is lent for minutes."""
+_SETTINGS = Path(__file__).with_name("stated_numbers.toml")
+"""Numbers with a unit that nobody measured: settings, limits, and what an example prints."""
+_NUMBER = re.compile(
+    r"(?<![\w.,^-])(\d[\d,]*(?:\.\d+)?)\s?(%|us|ms|s|min|minutes|hours|bytes|KB|MB|GB|TB|KiB|MiB|GiB|nats|times|x|rows|steps)(?!\w)"
+)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|^(?: {4}|\t)[^\n]*$", re.DOTALL | re.MULTILINE)
+
+
+def _stated(text: str) -> Iterator[tuple[str, str]]:
+    """Yield numbers of a text outside its code, and their units."""
+    yield from _NUMBER.findall(_CODE.sub("", text))
+
+
+def _results() -> dict[str, set[float]]:
+    """Return what programs measured, by unit. Shares are percentages too, and seconds milliseconds."""
+    found: dict[str, set[float]] = {}
+    for file in MEASURED.glob("*.json"):
+        for figure in json.loads(file.read_text()).get("figures", {}).values():
+            value, unit = figure["value"], figure["unit"].split()[0] if figure["unit"] else ""
+            found.setdefault(unit, set()).add(value)
+            found.setdefault("%", set()).add(100 * value)
+            found.setdefault("ms", set()).add(1e3 * value)
+            found.setdefault("times", set()).add(value)
+    return found
+
+
+def _is_measured(number: str, unit: str, results: dict[str, set[float]]) -> bool:
+    digits = len(number.partition(".")[2])
+    return any(round(value, digits) == float(number.replace(",", "")) for value in results.get(unit, ()))
+
+
+def _pages() -> list[Path]:
+    return [
+        _ROOT / "README.md",
+        *(each for each in sorted((_ROOT / "docs").glob("*.md")) if each.name not in _GENERATED),
+    ]
+
+
+def test_pages_state_only_measured_figures() -> None:
+    """A number with a unit is in a result, or in the list of those that nobody measured."""
+    settings: dict[str, list[str]] = tomllib.loads(_SETTINGS.read_text())
+    results = _results()
+    unknown = []
+    for file in _pages():
+        name = str(file.relative_to(_ROOT))
+        for number, unit in _stated(file.read_text()):
+            text = f"{number} {unit}"
+            if text not in settings.get(name, ()) and not _is_measured(number, unit, results):
+                unknown.append(f"{name}: {text}")
+    assert not unknown, (
+        f"expected each figure to be in a result in {MEASURED}, found others: {'; '.join(unknown)}. Keep the result of the "
+        f"program with `python -m benchmarks.results.record`, or add a number that nobody measured to {_SETTINGS}"
+    )
+
+
+def test_settings_are_those_of_the_pages() -> None:
+    """The list has no number that its page does not state any more."""
+    stated = {
+        str(file.relative_to(_ROOT)): {f"{number} {unit}" for number, unit in _stated(file.read_text())}
+        for file in _pages()
+    }
+    settings: dict[str, list[str]] = tomllib.loads(_SETTINGS.read_text())
+    left = {name: sorted(set(texts) - stated.get(name, set())) for name, texts in settings.items()}
+    assert left == {name: [] for name in settings}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It takes 0.68 s.", [("0.68", "s")]),
+        ("up to 1,024 MiB, 12 % of 3 hours", [("1,024", "MiB"), ("12", "%"), ("3", "hours")]),
+        ("`7 s` and\n    a line of 9 s\nand 2-4 s, s3 and 5 ranks", []),
+    ],
+)
+def test_numbers_with_units_are_found(text: str, expected: list[tuple[str, str]]) -> None:
+    """Numbers in code, in names and without a unit are no figures."""
+    assert [*_stated(text)] == expected
+
+
+def test_page_of_figures_is_made_of_results() -> None:
+    """Run `make docs` after a result or a section has changed."""
+    assert PAGE.read_text() == page()
+
+
+def test_sections_state_no_measured_value_themselves() -> None:
+    """A section that reads a result takes all its values from it: of the seconds and shares in its text none is a decimal."""
+    sections = [each for each in (MEASURED.parent / "sections").glob("*.md") if "result(" in each.read_text()]
+    assert sections
+    for section in sections:
+        text = re.sub(r"\{[{%].*?[%}]\}", "", section.read_text(), flags=re.DOTALL)
+        assert not re.findall(r"(?<![\w.])\d+\.\d+ (?:s|ms|%)", text), section.name
+
+
+def test_unknown_figures_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error names what the result has, or how to measure it."""
+    (tmp_path / "one.json").write_text(
+        json.dumps({"figures": {"median_s": {"value": 0.0123, "unit": "s", "bar": "<= 1", "holds": True}}})
+    )
+    monkeypatch.setattr("benchmarks.results.page.MEASURED", tmp_path)
+    one = Result("one")
+    assert (one("median_s"), one.number("median_s"), one.bar("median_s")) == ("12.3 ms", "0.0123", "<= 1: holds")
+    with pytest.raises(KeyError, match="expected a figure of one, found 'mean_s'; it has median_s"):
+        one("mean_s")
+    with pytest.raises(FileNotFoundError, match="record --name two"):
+        Result("two")
+
+
+def test_paper_is_made_of_its_result(tmp_path: Path) -> None:
+    """Run `--docs` of their programs after a result or the form of a page has changed."""
+    (tmp_path / "pictures").mkdir()
+    write_docs(json.loads((MEASURED / "paper.json").read_text()), tmp_path)
+    assert (tmp_path / "paper.md").read_text() == (_ROOT / "docs" / "paper.md").read_text()
+
+
+def test_failed_program_keeps_the_earlier_result() -> None:
+    """A program that ends with an error writes no result."""
+    before = {each: each.stat().st_mtime_ns for each in MEASURED.glob("*.json")}
+    command = [sys.executable, "-m", "benchmarks.results.record", "reader", "--unknown-option"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=_ROOT)
+    assert ended.returncode != 0
+    assert {each: each.stat().st_mtime_ns for each in MEASURED.glob("*.json")} == before
