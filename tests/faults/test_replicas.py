@@ -26,6 +26,7 @@ def calm(campaign: Arena) -> Trained:
 
 
 DEATHS: dict[str, dict[str, Any]] = {
+    "starting": {"dies_starting": "1:0"},
     "forward": {"dies_forward": "1:23"},
     "reducing": {"dies_reducing": "1:23"},
     "committer-reducing": {"dies_reducing": "0:23"},

@@ -13,6 +13,9 @@ GROUP_VARIABLE = "DLAC_REPLICA_GROUP"
 REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
 
+_REPLACED = "replaced"
+"""Stands for the lighthouse of a group that was replaced."""
+
 HANG_MARGIN_S = 60.0
 """Seconds for which groups wait for a hung one beyond the moment at which the supervisor kills it, if it runs."""
 
@@ -61,9 +64,14 @@ def has_reached(folder: Path, group: int, address: str) -> bool:
     return False
 
 
-def forget_reached(folder: Path, group: int) -> None:
-    """Forget the lighthouse that a replica group had reached before it died."""
-    _reached_file(folder, group).unlink(missing_ok=True)
+def mark_replaced(folder: Path, group: int) -> None:
+    """Record that a replica group has died, and that a new process takes its place: it has no state yet."""
+    _reached_file(folder, group).write_text(_REPLACED)
+
+
+def is_replaced(folder: Path, group: int) -> bool:
+    """Return True if a replica group has died, and its new process has met no other group yet."""
+    return has_reached(folder, group, _REPLACED)
 
 
 def _lighthouse_file(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.ranks.launch_folder import reason_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.elastic.ranks.replicas import forget_reached
+from dlac_pipeline.elastic.ranks.replicas import mark_replaced
 from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, read_heartbeat
@@ -163,7 +163,7 @@ class ReplicaRanks(RankGroup):
         return self._replacements[group]
 
     def _start_again(self, group: int) -> None:
-        forget_reached(self.folder, group)
+        mark_replaced(self.folder, group)
         for rank in self._ranks_of(group):
             reason_file(self.folder, rank).unlink(missing_ok=True)
             last = read_heartbeat(self.folder, rank)
