@@ -18,8 +18,8 @@ from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
 from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.stage.streamed_file import overwrite_state
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError
@@ -65,6 +65,8 @@ class MemorySaves:
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
         self._has_buddy = not communicator.is_on_one_node
         self._failed = False
+        self._files: dict[Path, MemoryFile] = {}
+        """Files of this rank that were written so far."""
         self._costs: deque[float] = deque(maxlen=_COSTS)
         """Seconds that the last states took."""
         self._step_s = math.inf
@@ -124,6 +126,7 @@ class MemorySaves:
                 )
             if self._communicator.is_first_of_node:
                 shutil.rmtree(self._folder, ignore_errors=True)
+            self._close_files()
             self._folder = None
 
     def is_due(self, step: int) -> bool:
@@ -150,7 +153,9 @@ class MemorySaves:
 
         def write(path: Path, state: Any) -> None:
             if failure is None:
-                files.append((str(path.relative_to(slot)), overwrite_state(state, path)))
+                if path not in self._files:
+                    self._files[path] = MemoryFile(path)
+                files.append((str(path.relative_to(slot)), self._files[path].overwrite(state)))
 
         try:
             if self._number and self._communicator.is_first_of_node:
@@ -179,6 +184,7 @@ class MemorySaves:
 
     def end(self, *, committed: bool) -> None:
         """Remove the states at the end of the attempt, if its last checkpoint has everything."""
+        self._close_files()
         if self._run_folder is not None and committed:
             states.forget_states(self._run_folder, before=self._attempt.point.attempt + 1)
 
@@ -220,6 +226,7 @@ class MemorySaves:
             states.seal_file(slot, rank).unlink(missing_ok=True)
             for name, _ in files:
                 os.truncate(slot / name, 0)
+        self._close_files()
         if not self._failed:
             problem = f"expected to keep states in {str(slot)!r}, found {failure}: a restart reads the last checkpoint"
             if rank == 0:
@@ -227,6 +234,11 @@ class MemorySaves:
             else:  # rank 0 publishes that there is one
                 _log.warning(problem)
         self._failed = True
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def _is_copied(self) -> bool:
         """Return whether this rank has sealed its last state, and its node has copied it to the buddy, if it has one."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
-from dlac_pipeline.checkpoint.stage.streamed_file import overwrite_state
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -204,7 +204,9 @@ def test_untrained_attempt_is_not_repeated(campaign: Arena) -> None:
 def _poison(path: Path) -> None:
     state = torch.load(path, weights_only=True)
     state["model"]["weight"].fill_(float("nan"))
-    overwrite_state(state, path)
+    file = MemoryFile(path)
+    file.overwrite(state)
+    file.close()
 
 
 @pytest.mark.parametrize(
