@@ -21,7 +21,7 @@ _BY_HAND = "*Written by hand: no result of this program has been kept yet.*"
 
 
 class Result:
-    """What one call of a program measured."""
+    """The result of one call of a program."""
 
     def __init__(self, name: str) -> None:
         file = MEASURED / f"{name}.json"
@@ -37,10 +37,9 @@ class Result:
         """The sentence on day, machine, commit and load."""
         found = self._found
         command = " ".join(["python -m", f"benchmarks.{found['program']}", *found["arguments"]])
-        before, after = found["load"]
         return (
-            f"Measured by `{command}` on {found['day']}, at commit {found['commit']}, with a load average of {before:.1f} "
-            f"before and {after:.1f} after it, on {found['machine']}."
+            f"Measured by `{command}` on {found['day']}, at commit {found['commit']}, {_load_of(found['load'])}on "
+            f"{found['machine']}."
         )
 
     def __call__(self, figure: str) -> str:
@@ -48,15 +47,15 @@ class Result:
         value, unit = (self._figure(figure)[key] for key in ("value", "unit"))
         if unit == "s" and 0 < abs(value) < 0.1:
             value, unit = 1e3 * value, "ms"
-        return rounded(value) if unit == "ratio" else f"{rounded(value)} {unit}"
+        return format_number(value) if unit == "ratio" else f"{format_number(value)} {unit}"
 
     def number(self, figure: str) -> str:
         """Return a figure without its unit."""
-        return rounded(self._figure(figure)["value"])
+        return format_number(self._figure(figure)["value"])
 
     def share(self, figure: str) -> str:
         """Return a share as a percentage."""
-        return f"{rounded(100 * self._figure(figure)['value'])} %"
+        return f"{format_number(100 * self._figure(figure)['value'])} %"
 
     def bar(self, figure: str) -> str:
         """Return the bar of a figure, and whether it holds."""
@@ -72,8 +71,17 @@ class Result:
         return figures[name]
 
 
-def rounded(value: float) -> str:
-    """Return a number with three digits, or whole if it has more, as a person writes it."""
+def _load_of(load: list[float] | float | None) -> str:
+    """Return a phrase on the load average before and after the program, or on the one that it printed."""
+    if load is None:
+        return ""
+    if isinstance(load, float):
+        return f"with a load average of {load:.1f}, "
+    return f"with a load average of {load[0]:.1f} before and {load[1]:.1f} after it, "
+
+
+def format_number(value: float) -> str:
+    """Return a number with three digits, or a whole one if it has more."""
     return f"{round(value):,}" if value == int(value) or abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
 
 

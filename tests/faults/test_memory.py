@@ -207,7 +207,7 @@ def test_untrained_attempt_is_not_repeated(campaign: Arena) -> None:
 def _poison(path: Path) -> None:
     state = torch.load(path, weights_only=True)
     state["model"]["weight"].fill_(float("nan"))
-    file = MemoryFile(path)
+    file = MemoryFile(path, is_mapped=False)
     file.overwrite(state)
     file.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -14,34 +13,37 @@ import pytest
 
 from benchmarks.paper_parts.page import write_docs
 from benchmarks.results.page import PAGE, Result, page
-from benchmarks.results.record import MEASURED
+from benchmarks.results.record import MEASURED, record
 
 _ROOT = Path(__file__).parents[2]
 _GENERATED = ("figures.md", "paper.md", "soak.md", "gpu.md")
 """Pages that programs write. The result of gpu.md is not kept: a machine with an accelerator is lent for minutes."""
-_SETTINGS = Path(__file__).with_name("stated_numbers.toml")
-"""Numbers with a unit that nobody measured: settings, limits, and what an example prints."""
+_SETTINGS = Path(__file__).with_name("stated_settings.toml")
+"""Numbers with a unit that are no measured figures: settings, limits, and what an example prints."""
 _NUMBER = re.compile(
-    r"(?<![\w.,^-])(\d[\d,]*(?:\.\d+)?)\s?(%|us|ms|s|min|minutes|hours|bytes|KB|MB|GB|TB|KiB|MiB|GiB|nats|times|x|rows|steps)(?!\w)"
+    r"(?<![\w.,^])(\d[\d,]*(?:\.\d+)?)\s?(%|us|ms|s|seconds?|min|minutes?|hours?|days?|bytes|KB|MB|GB|TB|KiB|MiB|GiB|nats|times|x|rows|steps)(?!\w)"
 )
 _CODE = re.compile(r"```.*?```|`[^`\n]*`|^(?: {4}|\t)[^\n]*$", re.DOTALL | re.MULTILINE)
 
 
-def _stated(text: str) -> Iterator[tuple[str, str]]:
+def _find_numbers(text: str) -> Iterator[tuple[str, str]]:
     """Yield numbers of a text outside its code, and their units."""
     yield from _NUMBER.findall(_CODE.sub("", text))
 
 
 def _results() -> dict[str, set[float]]:
-    """Return what programs measured, by unit. Shares are percentages too, and seconds milliseconds."""
+    """Return what programs measured, by unit. A share is a percentage as well, a ratio times, and seconds milliseconds."""
     found: dict[str, set[float]] = {}
     for file in MEASURED.glob("*.json"):
         for figure in json.loads(file.read_text()).get("figures", {}).values():
-            value, unit = figure["value"], figure["unit"].split()[0] if figure["unit"] else ""
+            value, unit = figure["value"], figure["unit"]
             found.setdefault(unit, set()).add(value)
-            found.setdefault("%", set()).add(100 * value)
-            found.setdefault("ms", set()).add(1e3 * value)
-            found.setdefault("times", set()).add(value)
+            if unit in ("ratio", "x"):
+                found.setdefault("times", set()).add(value)
+            elif unit.startswith(("share", "of ")):
+                found.setdefault("%", set()).add(100 * value)
+            elif unit == "s":
+                found.setdefault("ms", set()).add(1e3 * value)
     return found
 
 
@@ -58,26 +60,26 @@ def _pages() -> list[Path]:
 
 
 def test_pages_state_only_measured_figures() -> None:
-    """A number with a unit is in a result, or in the list of those that nobody measured."""
+    """A number with a unit is in a result, or in the list of settings."""
     settings: dict[str, list[str]] = tomllib.loads(_SETTINGS.read_text())
     results = _results()
     unknown = []
     for file in _pages():
         name = str(file.relative_to(_ROOT))
-        for number, unit in _stated(file.read_text()):
+        for number, unit in _find_numbers(file.read_text()):
             text = f"{number} {unit}"
             if text not in settings.get(name, ()) and not _is_measured(number, unit, results):
                 unknown.append(f"{name}: {text}")
     assert not unknown, (
         f"expected each figure to be in a result in {MEASURED}, found others: {'; '.join(unknown)}. Keep the result of the "
-        f"program with `python -m benchmarks.results.record`, or add a number that nobody measured to {_SETTINGS}"
+        f"program with `python -m benchmarks.results.record`, or add a setting to {_SETTINGS}"
     )
 
 
 def test_settings_are_those_of_the_pages() -> None:
     """The list has no number that its page does not state any more."""
     stated = {
-        str(file.relative_to(_ROOT)): {f"{number} {unit}" for number, unit in _stated(file.read_text())}
+        str(file.relative_to(_ROOT)): {f"{number} {unit}" for number, unit in _find_numbers(file.read_text())}
         for file in _pages()
     }
     settings: dict[str, list[str]] = tomllib.loads(_SETTINGS.read_text())
@@ -90,12 +92,13 @@ def test_settings_are_those_of_the_pages() -> None:
     [
         ("It takes 0.68 s.", [("0.68", "s")]),
         ("up to 1,024 MiB, 12 % of 3 hours", [("1,024", "MiB"), ("12", "%"), ("3", "hours")]),
-        ("`7 s` and\n    a line of 9 s\nand 2-4 s, s3 and 5 ranks", []),
+        ("`7 s` and\n    a line of 9 s\nand s3 and 5 ranks", []),
+        ("2-4 s, 20 seconds and a day", [("4", "s"), ("20", "seconds")]),
     ],
 )
 def test_numbers_with_units_are_found(text: str, expected: list[tuple[str, str]]) -> None:
     """Numbers in code, in names and without a unit are no figures."""
-    assert [*_stated(text)] == expected
+    assert [*_find_numbers(text)] == expected
 
 
 def test_page_of_figures_is_made_of_results() -> None:
@@ -133,10 +136,16 @@ def test_paper_is_made_of_its_result(tmp_path: Path) -> None:
     assert (tmp_path / "paper.md").read_text() == (_ROOT / "docs" / "paper.md").read_text()
 
 
-def test_failed_program_keeps_the_earlier_result() -> None:
-    """A program that ends with an error writes no result."""
-    before = {each: each.stat().st_mtime_ns for each in MEASURED.glob("*.json")}
-    command = [sys.executable, "-m", "benchmarks.results.record", "reader", "--unknown-option"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=_ROOT)
-    assert ended.returncode != 0
-    assert {each: each.stat().st_mtime_ns for each in MEASURED.glob("*.json")} == before
+def test_result_is_kept_if_program_prints_figures(tmp_path: Path) -> None:
+    """A missed bar is kept. A program that prints no figures leaves the earlier result."""
+    file = tmp_path / "one.json"
+    figures = {"median_s": {"value": 3, "unit": "s", "bar": "<= 1", "holds": False}}
+    program = f"print({json.dumps(json.dumps({'benchmark': 'one', 'figures': figures}))}); raise SystemExit(1)"
+    command = [sys.executable, "-c", program]
+    assert record(command, file, program="one") == 1
+    kept = json.loads(file.read_text())
+    assert (kept["program"], kept["figures"]) == ("one", figures)
+    assert {"day", "commit", "machine", "load", "minutes"} <= kept.keys()
+    with pytest.raises(SystemExit, match="expected the figures of one on its last line, found '' and exit status 2"):
+        record([sys.executable, "-c", "raise SystemExit(2)"], file, program="one")
+    assert json.loads(file.read_text()) == kept

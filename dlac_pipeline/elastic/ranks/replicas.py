@@ -13,9 +13,6 @@ GROUP_VARIABLE = "DLAC_REPLICA_GROUP"
 REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
 
-_REPLACED = "replaced"
-"""Stands for the lighthouse of a group that was replaced."""
-
 HANG_MARGIN_S = 60.0
 """Seconds for which groups wait for a hung one beyond the moment at which the supervisor kills it, if it runs."""
 
@@ -55,6 +52,7 @@ def read_lighthouse(folder: Path) -> LighthouseProcess | None:
 def write_reached(folder: Path, group: int, address: str) -> None:
     """Record that a replica group has reached the lighthouse at an address."""
     _reached_file(folder, group).write_text(address)
+    _dead_file(folder, group).unlink(missing_ok=True)
 
 
 def has_reached(folder: Path, group: int, address: str) -> bool:
@@ -64,14 +62,15 @@ def has_reached(folder: Path, group: int, address: str) -> bool:
     return False
 
 
-def mark_replaced(folder: Path, group: int) -> None:
-    """Record that a replica group has died, and that a new process takes its place: it has no state yet."""
-    _reached_file(folder, group).write_text(_REPLACED)
+def mark_dead(folder: Path, group: int) -> None:
+    """Record that a replica group has died. A process that takes its place has no state until it has met the others."""
+    _reached_file(folder, group).unlink(missing_ok=True)
+    _dead_file(folder, group).touch()
 
 
-def is_replaced(folder: Path, group: int) -> bool:
-    """Return True if a replica group has died, and its new process has met no other group yet."""
-    return has_reached(folder, group, _REPLACED)
+def is_dead(folder: Path, group: int) -> bool:
+    """Return True if a replica group has died, and no new process of it has met the others."""
+    return _dead_file(folder, group).exists()
 
 
 def _lighthouse_file(folder: Path) -> Path:
@@ -80,3 +79,7 @@ def _lighthouse_file(folder: Path) -> Path:
 
 def _reached_file(folder: Path, group: int) -> Path:
     return folder / f"reached-{group:05d}"
+
+
+def _dead_file(folder: Path, group: int) -> Path:
+    return folder / f"dead-{group:05d}"

@@ -25,7 +25,7 @@ from dlac_pipeline.elastic.ranks.replicas import (
     HANG_MARGIN_S,
     REJOINS_VARIABLE,
     has_reached,
-    is_replaced,
+    is_dead,
     read_lighthouse,
     write_reached,
 )
@@ -236,8 +236,9 @@ class ReplicaGroup:
                 time.sleep(_LOOK_S)
             return
         awaited = set(self._awaited)
-        while awaited and self._may_wait(deadline):  # a group that was replaced waits for this one, which has a state
-            awaited = {each for each in awaited if not self._has_reached(each) and not is_replaced(self._folder, each)}
+        while awaited and self._may_wait(deadline):
+            # The new process of a dead group waits for this group, which has a state.
+            awaited = {each for each in awaited if not self._has_reached(each) and not is_dead(self._folder, each)}
             time.sleep(_LOOK_S if awaited else 0.0)
 
     def _may_wait(self, deadline: float) -> bool:
