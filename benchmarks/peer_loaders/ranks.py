@@ -1,0 +1,36 @@
+"""The ranks of a launch as one group, as they are in a training: they step, save and exit together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from dlac_pipeline.operations.loader_check.protocol import Job
+
+
+class Ranks:
+    """The process group of a launch. One rank alone needs none."""
+
+    def __init__(self, job: Job) -> None:
+        self._count = job.world_size
+        self.is_first = job.rank == 0
+        if self._count > 1:
+            dist.init_process_group("gloo")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        values = [value] * self._count
+        if self._count > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def step_together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of this rank, each when all ranks have theirs. A rank without further batches waits for the others."""
+        for batch in itertools.chain(batches, itertools.repeat(None)):
+            if not any(self.gather(batch is not None)):
+                return
+            if batch is not None:
+                yield batch
