@@ -35,7 +35,7 @@ NOT_OFFERED = {"packing": "hands out numbers of rows"}
 NOTES = [
     "ShardingClient(storage_type='text', num_minibatches_per_shard=1), report_batch_done after each batch, a dataset per pass",
     "a shard is a batch of a rank: of larger ones, as by default (10 batches), the begun ones would be read again",
-    "restored with MasterClient.report_shard_checkpoint: the master refuses what restore_shard_from_checkpoint sends (wrapped twice)",
+    "restored with MasterClient.report_shard_checkpoint: restore_shard_from_checkpoint wraps it twice, and the master refuses it",
     "user code: ranks step together; rank 0 saves get_shard_checkpoint() when all have reported their batch",
     "user code: rows of all files in memory; the state has the files, so that a resume reads those of the run's start",
 ]
@@ -56,7 +56,7 @@ class _Loader:
             port = free_port()
             self._process = multiprocessing.get_context("fork").Process(target=_serve, args=(port,), daemon=True)
             self._process.start()
-        self._ranks = Ranks(job)
+        self._ranks = Ranks(job.world_size)
         os.environ |= {
             "DLROVER_MASTER_ADDR": self._ranks.gather(f"127.0.0.1:{port}" if self._process else "")[0],
             "NODE_ID": str(job.rank),

@@ -66,7 +66,7 @@ def open_loader(job: Job, state: bytes | None) -> _Loader:
 
 class _Loader:
     def __init__(self, job: Job, state: bytes | None) -> None:
-        self._job, self._ranks = job, Ranks(job)
+        self._job, self._ranks = job, Ranks(job.world_size)
         self._table = lancedb.connect(_folder(job)).open_table("rows")
         self._state = None if state is None else json.loads(state)
         if self._state is not None:

@@ -8,16 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlac_pipeline.operations.loader_check.protocol import Job
-
 
 class Ranks:
     """The process group of a launch. One rank alone needs none."""
 
-    def __init__(self, job: Job) -> None:
-        self._count = job.world_size
-        self.is_first = job.rank == 0
-        if self._count > 1:
+    def __init__(self, world_size: int) -> None:
+        self._count = world_size
+        if world_size > 1:
             dist.init_process_group("gloo")
 
     def gather(self, value: Any) -> list[Any]:
@@ -28,7 +25,7 @@ class Ranks:
         return values
 
     def step_together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of this rank, each when all ranks have theirs. A rank without further batches waits for the others."""
+        """Yield the batches of this rank, each when all ranks have theirs. A rank that has no more waits for the others."""
         for batch in itertools.chain(batches, itertools.repeat(None)):
             if not any(self.gather(batch is not None)):
                 return

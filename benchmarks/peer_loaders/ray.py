@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from ray.data.collate_fn import ArrowBatchCollateFn
 
 from benchmarks.peer_loaders.ranks import Ranks
 from benchmarks.peer_loaders.rows import COLUMNS
@@ -27,15 +29,16 @@ from dlac_pipeline.track.row_log import Ids
 ray = importlib.import_module("ray")
 _pickle = importlib.import_module("ray.cloudpickle")
 _data = importlib.import_module("ray.data")
-_collate = importlib.import_module("ray.data.collate_fn")
 _expressions = importlib.import_module("ray.data.expressions")
 _datasource = importlib.import_module("ray.data.datasource")
 
 PACKAGES = ["ray", "torch", "pyarrow"]
 SHARED_STATE = True
-NOT_OFFERED = {"packing": "packs no documents; rows that a resume filters by their id are not those of packed sequences"}
+NOT_OFFERED = {
+    "packing": "packs no documents; rows that a resume filters by their id are not those of packed sequences"
+}
 NOTES = [
-    "read_parquet, streaming_split(equal=True), iter_torch_batches, as Ray Train does it; a cluster of one node that runs already",
+    "read_parquet, streaming_split(equal=True), iter_torch_batches, as Ray Train does it; a cluster of one node that runs",
     "no state in the release: user code saves the ids of all consumed rows, and a resume filters them out",
     "that is what ray.train.DatasetCheckpointConfig does, which the documentation of Ray's next version has",
     "user code: ranks step together, as in a training",
@@ -44,16 +47,18 @@ NOTES = [
 
 
 def _start_cluster() -> str:
-    port, folder = free_port(), tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short path, for its sockets
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--port", str(port)]
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--port", str(port)]
     options = ["--node-ip-address", "127.0.0.1", "--include-dashboard", "false", "--disable-usage-stats"]
-    sizes = ["--object-store-memory", str(512 << 20), "--temp-dir", folder]
-    process = subprocess.Popen([*command, *options, *sizes])
+    sizes = ["--object-store-memory", str(512 << 20), "--temp-dir", tempfile.gettempdir()]
+    environment = {**os.environ, "RAY_worker_niceness": "0"}  # by default 15, which starves its workers on a busy node
+    process = subprocess.Popen([*command, *options, *sizes], env=environment)
     atexit.register(process.wait)
     atexit.register(process.terminate)
     return f"127.0.0.1:{port}"
 
 
+_pickle.register_pickle_by_value(sys.modules[__name__])  # a process of the cluster does not import this module
 _ADDRESS = _start_cluster()
 
 
@@ -64,10 +69,13 @@ def open_loader(job: Job, state: bytes | None) -> _Loader:
 
 class _Loader:
     def __init__(self, job: Job, state: bytes | None) -> None:
-        self._job, self._ranks = job, Ranks(job)
+        self._job, self._ranks = job, Ranks(job.world_size)
         self._seen = np.empty(0, np.int64) if state is None else np.frombuffer(state, np.int64)
         self._own: list[Ids] = []
-        ray.init(address=_ADDRESS, log_to_driver=False)
+        for turn in range(job.world_size):  # not at once: forks of one process draw the same random object id
+            if turn == job.rank:
+                ray.init(address=_ADDRESS, log_to_driver=False)
+            self._ranks.gather(None)
 
     def batches(self, pass_number: int) -> Iterator[Any]:
         """Yield a pass over the rows that are not in the state."""
@@ -77,7 +85,10 @@ class _Loader:
             dataset = self._dataset(pass_number)
             shards = _pickle.dumps(dataset.streaming_split(job.world_size, equal=True))
         if job.shuffle:
-            shuffling = {"local_shuffle_buffer_size": min(1000, job.rows // 32), "local_shuffle_seed": job.seed + pass_number}
+            shuffling = {
+                "local_shuffle_buffer_size": min(1000, job.rows // 32),
+                "local_shuffle_seed": job.seed + pass_number,
+            }
         shard = _pickle.loads(self._ranks.gather(shards)[0])[job.rank]
         batches = shard.iter_torch_batches(batch_size=job.rank_batch, collate_fn=_Tensors(), **shuffling)
         for batch in self._ranks.step_together(iter(batches)):
@@ -111,7 +122,7 @@ class _Loader:
         ray.shutdown()
 
 
-class _Tensors(_collate.ArrowBatchCollateFn):  # type: ignore[misc]  # of an untyped package
+class _Tensors(ArrowBatchCollateFn):  # type: ignore[misc]  # of an untyped package
     def __call__(self, batch: pa.Table) -> dict[str, torch.Tensor]:
         row_ids = batch["row_id"].to_numpy()
         tokens = batch["tokens"].combine_chunks().flatten().to_numpy().reshape(len(row_ids), -1)
