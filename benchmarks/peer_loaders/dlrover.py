@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.peer_loaders.ranks import Ranks
 from benchmarks.peer_loaders.rows import rows_of
-from dlac_pipeline.operations.loader_check.host import free_port
+from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
 from dlac_pipeline.track.row_log import Ids
 

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from benchmarks.peer_loaders.ranks import Ranks
-from dlac_pipeline.operations.loader_check.host import free_port
+from dlac_pipeline.elastic.ranks.addresses import free_port
 
 
 def _step(rank: int, port: int, batches: int, found: Any) -> None:

@@ -95,7 +95,7 @@ def _launch(
     module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], jobs: list[Job], limit_s: float
 ) -> list[dict[str, Any]]:
     """Fork the ranks, wait for them, and end all processes."""
-    port = free_port()
+    port = _free_port()
     pids = [_fork(module, act, job, port) for job in jobs]
     exits: dict[int, int] = {}
     until = time.monotonic() + limit_s
@@ -170,8 +170,7 @@ def _outcome(job: Job, code: int | None, limit_s: float) -> dict[str, Any]:
     return {"exit": code, "error": result.pop("error", None), "result": result}
 
 
-def free_port() -> int:
-    """Return a port of loopback that no process has."""
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
