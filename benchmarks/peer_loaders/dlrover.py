@@ -23,11 +23,11 @@ from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
 from dlac_pipeline.track.row_log import Ids
 
+_arguments = importlib.import_module("dlrover.python.master.args")
 _master = importlib.import_module("dlrover.python.master.main")
 _clients = importlib.import_module("dlrover.python.elastic_agent.master_client")
 _sharding = importlib.import_module("dlrover.python.elastic_agent.sharding.client")
-for _lazy in ("dlrover.python.master.local_master",):  # imported here, and not in a timed launch
-    importlib.import_module(_lazy)
+importlib.import_module("dlrover.python.master.local_master")  # imported here, and not in a timed launch
 
 PACKAGES = ["dlrover", "torch", "pyarrow"]
 SHARED_STATE = True
@@ -119,8 +119,8 @@ class _Loader:
 
 
 def _serve(port: int) -> None:
-    parse = importlib.import_module("dlrover.python.master.args").parse_master_args
-    _master.run(parse(["--platform", "local", "--port", str(port), "--node_num", "1", "--job_name", "peer"]))
+    command = ["--platform", "local", "--port", str(port), "--node_num", "1", "--job_name", "peer"]
+    _master.run(_arguments.parse_master_args(command))
 
 
 def _wait_until_served() -> None:

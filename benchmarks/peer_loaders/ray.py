@@ -40,7 +40,7 @@ NOT_OFFERED = {
 NOTES = [
     "read_parquet, streaming_split(equal=True), iter_torch_batches, as Ray Train does it; a cluster of one node that runs",
     "no state in the release: user code saves the ids of all consumed rows, and a resume filters them out",
-    "that is what ray.train.DatasetCheckpointConfig does, which the documentation of Ray's next version has",
+    "that is what ray.train.DatasetCheckpointConfig does, which the documentation of Ray's development version has",
     "user code: ranks step together, as in a training",
     "shuffle: files, and a local buffer of 1,000 rows, at most 1/32 of the table",
 ]
