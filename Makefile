@@ -74,7 +74,7 @@ bench: setup  ## every benchmark but gpu, paper, peers, soak, soak_nodes and tra
 paper: setup  ## the paper's experiments beside the peers', an hour or more; paper/paper.html and .pdf, and docs/paper.md of it
 	$(BIN)/python -m benchmarks.paper --out paper; status=$$?; $(BIN)/python -m benchmarks.paper --docs paper/paper.json && exit $$status
 
-peers: setup  ## DLAC beside other loaders; makes .venv-peers, .venv-peers-mosaic and .venv-peers-torchtitan on the first run
+peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-NAME on the first run
 	$(BIN)/python -m benchmarks.peers
 
 clean:
