@@ -211,17 +211,25 @@ class MemorySaves:
                 shutil.rmtree(states.fetched_folder(folder, self._communicator.first_rank_here), ignore_errors=True)
 
     def _make(self, folder: Path, engine: Engine) -> str:
-        """Make the folder of this attempt's states, or return why none are kept. The states of old runs are removed."""
+        """Make the folder of this attempt's states, or return why none are kept. Old states are removed.
+
+        Of the run's earlier states only the one that was loaded stays. It is removed once a new state is whole.
+        """
+        number, loaded = self._attempt.point.attempt, self._attempt.memory
         try:
             states.make_folder(folder)
             states.forget_old_states(folder.parent)
-            needed = states.SLOTS * _STATE_PER_WEIGHT * self._weights_here(engine)
+            if loaded is not None:
+                states.forget_other_slots(folder.parent, loaded.state, before=number)
+            earlier = sum(map(states.bytes_in, states.earlier_slots(folder.parent, before=number)))
+            state = _STATE_PER_WEIGHT * self._weights_here(engine)
+            needed = max(state, states.SLOTS * state - earlier)
             if needed <= (room := states.room_for_states(folder)):
                 return ""
         except Exception as err:  # the other ranks wait for an answer
             return f"expected to make {str(folder)!r} for states in memory, found {type(err).__name__}: {err}"
         return (
-            f"expected about {needed >> 20} MiB of free memory for two states in {str(folder)!r} on {gethostname()}, found "
+            f"expected about {needed >> 20} MiB of free memory for states in {str(folder)!r} on {gethostname()}, found "
             f"{room >> 20} MiB"
         )
 

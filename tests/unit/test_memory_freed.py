@@ -37,7 +37,14 @@ def tree_of(fixed: int) -> Any:
     )
 
 
-def saves_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fixed: int = 0, memory_of: int = 0) -> MemorySaves:
+def saves_of(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    fixed: int = 0,
+    memory_of: int = 0,
+    loaded: states.MemoryState | None = None,
+) -> MemorySaves:
     """Return the states of a rank on one of two nodes, after `begin`."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(folder))
     tracker = SimpleNamespace(
@@ -49,6 +56,7 @@ def saves_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fixed: int = 0, m
         tracker=tracker,
         point=ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False, memory_of=memory_of),
         manager=SimpleNamespace(in_progress=lambda: [], head=None),
+        memory=None if loaded is None else SimpleNamespace(state=loaded),
     )
     communicator: Any = SimpleNamespace(
         rank=0,
@@ -119,6 +127,23 @@ def test_fetched_state_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(states, "room_for_states", lambda memory: -1)
     saves_of(tmp_path, monkeypatch)
     assert states.read_parts(folder) == []
+
+
+def test_only_the_loaded_state_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory counts as free for new states, because it is removed after the first of them."""
+    folder = states.memory_folder(spec_of(tmp_path))
+    assert folder is not None
+    for slot in ("0-000002-b", "1-000002-b"):
+        (folder / "000002-b" / slot).mkdir(parents=True)
+        (folder / "000002-b" / slot / "state.pt").write_bytes(bytes(3_000))
+    loaded = states.MemoryState(folder / "000002-b" / "1-000002-b", ())
+    monkeypatch.setattr(MemorySaves, "_weights_here", lambda self, engine: 1_000)
+    monkeypatch.setattr(states, "room_for_states", lambda memory: 5_000)
+    saves = saves_of(tmp_path, monkeypatch, memory_of=2, loaded=loaded)
+    assert saves._folder is not None
+    assert [each.name for each in (folder / "000002-b").iterdir()] == ["1-000002-b"]
+    monkeypatch.setattr(states, "room_for_states", lambda memory: 4_999)
+    assert saves_of(tmp_path, monkeypatch, memory_of=2, loaded=loaded)._folder is None
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,19 @@ def forget_states(folder: Path, *, before: int) -> None:
         folder.rmdir()
 
 
+def forget_other_slots(folder: Path, state: MemoryState, *, before: int) -> None:
+    """Remove the slots of a run's attempts before the attempt `before`, except that of a state."""
+    for slot in earlier_slots(folder, before=before):
+        if slot_name(slot) != slot_name(state.folder):
+            shutil.rmtree(slot, ignore_errors=True)
+
+
+def earlier_slots(folder: Path, *, before: int) -> list[Path]:
+    """Return the slots of a run's attempts before the attempt `before` on this node."""
+    numbers = ((slot.parent.name.partition("-")[0], slot) for slot in folder.glob("*/*-*"))
+    return [slot for number, slot in numbers if number.isdigit() and int(number) < before]
+
+
 def forget_old_states(folder: Path) -> None:
     """Remove the memory states of other runs of this user that have written none for a day."""
     for run in folder.parent.iterdir():
