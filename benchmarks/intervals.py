@@ -136,17 +136,17 @@ def figures_of(found: Sequence[Measured]) -> dict[str, Figure]:
     cost_s, commit_s = cost_of(found), max(each.commit_s for each in found)
     figures: dict[str, Figure] = {}
     for each in found:
-        bar = f"<= {_MOST_OVERHEAD}" if each.interval_s >= 30 else None
+        bar = f"<= {100 * _MOST_OVERHEAD:g}" if each.interval_s >= 30 else None
         name = f"{each.interval_s:g}s"
         figures |= {
-            f"{name}_overhead": Figure(value=each.overhead, unit="share of the time", bar=bar),
+            f"{name}_overhead": Figure(value=100 * each.overhead, unit="% of the time", bar=bar),
             f"{name}_between_commits_s": Figure(value=each.between_commits_s, unit="s"),
             f"{name}_at_risk_s": Figure(value=each.at_risk_s, unit="s"),
         }
     for interval_s in _MODELLED_S:
         name = f"modelled_{interval_s:g}s"
         figures |= {
-            f"{name}_overhead": Figure(value=cost_s / interval_s, unit="share of the time"),
+            f"{name}_overhead": Figure(value=100 * cost_s / interval_s, unit="% of the time"),
             f"{name}_between_commits_s": Figure(value=interval_s, unit="s"),
             f"{name}_at_risk_s": Figure(value=interval_s + commit_s, unit="s"),
         }

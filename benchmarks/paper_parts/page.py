@@ -107,6 +107,13 @@ def _divergence(part: Found) -> Iterator[Found]:
             f"**{_SETTINGS[setting]}.** {effort['seeds']} seeds, {effort['faults']} faults at the same steps, a transformer of "
             f"1.4 M parameters, bytes of Python's standard library, measured on {part['day']}."
         )
+        summaries = summarize(own, BATCH)
+        failures = [
+            f"{METHODS[each.method].name} failed with {len(each.failed)} of {len(each.failed) + each.seeds} seeds: "
+            f"`{each.failed[0]}`"
+            for each in summaries
+            if each.failed
+        ]
         yield {
             "title": "Training under faults" if number == 0 else f"Training under faults: {_SETTINGS[setting].lower()}",
             "text": [
@@ -114,9 +121,10 @@ def _divergence(part: Found) -> Iterator[Found]:
                 "",
                 facts,
                 *(["", about] if number == 0 else []),
+                *(line for failure in failures for line in ("", failure)),
             ],
             "figure": _curves(own),
-            "tables": [_summary_table(summarize(own, BATCH))],
+            "tables": [_summary_table(summaries)],
         }
 
 
@@ -140,9 +148,7 @@ def _summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def _summary_row(each: Summary) -> tuple[str, ...]:
-    name = METHODS[each.method].name
-    if each.failed:
-        name += f" (failed with {len(each.failed)} of {len(each.failed) + each.seeds} seeds: {each.failed[0]})"
+    name = METHODS[each.method].name + (" (failed)" if each.failed else "")
     if not each.seeds:
         return (name, *("-",) * (len(_SUMMARY_HEADS) - 1))
     return (
@@ -161,17 +167,19 @@ def _summary_row(each: Summary) -> tuple[str, ...]:
 
 
 def _reached(each: Summary) -> str:
-    """Return the seconds to the undisturbed training's last loss, of the seeds that had it."""
+    """Return the seconds to the undisturbed training's last loss, of the seeds that reached it."""
     if not each.reached:
         return "never within the run"
     seconds = f"{each.reached_s:.0f} s"
-    return seconds if each.reached == each.seeds else f"{seconds} ({each.reached} of {each.seeds} seeds, else never)"
+    return seconds if each.reached == each.seeds else f"{seconds} ({each.reached} of {each.seeds} seeds)"
 
 
 def _program(name: str, title: str, part: Found) -> Found:
     program = PROGRAMS[name]
     command = " ".join(("python -m", f"benchmarks.{name}", "--quick", *program.arguments))
     text = [f"The paper: {program.paper}.", "", f"Measured by `{command}` on {part['day']}."]
+    if program.about:
+        text += ["", f"{program.about}."]
     if program.modelled:
         text += ["", f"Modelled: {program.modelled}."]
     if "failed" in part:
@@ -196,7 +204,7 @@ def program_tables(figures: Found, rows: Sequence[str]) -> list[Table]:
     if not measured:
         return tables
     units = {key: figure["unit"] for found in measured.values() for key, figure in found.items()}
-    heads = ("", *(f"{_words(key)} ({unit})" for key, unit in units.items()))
+    heads = ("", *(_head(key, unit) for key, unit in units.items()))
     table = [(_words(row), *(_cell(found.get(key)) for key in units)) for row, found in measured.items()]
     return [(heads, table), *tables]
 
@@ -205,8 +213,15 @@ def _words(key: str) -> str:
     return key.replace("_", " ")
 
 
+def _head(key: str, unit: str) -> str:
+    """Return the name of a figure with its unit, once."""
+    name = _words(key.removesuffix(f"_{unit}"))
+    return name if unit in name.split() else f"{name} ({unit})"
+
+
 def _value(figure: Found) -> str:
-    return f"{figure['value']:,.6g}"
+    value = figure["value"]
+    return f"{value:,.0f}" if abs(value) >= 100_000 else f"{value:,.6g}"
 
 
 def _cell(figure: Found | None) -> str:
@@ -302,9 +317,8 @@ def _risk(figures: Found, rows: Sequence[str]) -> Figure:
     ):
         shown = [row for row in rows if row.startswith("modelled") == modelled and f"{row}_overhead" in figures]
         at_risk, overhead = ([figures[f"{row}_{name}"]["value"] for row in shown] for name in ("at_risk_s", "overhead"))
-        percents = [100 * each for each in overhead]
-        axes.scatter(at_risk, percents, s=60, facecolors=filled, edgecolors=_COLORS["dlac"], label=label, zorder=3)
-        for row, seconds, percent in zip(shown, at_risk, percents, strict=True):
+        axes.scatter(at_risk, overhead, s=60, facecolors=filled, edgecolors=_COLORS["dlac"], label=label, zorder=3)
+        for row, seconds, percent in zip(shown, at_risk, overhead, strict=True):
             interval = f"every {row.removeprefix('modelled_').removesuffix('s')} s"
             axes.annotate(interval, (seconds, percent), xytext=(8, 6), textcoords="offset points", fontsize=9)
     axes.axhline(2, color=_COLORS["restart"], linewidth=1, linestyle="--", label="the paper: below 2 %, below 30 s")

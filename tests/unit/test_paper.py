@@ -109,10 +109,10 @@ def test_cost_fits_steady_intervals() -> None:
 def test_longer_intervals_are_modelled() -> None:
     """Overhead is the cost over the interval. At risk is the interval and the longest commit. Only 30 s has the paper's bound."""
     figures = interval_figures([at_interval(10, overhead=0.06, commit_s=8), at_interval(30, overhead=0.02, commit_s=7)])
-    assert figures["modelled_60s_overhead"].value == pytest.approx(0.01)
+    assert figures["modelled_60s_overhead"].value == pytest.approx(1)
     assert figures["modelled_300s_at_risk_s"].value == 308
     assert figures["modelled_at_risk_at_2_percent_s"].value == pytest.approx(38)
-    assert (figures["10s_overhead"].bar, figures["30s_overhead"].bar) == (None, "<= 0.02")
+    assert (figures["10s_overhead"].bar, figures["30s_overhead"].bar) == (None, "<= 2")
 
 
 def test_blocks_become_overhead() -> None:
@@ -154,12 +154,13 @@ def test_figures_of_rows_share_table() -> None:
         "5s_overhead": Figure(value=0.0567, unit="share", bar="<= 0.02"),
         "bytes_5s": Figure(value=123_456, unit="bytes"),
         "10s_overhead": Figure(value=0.01, unit="share"),
+        "5s_at_risk_s": Figure(value=7.0, unit="s"),
         "step_s": Figure(value=0.5, unit="s"),
     }
     rows, others = program_tables({name: each.to_json() for name, each in measured.items()}, ("5s", "10s", "30s"))
     assert rows == (
-        ("", "overhead (share)", "bytes (bytes)"),
-        [("5s", "0.0567 (<= 0.02: missed)", "123,456"), ("10s", "0.01", "")],
+        ("", "overhead (share)", "bytes", "at risk (s)"),
+        [("5s", "0.0567 (<= 0.02: missed)", "123,456", "7"), ("10s", "0.01", "", "")],
     )
     assert others[1] == [("step s", "0.5", "s", "", "")]
 
