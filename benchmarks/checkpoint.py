@@ -101,6 +101,10 @@ def storage_figures(
         "storage_checkpoints_of_the_run": Figure(value=checkpoints, unit="checkpoints"),
         "storage_run_additional_bytes": Figure(value=checkpoints * beside, unit="bytes"),
         "storage_run_checkpoint_bytes": Figure(value=checkpoints * plain_bytes, unit="bytes"),
+        "storage_run_beside_last": Figure(
+            value=100 * (ledger_bytes + manifest_bytes) / plain_bytes,
+            unit="% of the checkpoint, if only the last is kept",
+        ),
     }
 
 

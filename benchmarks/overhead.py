@@ -4,7 +4,7 @@ Two ranks train a small transformer on a real table. Within one process, segment
 with segments of the same loop on the same tensors without it. The untracked segments against each other give
 the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint.
 They are the mean over a segment, and the median of the segments.
-With `--step-ms`, smaller steps follow, in which each rank computes until so many milliseconds have passed.
+With `--step-ms`, steps of 16 rows and 16 key groups follow, in which each rank computes until so many milliseconds have passed.
 Checkpoints are saved between segments. Their ledger bytes are the growth of the ledger's data files and metadata.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
     steps = 3 if chosen.quick else 8
     measured = [Load(tag=f"g{groups}", key_groups=groups, steps=steps) for groups in (64, 1024)]
     measured += [
-        Load(tag=f"{ms}ms", key_groups=64, steps=max(steps, 200 // ms), batch_size=16, step_ms=ms, most_share=1.0)
+        Load(tag=f"{ms}ms", key_groups=16, steps=max(steps, 200 // ms), batch_size=16, step_ms=ms, most_share=1.0)
         for ms in chosen.step_ms
     ]
     figures: dict[str, Figure] = {}

@@ -146,6 +146,7 @@ def test_storage_beside_model_is_summed() -> None:
     )
     assert figures["storage_additional"].value == pytest.approx(0.1)
     assert figures["storage_run_additional_bytes"].value == 4_000
+    assert figures["storage_run_beside_last"].value == pytest.approx(0.17)
 
 
 def test_figures_of_rows_share_table() -> None:
