@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def is_steady(self) -> bool:
-        """Whether each checkpoint is committed before the next one is due."""
+        """True if each checkpoint is committed before the next one is due."""
         return self.commit_s <= self.interval_s
 
 
@@ -97,7 +97,11 @@ def train_in_blocks(home: Path, params: dict[str, str], interval_s: float, pairs
 
 
 def measured_of(interval_s: float, raw: Mapping[str, Any]) -> Measured:
-    """Return what a training measured: its blocks, the ends of its steps, and its checkpoints."""
+    """Return what a training measured: its blocks, the ends of its steps, and its checkpoints.
+
+    Raises:
+        RuntimeError: no block has two checkpoints, because a step takes longer than the interval.
+    """
     step_s = [block["seconds"] / (block["last"] - block["first"]) for block in raw["blocks"]]
     around = [statistics.mean(pair) for pair in pairwise(step_s[0::2])]
     ratios = [one / beside for one, beside in zip(step_s[1::2], around, strict=True)]
@@ -110,6 +114,9 @@ def measured_of(interval_s: float, raw: Mapping[str, Any]) -> Measured:
         until += [commit - state for state, commit in zip(states, commits, strict=True)]
         between += [later - commit for commit, later in pairwise(commits)]
         at_risk += [later - state for state, later in zip(states, commits[1:], strict=False)]
+    if not between:
+        found = f"found blocks {raw['blocks']!r}: name longer --intervals, or a smaller --model"
+        raise RuntimeError(f"expected two checkpoints in a block at an interval of {interval_s:g} s, {found}")
     return Measured(
         interval_s=interval_s,
         overhead=statistics.median(ratios) - 1,

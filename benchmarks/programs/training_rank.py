@@ -84,13 +84,10 @@ def main() -> None:
             if accelerator is not None and batch.step % int(params["block"]) == 0:
                 torch.accelerator.synchronize()  # otherwise a block would end when the host has launched it
             stamps.append(time.perf_counter())
-            if batch.step == int(params["steps"]):
-                found = {"stamps_s": stamps, "parameters": sum(parameter.numel() for parameter in model.parameters())}
-                Path(params["out"]).write_text(json.dumps(found))
             run.step_done(loss.detach())
-            if blocks is not None and blocks.step_done():
+            if batch.step == int(params["steps"]) if blocks is None else blocks.step_done():
                 found = {"stamps_s": stamps, "parameters": sum(parameter.numel() for parameter in model.parameters())}
-                Path(params["out"]).write_text(json.dumps({**found, "blocks": blocks.ended}))
+                Path(params["out"]).write_text(json.dumps({**found, "blocks": [] if blocks is None else blocks.ended}))
                 break
 
 

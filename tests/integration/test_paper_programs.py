@@ -12,7 +12,7 @@ from benchmarks.intervals import measured_of, train_in_blocks
 
 @pytest.mark.slow
 def test_each_failure_is_recovered_exactly(tmp_path: Path) -> None:
-    """The losses of both runs are those of the undisturbed one. One failure resumes from memory, and a cascade from the store."""
+    """The losses of both runs are those of the undisturbed one. Without states in memory each failure resumes from the store."""
     figures = failures.measure(tmp_path, table_bytes=40_000_000, rounds=1)
     assert [name for name, figure in figures.items() if not figure.holds] == []
     assert figures["state_bytes"].value > 40_000_000
@@ -20,8 +20,8 @@ def test_each_failure_is_recovered_exactly(tmp_path: Path) -> None:
         assert figures[f"{source}_losses_compared"].value > 0
         for kind in failures.FAILURES:
             assert figures[f"{source}_{kind}_recovery_s"].value >= figures[f"{source}_{kind}_restart_s"].value > 0
-    assert figures["memory_single_from_memory"].value == 1
-    assert figures["memory_cascading_from_memory"].value == figures["store_single_from_memory"].value == 0
+    assert figures["memory_single_from_memory"].value + figures["memory_concurrent_from_memory"].value > 0
+    assert figures["store_single_from_memory"].value == 0
 
 
 @pytest.mark.slow

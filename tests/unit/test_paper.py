@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_longer_intervals_are_modelled() -> None:
 
 def test_blocks_become_overhead() -> None:
     """A block with checkpoints is compared with those around it. A state is at risk until the next commit."""
-    raw = {
+    raw: dict[str, Any] = {
         "blocks": [
             {"seconds": 10.0, "first": 0, "last": 10},
             {"seconds": 12.0, "first": 10, "last": 20},
@@ -132,6 +133,8 @@ def test_blocks_become_overhead() -> None:
     assert found.overhead == pytest.approx(0.2)
     assert (found.commit_s, found.between_commits_s, found.at_risk_s) == (3, 6, 8)
     assert found.noise == (1, 1)
+    with pytest.raises(RuntimeError, match="two checkpoints in a block"):
+        measured_of(5.0, {**raw, "checkpoints": raw["checkpoints"][:2]})
 
 
 def test_storage_beside_model_is_summed() -> None:
