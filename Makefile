@@ -46,8 +46,9 @@ slow: .venv/.rewritten  ## tests that cost much for what they add: continuous in
 demo-on-seaweedfs demo-on-postgres: setup  ## the demo on real servers: an Iceberg REST catalog, or PostgreSQL, and an S3 store
 	$(BIN)/python -m tests.served_lakehouses $(@:demo-on-%=%)
 
-docs: setup  ## the reference pages, and the site in site/; a warning is an error
+docs: setup  ## the reference pages, the page of figures, and the site in site/; a warning is an error
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m benchmarks.results.page
 	$(BIN)/mkdocs build --strict
 
 mutants: setup  ## changed lines at the heart of the product, each of which its tests must notice

@@ -136,6 +136,10 @@ class Checkpointing:
         """Remove the memory states of the run on this node at its end, if a checkpoint has the last step."""
         self._memory.end(committed=self._attempt.step == self._tracker.committed_step)
 
+    def close_memory(self) -> None:
+        """Close the files of memory states."""
+        self._memory.close()
+
     def discard_memory(self) -> None:
         """Remove the memory states of the run on this node, because training is not to continue from them."""
         self._memory.end(committed=True)

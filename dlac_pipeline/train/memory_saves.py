@@ -18,8 +18,8 @@ from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
 from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile, is_tmpfs
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.stage.streamed_file import overwrite_state
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError
@@ -65,6 +65,9 @@ class MemorySaves:
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
         self._has_buddy = not communicator.is_on_one_node
         self._failed = False
+        self._files: dict[Path, MemoryFile] = {}
+        """The files that this rank has written."""
+        self._maps = self._run_folder is not None and is_tmpfs(self._run_folder)
         self._costs: deque[float] = deque(maxlen=_COSTS)
         """Seconds that the last states took."""
         self._step_s = math.inf
@@ -124,6 +127,7 @@ class MemorySaves:
                 )
             if self._communicator.is_first_of_node:
                 shutil.rmtree(self._folder, ignore_errors=True)
+            self._free_files(self._folder)
             self._folder = None
 
     def is_due(self, step: int) -> bool:
@@ -150,7 +154,9 @@ class MemorySaves:
 
         def write(path: Path, state: Any) -> None:
             if failure is None:
-                files.append((str(path.relative_to(slot)), overwrite_state(state, path)))
+                if path not in self._files:
+                    self._files[path] = MemoryFile(path, is_mapped=self._maps)
+                files.append((str(path.relative_to(slot)), self._files[path].overwrite(state)))
 
         try:
             if self._number and self._communicator.is_first_of_node:
@@ -169,7 +175,7 @@ class MemorySaves:
         except (OSError, DlacError) as err:
             failure = failure or err
         if failure is not None:
-            self._give_up(slot, files, failure)
+            self._give_up(slot, failure)
         self._number, self._saved_step, self._copied = self._number + 1, self._attempt.step, False
         self._stepped_at = time.monotonic()
         # the first state of a slot is written to new memory, which takes longer
@@ -179,8 +185,21 @@ class MemorySaves:
 
     def end(self, *, committed: bool) -> None:
         """Remove the states at the end of the attempt, if its last checkpoint has everything."""
-        if self._run_folder is not None and committed:
+        if self._run_folder is None or not committed:
+            return
+        self._free_files(self._run_folder)
+        if self._communicator.is_first_of_node:
             states.forget_states(self._run_folder, before=self._attempt.point.attempt + 1)
+
+    def close(self) -> None:
+        """Close the files. The states stay, for the next attempt."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _free_files(self, folder: Path) -> None:
+        """Free the memory of this rank's files in a folder."""
+        for path in [path for path in self._files if path.is_relative_to(folder)]:
+            self._files.pop(path).free()
 
     def _free_fetched(self) -> None:
         """Remove what was fetched of the state that the attempt resumed from, once all ranks have loaded it. Collective."""
@@ -213,13 +232,12 @@ class MemorySaves:
         if needed > room:
             raise OSError(f"{room >> 20} MiB of memory for another state of {first >> 20} MiB")
 
-    def _give_up(self, slot: Path, files: list[tuple[str, int]], failure: Exception) -> None:
+    def _give_up(self, slot: Path, failure: Exception) -> None:
         """Free what this rank has written, and say so with the next message."""
         rank = self._communicator.rank
         with suppress(OSError):
             states.seal_file(slot, rank).unlink(missing_ok=True)
-            for name, _ in files:
-                os.truncate(slot / name, 0)
+        self._free_files(slot)
         if not self._failed:
             problem = f"expected to keep states in {str(slot)!r}, found {failure}: a restart reads the last checkpoint"
             if rank == 0:

@@ -282,7 +282,8 @@ class TrainingRun:
         self._recoveries.fail()
 
     def close(self) -> None:
-        """Close the reader and the heartbeat, and leave the process group."""
+        """Close files, the reader and the heartbeat, and leave the process group."""
+        self._checkpointing.close_memory()
         self._attempt.reader.close()
         self._heartbeat.close()
         self._communicator.close()
@@ -294,8 +295,7 @@ class TrainingRun:
         if self.stopped:
             return False
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
-        if self._communicator.is_first_of_node:
-            self._checkpointing.forget_memory()
+        self._checkpointing.forget_memory()
         self._heartbeat.doing(Phase.DONE, self.step)
         return True
 
@@ -306,8 +306,7 @@ class TrainingRun:
         if not self.stopped and (attempt.step > attempt.tracker.committed_step or attempt.has_unrecorded_leg):
             self._checkpointing.take("end", wait=True)
         ending = attempt.end_run(self._communicator, stopped=self.stopped)
-        if self._communicator.is_first_of_node:
-            self._checkpointing.forget_memory()
+        self._checkpointing.forget_memory()
         if self.stopped:
             self._policy.left()
         self._events.write({"event": ending, "step": attempt.step})

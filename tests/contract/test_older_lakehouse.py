@@ -85,6 +85,7 @@ def test_older_sql_views_answer(home: Path) -> None:
     assert "launched" in whose.stdout
 
 
+@pytest.mark.slow
 def test_older_checkpoint_is_rehearsed(home: Path) -> None:
     """The steps after a checkpoint have the recorded losses, up to differences between processors."""
     done = dlac("rehearse", "launched", "--json", home=home)

@@ -82,6 +82,7 @@ def test_faults_of_three_kinds_are_healed(campaign: Arena) -> None:
     assert campaign.head("three") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "within", "status", "found"),
     [
@@ -101,6 +102,7 @@ def test_unhealed_fault_ends_run(campaign: Arena, program: str, within: str, sta
     assert processes_of(run) == []
 
 
+@pytest.mark.slow
 def test_signal_ends_all_processes(campaign: Arena) -> None:
     """Two signals to the command during an outage end every process that it started, and the catalog is moved back."""
     path = write_job(campaign, "ended", pause_s=0.05)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
-from dlac_pipeline.checkpoint.stage.streamed_file import overwrite_state
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -68,6 +68,7 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_state_outlives_its_supervisor(campaign: Arena) -> None:
     """Supervisor and ranks are killed. The next launch has one rank, and dies before it keeps a state of its own."""
     run = "memory-alone"
@@ -106,6 +107,7 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", ["file", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "writable"))]
 )
@@ -169,6 +171,7 @@ def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
     check_run(campaign, run, again)
 
 
+@pytest.mark.slow
 def test_nonfinite_state_is_not_trained_on(campaign: Arena) -> None:
     """A state whose weights became NaN is removed when it is read, and the checkpoint before is read."""
     run = "memory-nan"
@@ -204,7 +207,9 @@ def test_untrained_attempt_is_not_repeated(campaign: Arena) -> None:
 def _poison(path: Path) -> None:
     state = torch.load(path, weights_only=True)
     state["model"]["weight"].fill_(float("nan"))
-    overwrite_state(state, path)
+    file = MemoryFile(path, is_mapped=False)
+    file.overwrite(state)
+    file.close()
 
 
 @pytest.mark.parametrize(

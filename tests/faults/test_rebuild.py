@@ -34,6 +34,7 @@ app(["ledger", "rebuild", "--home", sys.argv[4]], standalone_mode=False)
 REBUILD = "dlac_pipeline.operations.rebuild"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "when"),
     [

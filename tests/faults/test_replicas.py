@@ -26,6 +26,7 @@ def calm(campaign: Arena) -> Trained:
 
 
 DEATHS: dict[str, dict[str, Any]] = {
+    "starting": {"dies_starting": "1:0"},
     "forward": {"dies_forward": "1:23"},
     "reducing": {"dies_reducing": "1:23"},
     "committer-reducing": {"dies_reducing": "0:23"},
@@ -88,6 +89,7 @@ def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Trained) 
     assert [(row.first_step, tuple(row.groups)) for row in campaign.rows("calm", MembershipRow)] == [(1, (0, 1, 2))]
 
 
+@pytest.mark.slow
 def test_same_memberships_give_identical_losses(campaign: Arena) -> None:
     """Two runs whose groups die and rejoin at the same steps have bit-identical losses, and rows for each change."""
     runs = ("twin-1", "twin-2")
@@ -164,6 +166,7 @@ def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Trained) -> 
     assert audit_run(campaign.lakehouse, "no-state").exact
 
 
+@pytest.mark.slow
 def test_repeated_exception_ends_the_run(campaign: Arena) -> None:
     """Groups that raise the same exception are not replaced for ever."""
     launch = launch_groups(campaign, "wrong", raises=23)

@@ -161,6 +161,7 @@ def begin_tied(arena: Arena, spec: JobSpec, *, nested: bool) -> tuple[dict[str, 
     return start, loaded
 
 
+@pytest.mark.slow
 def test_exported_state_begins_a_run(arena: Arena) -> None:
     """`dlac export-state` writes what `dlac adopt` takes. The digest of the file leads to the checkpoint."""
     arena.table()

@@ -42,6 +42,7 @@ def _parts(workshop: Workshop, of: str, change: Change = unchanged) -> tuple[str
     return name, [part for part in parts[1:] if part]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*COMMON, *_OTHERS])
 def test_record_answers_as_the_whole_ledger(workshop: Workshop, kind: str, tmp_path: Path) -> None:
     """After each part of a run of any kind, also of several legs, the audits are equal, and the record was used."""

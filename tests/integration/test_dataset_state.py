@@ -34,6 +34,7 @@ def end(loader: Any) -> None:
         loader._iterator._shutdown_workers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some_kinds("rows", "mixed"))
 def test_state_is_equal_for_every_loader(datasets: Datasets, kind: str) -> None:
     """Behind 7 batches read directly, by loaders with workers, and by a StatefulDataLoader it is the same few bytes of JSON."""

@@ -280,6 +280,7 @@ def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
         assert erasure.certify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [pytest.param("rewind_run", marks=SOAK), "retire_left", pytest.param("Retention", marks=SOAK)]
 )

@@ -120,6 +120,7 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
     assert Ledger(arena.lakehouse).state("r1").fence.attempt == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.soak)])
 def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
     """Past the deadline the run ends with one status that names the address; once the store is back it goes on exactly."""

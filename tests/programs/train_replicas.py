@@ -2,6 +2,7 @@
 
 With `sharded` the ranks of a group share out the model. Params, each "RANK:STEP", end a process by SIGKILL in a step:
 
+- `dies_starting` (before it has a state, at step 0)
 - `dies_forward`, `dies_reducing` (in the second all-reduce), `dies_committed` (before the optimizer changes the model)
 - `kills_lighthouse` (before the forward pass; the process itself lives on)
 - `hangs` (before the forward pass, by SIGSTOP)
@@ -211,4 +212,6 @@ def train(run: dlac.TrainingRun) -> None:
 
 if __name__ == "__main__":
     with dlac.training_run() as the_run:
+        if is_now(the_run, "dies_starting", 0):
+            die()
         train(the_run)

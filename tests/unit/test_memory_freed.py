@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dlac_pipeline.checkpoint.memory import states
+from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.train import memory_saves
 from dlac_pipeline.train.memory_saves import MemorySaves
 from dlac_pipeline.train.restored_state import _losing
 from tests.unit.test_node_memory import keep, part_of, spec_of
@@ -93,14 +93,14 @@ def test_failed_state_has_no_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     saves = saves_of(tmp_path, monkeypatch)
     sealed: list[Path] = []
 
-    def fail(state: Any, path: Path) -> int:
+    def fail(*arguments: Any) -> int:
         raise OSError("no space")
 
-    monkeypatch.setattr(memory_saves, "overwrite_state", fail)
+    monkeypatch.setattr(MemoryFile, "overwrite", fail)
     monkeypatch.setattr(states, "write_seal", lambda slot, rank, content: sealed.append(slot))
     saves._number = 1
     saves._copied = True
-    monkeypatch.setattr(saves, "_check_room", lambda folder: fail(None, folder))
+    monkeypatch.setattr(saves, "_check_room", fail)
     save(saves)
     assert sealed == []
     assert saves._failed

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
 from dlac_pipeline.checkpoint.step_sync import StepSync
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, write_lighthouse, write_reached
+from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, is_dead, mark_dead, write_lighthouse, write_reached
 from dlac_pipeline.lakehouse.errors import CursorMismatch, ScriptInvalid
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -308,3 +308,20 @@ def test_sharded_tensors_of_other_parts_are_refused(one_rank: None) -> None:
     state = TorchFTState(model=model, optimizer=torch.optim.SGD(model.parameters()), average=other)
     with pytest.raises(ScriptInvalid, match="found some in 'average'"):
         state.join(lambda gradients, loss: True)
+
+
+def test_dead_group_is_not_awaited(tmp_path: Path) -> None:
+    """A group that died before the first quorum is left out of it. Its process is awaited again once it has met the others."""
+    write_reached(tmp_path, 1, "http://earlier")
+    group = group_of(tmp_path, _step=0)
+    group._limit_s = 0.0
+    waits: list[bool] = []
+    group._may_wait = lambda deadline: waits.append(True) or len(waits) < 3  # type: ignore[method-assign, func-returns-value]
+    group._wait_for_peers()
+    assert len(waits) == 3
+    mark_dead(tmp_path, 1)
+    waits.clear()
+    group._wait_for_peers()
+    assert len(waits) == 1
+    write_reached(tmp_path, 1, LIGHTHOUSE)
+    assert not is_dead(tmp_path, 1)

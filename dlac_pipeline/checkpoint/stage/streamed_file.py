@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,21 +77,22 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
     """
     in_place = isinstance(state, WrittenFile) and state.path == path
     with closing(_StreamedFile(None if in_place else path, direct=direct)) as file:
-        _write_content(state, file)
+        write_content(state, file)
         return file.finish()
 
 
-def overwrite_state(state: Any, path: Path) -> int:
-    """Write a state over a file in memory, whose pages are used again, and return its size. Nothing is digested.
+class Target(Protocol):
+    """What a state's content is written to."""
 
-    It is as long as its content only when this returns. Raise `OSError` if memory is full.
-    """
-    with closing(_MemoryFile(path)) as file:
-        _write_content(state, file)
-        return file.finish()
+    def write(self, data: memoryview, /) -> int:
+        """Take `data`, which may change afterwards, and return its length."""
+
+    def flush(self) -> None:
+        """Nothing: the end of the content does it."""
 
 
-def _write_content(state: Any, file: "_StreamedFile | _MemoryFile") -> None:
+def write_content(state: Any, file: Target) -> None:
+    """Write a state's content, front to back."""
     if isinstance(state, WrittenFile):
         with state.path.open("rb") as stream:
             while content := stream.read(_BUFFER_BYTES):
@@ -103,7 +104,7 @@ def _write_content(state: Any, file: "_StreamedFile | _MemoryFile") -> None:
             torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
 
 
-def _write_tensors(state: TensorFile, file: "_StreamedFile | _MemoryFile") -> None:
+def _write_tensors(state: TensorFile, file: Target) -> None:
     """Write the length of a JSON object, padded to 8 bytes, the object, and tensors.
 
     The library's own functions need the whole file in memory, or write it past the digest.
@@ -177,40 +178,6 @@ class _StreamedFile:
         except OSError as err:
             self._failure = err
         self._filled = 0
-
-
-class _MemoryFile:
-    """Target of `torch.save` in a folder of shared memory. Content is copied once, and a failure is kept until `finish`."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        self._bytes = 0
-        self._failure: OSError | None = None
-
-    def write(self, data: memoryview) -> int:
-        """Copy `data`."""
-        rest = memoryview(data).cast("B")
-        try:
-            while len(rest) and self._failure is None:
-                written = os.pwrite(self._descriptor, rest, self._bytes)
-                self._bytes += written
-                rest = rest[written:]
-        except OSError as err:
-            self._failure = err
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
-    def finish(self) -> int:
-        """End the file here, and return its size. Raise `OSError` if something could not be written."""
-        if self._failure is not None:
-            raise self._failure
-        os.ftruncate(self._descriptor, self._bytes)
-        return self._bytes
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def _open_new(path: Path, direct: bool) -> int:

@@ -52,6 +52,7 @@ def read_lighthouse(folder: Path) -> LighthouseProcess | None:
 def write_reached(folder: Path, group: int, address: str) -> None:
     """Record that a replica group has reached the lighthouse at an address."""
     _reached_file(folder, group).write_text(address)
+    _dead_file(folder, group).unlink(missing_ok=True)
 
 
 def has_reached(folder: Path, group: int, address: str) -> bool:
@@ -61,9 +62,15 @@ def has_reached(folder: Path, group: int, address: str) -> bool:
     return False
 
 
-def forget_reached(folder: Path, group: int) -> None:
-    """Forget the lighthouse that a replica group had reached before it died."""
+def mark_dead(folder: Path, group: int) -> None:
+    """Record that a replica group has died. A process that takes its place has no state until it has met the others."""
     _reached_file(folder, group).unlink(missing_ok=True)
+    _dead_file(folder, group).touch()
+
+
+def is_dead(folder: Path, group: int) -> bool:
+    """Return True if a replica group has died, and no new process of it has met the others."""
+    return _dead_file(folder, group).exists()
 
 
 def _lighthouse_file(folder: Path) -> Path:
@@ -72,3 +79,7 @@ def _lighthouse_file(folder: Path) -> Path:
 
 def _reached_file(folder: Path, group: int) -> Path:
     return folder / f"reached-{group:05d}"
+
+
+def _dead_file(folder: Path, group: int) -> Path:
+    return folder / f"dead-{group:05d}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.ranks.launch_folder import reason_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.elastic.ranks.replicas import forget_reached
+from dlac_pipeline.elastic.ranks.replicas import mark_dead
 from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, read_heartbeat
@@ -139,6 +139,8 @@ class ReplicaRanks(RankGroup):
             running = [rank for rank in self._ranks_of(group) if self.processes.exit_code(rank) is None]
             for rank in running:
                 self.processes.kill(rank)
+            if not running:
+                mark_dead(self.folder, group)
             if not running and not ends:
                 replaced.append(self._replace(group, self._dying.pop(group)))
         return replaced
@@ -163,7 +165,6 @@ class ReplicaRanks(RankGroup):
         return self._replacements[group]
 
     def _start_again(self, group: int) -> None:
-        forget_reached(self.folder, group)
         for rank in self._ranks_of(group):
             reason_file(self.folder, rank).unlink(missing_ok=True)
             last = read_heartbeat(self.folder, rank)

@@ -25,6 +25,7 @@ from dlac_pipeline.elastic.ranks.replicas import (
     HANG_MARGIN_S,
     REJOINS_VARIABLE,
     has_reached,
+    is_dead,
     read_lighthouse,
     write_reached,
 )
@@ -236,7 +237,8 @@ class ReplicaGroup:
             return
         awaited = set(self._awaited)
         while awaited and self._may_wait(deadline):
-            awaited = {each for each in awaited if not self._has_reached(each)}
+            # The new process of a dead group waits for this group, which has a state.
+            awaited = {each for each in awaited if not self._has_reached(each) and not is_dead(self._folder, each)}
             time.sleep(_LOOK_S if awaited else 0.0)
 
     def _may_wait(self, deadline: float) -> bool:

@@ -1,0 +1,1 @@
+"""Results of the programs, kept for the docs, and the page that is made of them."""

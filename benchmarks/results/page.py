@@ -1,0 +1,113 @@
+"""The page of all figures, docs/figures.md: `python -m benchmarks.results.page`. In: measured/*.json, and the text of sections/.
+
+A section is a Jinja template. `result("NAME")` reads measured/NAME.json. Of a result `r`, `r.about` says when and on what it was
+measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage, and
+`r.bar("FIGURE")` its bar and whether it holds. A section that reads no result was written by hand, and the page says so.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from benchmarks.results.record import MEASURED
+
+PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
+_SECTIONS = Path(__file__).with_name("sections")
+_BY_HAND = "*Written by hand: no result of this program has been kept yet.*"
+
+
+class Result:
+    """The result of one call of a program."""
+
+    def __init__(self, name: str) -> None:
+        file = MEASURED / f"{name}.json"
+        if not file.exists():
+            raise FileNotFoundError(
+                f"expected {file}: run `python -m benchmarks.results.record --name {name} PROGRAM ...` once"
+            )
+        self._found: dict[str, Any] = json.loads(file.read_text())
+        self._name = name
+
+    @property
+    def about(self) -> str:
+        """The sentence on day, machine, commit and load."""
+        found = self._found
+        command = " ".join(["python -m", f"benchmarks.{found['program']}", *found["arguments"]])
+        return (
+            f"Measured by `{command}` on {found['day']}, at commit {found['commit']}, {_load_of(found['load'])}on "
+            f"{found['machine']}."
+        )
+
+    def __call__(self, figure: str) -> str:
+        """Return a figure with its unit."""
+        value, unit = (self._figure(figure)[key] for key in ("value", "unit"))
+        if unit == "s" and 0 < abs(value) < 0.1:
+            value, unit = 1e3 * value, "ms"
+        return format_number(value) if unit == "ratio" else f"{format_number(value)} {unit}"
+
+    def number(self, figure: str) -> str:
+        """Return a figure without its unit."""
+        return format_number(self._figure(figure)["value"])
+
+    def share(self, figure: str) -> str:
+        """Return a share as a percentage."""
+        return f"{format_number(100 * self._figure(figure)['value'])} %"
+
+    def bar(self, figure: str) -> str:
+        """Return the bar of a figure, and whether it holds."""
+        found = self._figure(figure)
+        if found["bar"] is None:
+            return ""
+        return f"{found['bar']}: {'holds' if found['holds'] else '**missed**'}"
+
+    def _figure(self, name: str) -> dict[str, Any]:
+        figures: dict[str, dict[str, Any]] = self._found["figures"]
+        if name not in figures:
+            raise KeyError(f"expected a figure of {self._name}, found {name!r}; it has {', '.join(figures)}")
+        return figures[name]
+
+
+def _load_of(load: list[float] | float | None) -> str:
+    """Return a phrase on the load average before and after the program, or on the one that it printed."""
+    if load is None:
+        return ""
+    if isinstance(load, float):
+        return f"with a load average of {load:.1f}, "
+    return f"with a load average of {load[0]:.1f} before and {load[1]:.1f} after it, "
+
+
+def format_number(value: float) -> str:
+    """Return a number with three digits, or a whole one if it has more."""
+    return f"{round(value):,}" if value == int(value) or abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return f"{_render('page', section=_section).rstrip()}\n"
+
+
+def _section(name: str) -> str:
+    """Return the text of a section, with a remark if it reads no result."""
+    read: list[Result] = []
+
+    def read_result(of: str) -> Result:
+        read.append(Result(of))
+        return read[-1]
+
+    text = _render(name, result=read_result).strip()
+    heading, rest = text.split("\n", 1)
+    return f"{text}\n" if read else f"{heading}\n\n{_BY_HAND}\n{rest}\n"
+
+
+def _render(template: str, **names: Any) -> str:
+    loader = jinja2.FileSystemLoader(_SECTIONS)
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    return environment.get_template(f"{template}.md").render(**names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,151 @@
+"""Figures in README and docs are those of results: programs measured them, and a page or a test can be made of them again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper_parts.page import write_docs
+from benchmarks.results.page import PAGE, Result, page
+from benchmarks.results.record import MEASURED, record
+
+_ROOT = Path(__file__).parents[2]
+_GENERATED = ("figures.md", "paper.md", "soak.md", "gpu.md")
+"""Pages that programs write. The result of gpu.md is not kept: a machine with an accelerator is lent for minutes."""
+_SETTINGS = Path(__file__).with_name("stated_settings.toml")
+"""Numbers with a unit that are no measured figures: settings, limits, and what an example prints."""
+_NUMBER = re.compile(
+    r"(?<![\w.,^])(\d[\d,]*(?:\.\d+)?)\s?(%|us|ms|s|seconds?|min|minutes?|hours?|days?|bytes|KB|MB|GB|TB|KiB|MiB|GiB|nats|times|x|rows|steps)(?!\w)"
+)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|^(?: {4}|\t)[^\n]*$", re.DOTALL | re.MULTILINE)
+
+
+def _find_numbers(text: str) -> Iterator[tuple[str, str]]:
+    """Yield numbers of a text outside its code, and their units."""
+    yield from _NUMBER.findall(_CODE.sub("", text))
+
+
+def _results() -> dict[str, set[float]]:
+    """Return what programs measured, by unit. A share is a percentage as well, a ratio times, and seconds milliseconds."""
+    found: dict[str, set[float]] = {}
+    for file in MEASURED.glob("*.json"):
+        for figure in json.loads(file.read_text()).get("figures", {}).values():
+            value, unit = figure["value"], figure["unit"]
+            found.setdefault(unit, set()).add(value)
+            if unit in ("ratio", "x"):
+                found.setdefault("times", set()).add(value)
+            elif unit.startswith(("share", "of ")):
+                found.setdefault("%", set()).add(100 * value)
+            elif unit == "s":
+                found.setdefault("ms", set()).add(1e3 * value)
+    return found
+
+
+def _is_measured(number: str, unit: str, results: dict[str, set[float]]) -> bool:
+    digits = len(number.partition(".")[2])
+    return any(round(value, digits) == float(number.replace(",", "")) for value in results.get(unit, ()))
+
+
+def _pages() -> list[Path]:
+    return [
+        _ROOT / "README.md",
+        *(each for each in sorted((_ROOT / "docs").glob("*.md")) if each.name not in _GENERATED),
+    ]
+
+
+def test_pages_state_only_measured_figures() -> None:
+    """A number with a unit is in a result, or in the list of settings."""
+    settings: dict[str, list[str]] = tomllib.loads(_SETTINGS.read_text())
+    results = _results()
+    unknown = []
+    for file in _pages():
+        name = str(file.relative_to(_ROOT))
+        for number, unit in _find_numbers(file.read_text()):
+            text = f"{number} {unit}"
+            if text not in settings.get(name, ()) and not _is_measured(number, unit, results):
+                unknown.append(f"{name}: {text}")
+    assert not unknown, (
+        f"expected each figure to be in a result in {MEASURED}, found others: {'; '.join(unknown)}. Keep the result of the "
+        f"program with `python -m benchmarks.results.record`, or add a setting to {_SETTINGS}"
+    )
+
+
+def test_settings_are_those_of_the_pages() -> None:
+    """The list has no number that its page does not state any more."""
+    stated = {
+        str(file.relative_to(_ROOT)): {f"{number} {unit}" for number, unit in _find_numbers(file.read_text())}
+        for file in _pages()
+    }
+    settings: dict[str, list[str]] = tomllib.loads(_SETTINGS.read_text())
+    left = {name: sorted(set(texts) - stated.get(name, set())) for name, texts in settings.items()}
+    assert left == {name: [] for name in settings}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It takes 0.68 s.", [("0.68", "s")]),
+        ("up to 1,024 MiB, 12 % of 3 hours", [("1,024", "MiB"), ("12", "%"), ("3", "hours")]),
+        ("`7 s` and\n    a line of 9 s\nand s3 and 5 ranks", []),
+        ("2-4 s, 20 seconds and a day", [("4", "s"), ("20", "seconds")]),
+    ],
+)
+def test_numbers_with_units_are_found(text: str, expected: list[tuple[str, str]]) -> None:
+    """Numbers in code, in names and without a unit are no figures."""
+    assert [*_find_numbers(text)] == expected
+
+
+def test_page_of_figures_is_made_of_results() -> None:
+    """Run `make docs` after a result or a section has changed."""
+    assert PAGE.read_text() == page()
+
+
+def test_sections_state_no_measured_value_themselves() -> None:
+    """A section that reads a result takes all its values from it: of the seconds and shares in its text none is a decimal."""
+    sections = [each for each in (MEASURED.parent / "sections").glob("*.md") if "result(" in each.read_text()]
+    assert sections
+    for section in sections:
+        text = re.sub(r"\{[{%].*?[%}]\}", "", section.read_text(), flags=re.DOTALL)
+        assert not re.findall(r"(?<![\w.])\d+\.\d+ (?:s|ms|%)", text), section.name
+
+
+def test_unknown_figures_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error names what the result has, or how to measure it."""
+    (tmp_path / "one.json").write_text(
+        json.dumps({"figures": {"median_s": {"value": 0.0123, "unit": "s", "bar": "<= 1", "holds": True}}})
+    )
+    monkeypatch.setattr("benchmarks.results.page.MEASURED", tmp_path)
+    one = Result("one")
+    assert (one("median_s"), one.number("median_s"), one.bar("median_s")) == ("12.3 ms", "0.0123", "<= 1: holds")
+    with pytest.raises(KeyError, match="expected a figure of one, found 'mean_s'; it has median_s"):
+        one("mean_s")
+    with pytest.raises(FileNotFoundError, match="record --name two"):
+        Result("two")
+
+
+def test_paper_is_made_of_its_result(tmp_path: Path) -> None:
+    """Run `--docs` of their programs after a result or the form of a page has changed."""
+    (tmp_path / "pictures").mkdir()
+    write_docs(json.loads((MEASURED / "paper.json").read_text()), tmp_path)
+    assert (tmp_path / "paper.md").read_text() == (_ROOT / "docs" / "paper.md").read_text()
+
+
+def test_result_is_kept_if_program_prints_figures(tmp_path: Path) -> None:
+    """A missed bar is kept. A program that prints no figures leaves the earlier result."""
+    file = tmp_path / "one.json"
+    figures = {"median_s": {"value": 3, "unit": "s", "bar": "<= 1", "holds": False}}
+    program = f"print({json.dumps(json.dumps({'benchmark': 'one', 'figures': figures}))}); raise SystemExit(1)"
+    command = [sys.executable, "-c", program]
+    assert record(command, file, program="one") == 1
+    kept = json.loads(file.read_text())
+    assert (kept["program"], kept["figures"]) == ("one", figures)
+    assert {"day", "commit", "machine", "load", "minutes"} <= kept.keys()
+    with pytest.raises(SystemExit, match="expected the figures of one on its last line, found '' and exit status 2"):
+        record([sys.executable, "-c", "raise SystemExit(2)"], file, program="one")
+    assert json.loads(file.read_text()) == kept
