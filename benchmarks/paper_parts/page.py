@@ -105,7 +105,7 @@ def _divergence(part: Found) -> Iterator[Found]:
         own = [each for each in outcomes if each.setting == setting]
         facts = (
             f"**{_SETTINGS[setting]}.** {effort['seeds']} seeds, {effort['faults']} faults at the same steps, a transformer of "
-            f"1.4 M parameters, bytes of Python's standard library, measured on {part['day']}."
+            f"1.4 M parameters, bytes of Python's standard library, measured on {part['day']}, {_load(part)}."
         )
         summaries = summarize(own, BATCH)
         failures = [
@@ -147,6 +147,14 @@ def _summary_table(summaries: Sequence[Summary]) -> Table:
     return _SUMMARY_HEADS, [_summary_row(each) for each in summaries]
 
 
+def _load(part: Found) -> str:
+    """Return a phrase on the processes that shared the node."""
+    if "load" not in part:
+        return "at a load of the node that was not recorded"
+    before, after = part["load"]
+    return f"at a load average of {before:.1f} before and {after:.1f} after it"
+
+
 def _summary_row(each: Summary) -> tuple[str, ...]:
     name = METHODS[each.method].name + (" (failed)" if each.failed else "")
     if not each.seeds:
@@ -177,7 +185,7 @@ def _reached(each: Summary) -> str:
 def _program(name: str, title: str, part: Found) -> Found:
     program = PROGRAMS[name]
     command = " ".join(("python -m", f"benchmarks.{name}", "--quick", *program.arguments))
-    text = [f"The paper: {program.paper}.", "", f"Measured by `{command}` on {part['day']}."]
+    text = [f"The paper: {program.paper}.", "", f"Measured by `{command}` on {part['day']}, {_load(part)}."]
     if program.about:
         text += ["", f"{program.about}."]
     if program.modelled:
