@@ -14,7 +14,7 @@ from benchmarks.figures import Figure
 from benchmarks.intervals import Measured, cost_of, measured_of
 from benchmarks.intervals import figures_of as interval_figures
 from benchmarks.paper_parts.divergence import BATCH, Outcome, fault_steps
-from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, simulate
+from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, modes_of, simulate
 from benchmarks.paper_parts.page import program_tables
 from benchmarks.paper_parts.programs import PROGRAMS
 from benchmarks.paper_parts.summary import band_of, seconds_to, steps_worth, summarize
@@ -88,6 +88,17 @@ def test_month_loses_what_modes_cost() -> None:
     slow = simulate(replace(free, overhead=0.0), start_s=600)
     assert slow.mean == pytest.approx(1 - INTERRUPTIONS * 600 / (DAYS * 86_400), rel=0.01)
     assert slow.low < slow.mean < slow.high
+
+
+def test_month_has_measured_modes() -> None:
+    """Checkpoints every 30 s have their measured overhead and work at risk, and are left out without them."""
+    recovery = {"bare_recovery_s": 5.0, "forked_recovery_s": 1.0}
+    intervals = {"30s_overhead": 1.5, "30s_at_risk_s": 37.0}
+    parts = {"recovery": recovery, "intervals": intervals}
+    found = {part: {"figures": {name: {"value": value} for name, value in of.items()}} for part, of in parts.items()}
+    *bare, ours = modes_of(found)
+    assert (ours.restart_s, ours.at_risk_s, ours.overhead) == (1, 37, 0.015)
+    assert modes_of({"recovery": found["recovery"]}) == bare
 
 
 def at_interval(interval_s: float, *, overhead: float, commit_s: float) -> Measured:
