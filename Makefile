@@ -58,8 +58,8 @@ soak: setup  ## the long campaigns
 	$(BIN)/pytest -m "slow or soak" --timeout 7200 --hypothesis-profile "new examples"
 
 soak-campaign: setup  ## 2 hours, 200 faults of mixed kinds; keeps soak.json, and writes docs/soak.md of it
-	$(BIN)/python -m benchmarks.soak --out soak.json
-	$(BIN)/python -m benchmarks.soak --docs soak.json
+	$(BIN)/python -m benchmarks.soak --out benchmarks/results/measured/soak.json
+	$(BIN)/python -m benchmarks.soak --docs benchmarks/results/measured/soak.json
 
 gpu: setup  ## figures of this machine's accelerator, at most 40 minutes; keeps gpu.json, and writes docs/gpu.md of it
 	$(BIN)/python -m benchmarks.gpu --out gpu.json; status=$$?; $(BIN)/python -m benchmarks.gpu --docs gpu.json && exit $$status
@@ -74,7 +74,7 @@ bench: setup  ## every benchmark but gpu, paper, peers, soak, soak_nodes and tra
 paper: setup  ## the paper's experiments beside the peers', an hour or more; paper/paper.html and .pdf, and docs/paper.md of it
 	$(BIN)/python -m benchmarks.paper --out paper; status=$$?; $(BIN)/python -m benchmarks.paper --docs paper/paper.json && exit $$status
 
-peers: setup  ## DLAC beside other loaders; makes .venv-peers, .venv-peers-mosaic and .venv-peers-torchtitan on the first run
+peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-NAME on the first run
 	$(BIN)/python -m benchmarks.peers
 
 clean:

@@ -6,7 +6,7 @@ resume to the first batch at 1 %, 50 % and 99 % of a pass; bytes of state. All f
 loader's consumer logged. The cell of a loader that cannot be installed, or lacks a feature, has the reason.
 
 The loaders are in `benchmarks/peer_loaders`, each in its own process, in environments that are made on the first run
-(`.venv-peers`, `.venv-peers-mosaic`, `.venv-peers-torchtitan`: a few minutes, about 6 GB).
+(`.venv-peers`, and `.venv-peers-NAME` for those that need their own: a few minutes, about 10 GB).
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ ENVIRONMENTS = {
     "mosaic": environments.MOSAIC,
     "litdata": environments.SHARED,
     "grain": environments.SHARED,
+    "lancedb": environments.LANCEDB,
+    "ray": environments.RAY,
+    "dlrover": environments.DLROVER,
 }
 
 

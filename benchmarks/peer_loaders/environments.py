@@ -1,7 +1,7 @@
 """The optional environments of what DLAC is compared with: made on demand with pip, next to the project's own.
 
 MosaicML Streaming and torchtitan have their own: the one needs numpy < 2.2 and transformers < 5, the other datasets < 4.8, which
-the others do not allow. DLRover is no loader, and has its own as well.
+the others do not allow. LanceDB, Ray and DLRover have their own too, because each brings much that the others do not need.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ OWN = Environment(".venv")
 SHARED = Environment(".venv-peers", "benchmarks/peers-requirements.txt")
 TORCHTITAN = Environment(".venv-peers-torchtitan", "benchmarks/peer_loaders/torchtitan-requirements.txt")
 MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requirements.txt")
+LANCEDB = Environment(".venv-peers-lance", "benchmarks/peer_loaders/lance-requirements.txt")
+RAY = Environment(".venv-peers-ray", "benchmarks/peer_loaders/ray-requirements.txt")
 DLROVER = Environment(".venv-peers-dlrover", "benchmarks/peer_loaders/dlrover-requirements.txt")
 
 

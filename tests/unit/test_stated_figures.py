@@ -14,6 +14,7 @@ import pytest
 from benchmarks.paper_parts.page import write_docs
 from benchmarks.results.page import PAGE, Result, page
 from benchmarks.results.record import MEASURED, record
+from benchmarks.soak_faults.page import faults_of, page_of
 
 _ROOT = Path(__file__).parents[2]
 _GENERATED = ("figures.md", "paper.md", "soak.md", "gpu.md")
@@ -134,6 +135,16 @@ def test_paper_is_made_of_its_result(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     write_docs(json.loads((MEASURED / "paper.json").read_text()), tmp_path)
     assert (tmp_path / "paper.md").read_text() == (_ROOT / "docs" / "paper.md").read_text()
+
+
+def test_soak_is_made_of_its_result() -> None:
+    """Run `python -m benchmarks.soak --docs benchmarks/results/measured/soak.json` after a change of the page's form."""
+    campaign = json.loads((MEASURED / "soak.json").read_text())
+    docs = _ROOT / "docs"
+    assert (page_of(campaign), faults_of(campaign)) == (
+        (docs / "soak.md").read_text(),
+        (docs / "soak.json").read_text(),
+    )
 
 
 def test_result_is_kept_if_program_prints_figures(tmp_path: Path) -> None:
