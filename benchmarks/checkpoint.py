@@ -1,9 +1,12 @@
-"""Cost of a checkpoint of a model with ~100M parameters on the CPU: `python -m benchmarks.checkpoint [--quick]`.
+"""Cost of a checkpoint of a model with ~100M parameters on the CPU: `python -m benchmarks.checkpoint [--quick] [--storage]`.
 
 One rank alternates in each step, alone on the node: DLAC's checkpoint, and one without DLAC: `torch.save` or DeepSpeed's
 `save_checkpoint`, each followed by an fsync of its files, and PyTorch's `torch.distributed.checkpoint.async_save`.
 The stall is the wait of `step_done` for a copy of the state. Figures are medians without the first step, which allocates memory
 on every side. The state changes between checkpoints as in training. Both sides alternate as the first one of a step.
+
+With `--storage` only bytes are measured: of the same state's checkpoints with 1,024 key groups that all advance, and of what
+DLAC keeps beside the state: manifest with the reader's state, and ledger with all its metadata, none of it expired.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.figures import Figure, report
+from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
@@ -41,7 +47,10 @@ def main() -> None:
     """Measure the engines and modes, and report."""
     rounds = 4 if "--quick" in sys.argv[1:] else 12
     figures: dict[str, Figure] = {}
-    for engine, mode in _MEASURED:
+    if "--storage" in sys.argv[1:]:
+        with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
+            figures = measure_storage(Path(home), rounds)
+    for engine, mode in () if figures else _MEASURED:
         with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
             measured = _measure(Path(home), engine, mode, rounds)
         print(json.dumps({"engine": engine, "mode": mode, "measured": measured}), flush=True)
@@ -50,10 +59,59 @@ def main() -> None:
     report("checkpoint", figures)
 
 
-def _measure(home: Path, engine: str, mode: str, rounds: int) -> Measured:
+def measure_storage(home: Path, rounds: int) -> dict[str, Figure]:
+    """Return the bytes of checkpoints and of what is kept beside them, per checkpoint and over a run."""
+    measured = _measure(home, "torch", "synchronous", rounds, rows=1_024, key_groups=1_024)
+    ledger = Ledger(connect(LakehouseConfig().at_home(home)))
+    rows = ledger.rows("checkpoint", kinds=(CheckpointRow,))
+    manifest = folder_of(rows[-1].manifest_uri) / MANIFEST
+    reader_state = json.dumps(json.loads(manifest.read_text())["reader_state"], separators=(",", ":"))
+    table = Path(str(ledger.state("checkpoint").table.location()).removeprefix("file://"))
+    ledger_bytes = sum(path.stat().st_size for path in table.rglob("*") if path.is_file())
+    return storage_figures(
+        plain_bytes=measured[-1]["plain_bytes"],
+        state_bytes=measured[-1]["bytes"],
+        manifest_bytes=manifest.stat().st_size,
+        reader_state_bytes=len(reader_state),
+        ledger_bytes=ledger_bytes,
+        checkpoints=len(rows),
+    )
+
+
+def storage_figures(
+    *,
+    plain_bytes: float,
+    state_bytes: float,
+    manifest_bytes: float,
+    reader_state_bytes: float,
+    ledger_bytes: float,
+    checkpoints: int,
+) -> dict[str, Figure]:
+    """Return the figures of one checkpoint, and of a run of so many. `plain_bytes`: a checkpoint of the model alone."""
+    beside = state_bytes - plain_bytes + manifest_bytes + ledger_bytes / checkpoints
+    return {
+        "storage_model_only_bytes": Figure(value=plain_bytes, unit="bytes"),
+        "storage_state_bytes": Figure(value=state_bytes, unit="bytes"),
+        "storage_manifest_bytes": Figure(value=manifest_bytes, unit="bytes"),
+        "storage_of_it_reader_state_bytes": Figure(value=reader_state_bytes, unit="bytes"),
+        "storage_ledger_bytes_per_checkpoint": Figure(value=ledger_bytes / checkpoints, unit="bytes"),
+        "storage_additional": Figure(
+            value=100 * beside / plain_bytes, unit="% of a model-only checkpoint", bar="<= 0.2"
+        ),
+        "storage_checkpoints_of_the_run": Figure(value=checkpoints, unit="checkpoints"),
+        "storage_run_additional_bytes": Figure(value=checkpoints * beside, unit="bytes"),
+        "storage_run_checkpoint_bytes": Figure(value=checkpoints * plain_bytes, unit="bytes"),
+        "storage_run_beside_last": Figure(
+            value=100 * (ledger_bytes + manifest_bytes) / plain_bytes,
+            unit="% of the checkpoint, if only the last is kept",
+        ),
+    }
+
+
+def _measure(home: Path, engine: str, mode: str, rounds: int, *, rows: int = 8, key_groups: int = 1) -> Measured:
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")
-    table = pa.table({"row_id": pa.array(np.arange(8 * (rounds + 1)))})
+    table = pa.table({"row_id": pa.array(np.arange(rows * (rounds + 1)))})
     lakehouse.catalog.create_table("src.rows", table.schema).append(table)
     (home / "scratch").mkdir()
     out = home / "measured.json"
@@ -61,7 +119,7 @@ def _measure(home: Path, engine: str, mode: str, rounds: int) -> Measured:
         {
             "run": "checkpoint",
             "source": {"table": "src.rows", "columns": ["row_id"]},
-            "order": {"batch_size": 8, "key_groups": 1},
+            "order": {"batch_size": rows, "key_groups": key_groups},
             "checkpoint": {"every_steps": 1, "mode": mode, "keep_last": 1},
             "launch": {"script": str(_SCRIPT), "env": {"OMP_NUM_THREADS": "2", "DS_ACCELERATOR": "cpu"}},
             "params": {"engine": engine, "scratch": str(home / "scratch"), "out": str(out)},

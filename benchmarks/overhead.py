@@ -1,18 +1,20 @@
-"""Cost of tracking and the ledger: `python -m benchmarks.overhead [--quick]`.
+"""Cost of tracking and the ledger: `python -m benchmarks.overhead [--quick] [--step-ms N ...]`.
 
 Two ranks train a small transformer on a real table. Within one process, segments of steps with `run.step_done` alternate
 with segments of the same loop on the same tensors without it. The untracked segments against each other give
 the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint.
 They are the mean over a segment, and the median of the segments.
+With `--step-ms`, steps of 16 rows and 16 key groups follow, in which each rank computes until so many milliseconds have passed.
 Checkpoints are saved between segments. Their ledger bytes are the growth of the ledger's data files and metadata.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +36,44 @@ _SCRIPT = Path(__file__).parent / "programs" / "overhead_rank.py"
 
 
 def main() -> None:
-    """Measure at G = 64 and G = 1,024, and report."""
-    quick = "--quick" in sys.argv[1:]
+    """Measure at G = 64 and G = 1,024, then steps of each length, and report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--step-ms", type=int, nargs="*", default=[], help="lengths of steps to measure in addition")
+    chosen = parser.parse_args()
+    steps = 3 if chosen.quick else 8
+    measured = [Load(tag=f"g{groups}", key_groups=groups, steps=steps) for groups in (64, 1024)]
+    measured += [
+        Load(tag=f"{ms}ms", key_groups=16, steps=max(steps, 200 // ms), batch_size=16, step_ms=ms, most_share=1.0)
+        for ms in chosen.step_ms
+    ]
     figures: dict[str, Figure] = {}
-    for key_groups in (64, 1024):
+    for load in measured:
         with tempfile.TemporaryDirectory(prefix="dlac-overhead-") as home:
-            figures |= _measure(Path(home), key_groups, pairs=10, steps=3 if quick else 8)
+            figures |= measure(Path(home), load)
     report("overhead", figures)
 
 
-def _measure(home: Path, key_groups: int, *, pairs: int, steps: int) -> dict[str, Figure]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """A training whose tracking is measured. `tag` names its figures."""
+
+    tag: str
+    key_groups: int
+    steps: int
+    """Steps of a segment."""
+    batch_size: int = 1024
+    step_ms: int = 0
+    """Time for which each rank computes in a step, at least."""
+    most_share: float = 0.1
+    """Bar of the share of tracking (%)."""
+    pairs: int = 10
+
+
+def measure(home: Path, load: Load) -> dict[str, Figure]:
+    """Train with and without tracking, in turn."""
     # Each pair has one tracked and two untracked segments. The tracked one ends after its own checkpoint.
-    batch_size = 1024
+    batch_size, pairs, steps = load.batch_size, load.pairs, load.steps
     rows = batch_size * steps * (pairs + 1)
     config = LakehouseConfig().at_home(home)
     lakehouse = connect(config)
@@ -57,27 +85,35 @@ def _measure(home: Path, key_groups: int, *, pairs: int, steps: int) -> dict[str
         {
             "run": "overhead",
             "source": {"table": "src.tokens", "columns": ["tokens"]},
-            "order": {"batch_size": batch_size, "key_groups": key_groups, "block_slices": 4},
+            "order": {"batch_size": batch_size, "key_groups": load.key_groups, "block_slices": 4},
             "checkpoint": {"every_steps": steps},
             "launch": {"script": str(_SCRIPT), "world_size": 2},
-            "params": {"steps": str(steps), "pairs": str(pairs), "out": str(home / "figures.json")},
+            "params": {
+                "steps": str(steps),
+                "pairs": str(pairs),
+                "step_ms": str(load.step_ms),
+                "out": str(home / "figures.json"),
+            },
         },
         origin="the benchmark",
     ).resolved(home)
     Supervisor(Request(spec=spec)).run()
     measured: dict[str, Any] = json.loads((home / "figures.json").read_text())
-    print(json.dumps({"key_groups": key_groups, **measured}), flush=True)
-    return _figures(key_groups, measured) | _sizes(key_groups, home, Ledger(lakehouse))
+    print(json.dumps({**asdict(load), **measured}), flush=True)
+    figures = _figures(load, measured)
+    return figures if load.step_ms else figures | _sizes(load, Ledger(lakehouse))
 
 
-def _figures(key_groups: int, measured: dict[str, Any]) -> dict[str, Figure]:
-    tag = f"g{key_groups}"
+def _figures(load: Load, measured: dict[str, Any]) -> dict[str, Figure]:
+    tag = load.tag
     plain, again, tracked = (np.array(measured[name]) for name in ("plain_s", "again_s", "tracked_s"))
     step_s = float(np.median(plain))
     tracking_us = statistics.median(measured["tracking_us"])
     return {
         f"tracking_us_per_step_{tag}": Figure(value=tracking_us, unit="us"),
-        f"tracking_share_of_step_{tag}": Figure(value=100 * tracking_us / 1e6 / step_s, unit="%", bar="<= 0.1"),
+        f"tracking_share_of_step_{tag}": Figure(
+            value=100 * tracking_us / 1e6 / step_s, unit="%", bar=f"<= {load.most_share}"
+        ),
         f"step_ms_{tag}": Figure(value=1e3 * step_s, unit="ms"),
         f"tracked_over_plain_{tag}": Figure(value=float(np.median(tracked / plain)), unit="ratio"),
         f"plain_over_plain_{tag}": Figure(value=float(np.median(again / plain)), unit="ratio"),
@@ -88,8 +124,8 @@ def _figures(key_groups: int, measured: dict[str, Any]) -> dict[str, Figure]:
     }
 
 
-def _sizes(key_groups: int, home: Path, ledger: Ledger) -> dict[str, Figure]:
-    tag = f"g{key_groups}"
+def _sizes(load: Load, ledger: Ledger) -> dict[str, Figure]:
+    tag = load.tag
     rows = ledger.rows("overhead", kinds=(CheckpointRow,))
     manifest = json.loads((folder_of(rows[-1].manifest_uri) / "manifest.json").read_text())
     state = len(json.dumps(manifest["reader_state"], separators=(",", ":")))
@@ -97,7 +133,9 @@ def _sizes(key_groups: int, home: Path, ledger: Ledger) -> dict[str, Figure]:
     files = list(table.scan().plan_files())
     data = sum(task.file.file_size_in_bytes for task in files)
     return {
-        f"reader_state_bytes_{tag}": Figure(value=state, unit="bytes", bar="<= 65536" if key_groups == 1024 else None),
+        f"reader_state_bytes_{tag}": Figure(
+            value=state, unit="bytes", bar="<= 65536" if load.key_groups == 1024 else None
+        ),
         f"ledger_data_bytes_per_checkpoint_{tag}": Figure(value=data / len(rows), unit="bytes"),
         f"advance_rows_per_checkpoint_{tag}": Figure(
             value=len(ledger.rows("overhead", kinds=(AdvanceRow,))) / len(rows), unit="rows"

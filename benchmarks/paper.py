@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from dataclasses import asdict
@@ -48,10 +49,10 @@ def main() -> None:
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     found |= {"machine": asdict(find_node())}
     for name in names:
-        begun = time.monotonic()
+        begun, load = time.monotonic(), os.getloadavg()[0]
         measured = _divergence(quick=asked.quick) if name == "divergence" else measure_program(name)
         about = {"day": time.strftime("%Y-%m-%d"), "seconds": time.monotonic() - begun, "quick": asked.quick}
-        found[name] = {**measured, **about}
+        found[name] = {**measured, **about, "load": [load, os.getloadavg()[0]]}
         file.write_text(json.dumps(found))
     page.write_page(found, asked.out)
     report("paper", figures_of(found), page=str(asked.out / "paper.html"))

@@ -28,8 +28,8 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SCRIPT = Path(__file__).parent / "programs" / "training_rank.py"
-_FULL = {"width": "768", "layers": "10", "vocabulary": "18432", "tokens": "32"}
-_QUICK = {"width": "384", "layers": "4", "vocabulary": "4096", "tokens": "32"}
+FULL = {"width": "768", "layers": "10", "vocabulary": "18432", "tokens": "32"}
+QUICK = {"width": "384", "layers": "4", "vocabulary": "4096", "tokens": "32"}
 _BATCH = 8
 _TRIED = 4
 """Steps of a block before their duration is known."""
@@ -39,7 +39,7 @@ Measured = dict[str, Any]
 def main() -> None:
     """Train, and report."""
     quick = "--quick" in sys.argv[1:]
-    params, block_s, pairs = (_QUICK, 3.0, 4) if quick else (_FULL, 30.0, 11)
+    params, block_s, pairs = (QUICK, 3.0, 4) if quick else (FULL, 30.0, 11)
     figures = measure_training(params, block_s=block_s, pairs=pairs, environment={"OMP_NUM_THREADS": "2"})
     report("training", figures | {"load_average_1min": Figure(value=os.getloadavg()[0], unit="processes")})
 
@@ -86,26 +86,36 @@ def _figures(taken: list[float], without: list[float], checkpoints: list[dict[st
 def _train(home: Path, params: dict[str, str], block: int, pairs: int, environment: dict[str, str]) -> Measured:
     """Return the times of the steps' ends, and the checkpoints at the beginnings of blocks."""
     steps = block * (2 * pairs + 2)
+    settings = {"every_steps": 2 * block, "keep_last": 1}
+    blocks = {**params, "block": str(block), "steps": str(steps)}
+    found = train(home, blocks, steps=steps, checkpoint=settings, environment=environment)
+    return {**found, "checkpoints": [event for event in found["checkpoints"] if event["step"] < steps]}
+
+
+def train(
+    home: Path, params: dict[str, str], *, steps: int, checkpoint: dict[str, Any], environment: dict[str, str]
+) -> Measured:
+    """Train with asynchronous checkpoints. Return what the rank measured, and the committed checkpoints."""
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")
     table = pa.table({"row_id": pa.array(np.arange(_BATCH * (steps + 1)))})
     lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+    out = home / "measured.json"
     spec = parse_spec(
         {
             "run": "training",
             "source": {"table": "src.rows", "columns": ["row_id"]},
             "order": {"batch_size": _BATCH, "key_groups": 1},
-            "checkpoint": {"every_steps": 2 * block, "mode": "asynchronous", "keep_last": 1},
+            "checkpoint": {"mode": "asynchronous", **checkpoint},
             "launch": {"script": str(_SCRIPT), "env": environment},
-            "params": {**params, "block": str(block), "steps": str(steps), "out": str(home / "measured.json")},
+            "params": {"block": "1", "steps": str(steps), **params, "out": str(out)},
         },
         origin="the benchmark",
     ).resolved(home)
     events: list[dict[str, Any]] = []
     Supervisor(Request(spec=spec), on_event=events.append).run()
-    found: Measured = json.loads((home / "measured.json").read_text())
-    taken = [event for event in events if event["event"] == "checkpoint" and event["step"] < steps]
-    return {**found, "checkpoints": taken}
+    found: Measured = json.loads(out.read_text())
+    return {**found, "checkpoints": [event for event in events if event["event"] == "checkpoint"]}
 
 
 if __name__ == "__main__":

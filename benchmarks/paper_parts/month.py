@@ -43,7 +43,7 @@ class Goodput:
 
 def modes_of(found: Found) -> list[Mode]:
     """Return the modes whose figures were measured."""
-    recovery, memory = _values(found, "recovery"), _values(found, "memory_recovery")
+    recovery, memory, intervals = (_values(found, name) for name in ("recovery", "memory_recovery", "intervals"))
     modes = []
     if recovery:
         modes += [
@@ -56,13 +56,14 @@ def modes_of(found: Found) -> list[Mode]:
             )
             for minutes in (60, 5)
         ]
+    if recovery and "30s_overhead" in intervals:
         modes.append(
             Mode(
                 name="DLAC, a checkpoint every 30 s",
-                about="interval, 8 s until it is committed, and an overhead of 2 % chosen",
+                about="all measured, the restart with a smaller model",
                 restart_s=recovery["forked_recovery_s"],
-                at_risk_s=38.0,
-                overhead=0.02,
+                at_risk_s=intervals["30s_at_risk_s"],
+                overhead=max(0.0, intervals["30s_overhead"] / 100),
             )
         )
     if f"{_SIZE}_at_risk_s" in memory:

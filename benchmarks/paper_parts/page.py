@@ -43,7 +43,8 @@ _ABOUT = (
     "fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every {save_every} steps. "
     "{changes} of the {faults} faults change the number of ranks (1, 2 and 4). Loaders that keep a state per rank give rank r of "
     "the new number that of rank r modulo the old one, as none of them documents a change. A training whose pass ends early "
-    "begins another one, until it has had {steps} steps of {batch} rows."
+    "begins another one, until it has had {steps} steps of {batch} rows. Seconds to a loss are its steps at the mean time of a "
+    "step of that training, with restarts and repeated steps, while two trainings share the node."
 )
 
 
@@ -104,8 +105,15 @@ def _divergence(part: Found) -> Iterator[Found]:
         own = [each for each in outcomes if each.setting == setting]
         facts = (
             f"**{_SETTINGS[setting]}.** {effort['seeds']} seeds, {effort['faults']} faults at the same steps, a transformer of "
-            f"1.4 M parameters, bytes of Python's standard library, measured on {part['day']}."
+            f"1.4 M parameters, bytes of Python's standard library, measured on {part['day']}, {_load(part)}."
         )
+        summaries = summarize(own, BATCH)
+        failures = [
+            f"{METHODS[each.method].name} failed with {len(each.failed)} of {len(each.failed) + each.seeds} seeds: "
+            f"`{each.failed[0]}`"
+            for each in summaries
+            if each.failed
+        ]
         yield {
             "title": "Training under faults" if number == 0 else f"Training under faults: {_SETTINGS[setting].lower()}",
             "text": [
@@ -113,34 +121,44 @@ def _divergence(part: Found) -> Iterator[Found]:
                 "",
                 facts,
                 *(["", about] if number == 0 else []),
+                *(line for failure in failures for line in ("", failure)),
             ],
             "figure": _curves(own),
-            "tables": [_summary_table(summarize(own, BATCH))],
+            "tables": [_summary_table(summaries)],
         }
 
 
+_SUMMARY_HEADS = (
+    "resumes with",
+    "final validation loss (± 95 %)",
+    "its variance",
+    "beyond its own undisturbed training (± 95 %)",
+    "area between the curves",
+    "identical to it, bit by bit",
+    "rows repeated",
+    "rows missing",
+    "worth steps of undisturbed training",
+    "seconds to the loss at the end of undisturbed training",
+    "steps computed per step",
+)
+
+
 def _summary_table(summaries: Sequence[Summary]) -> Table:
-    heads = (
-        "resumes with",
-        "final validation loss (± 95 %)",
-        "its variance",
-        "beyond its own undisturbed training (± 95 %)",
-        "area between the curves",
-        "identical to it, bit by bit",
-        "rows repeated",
-        "rows missing",
-        "worth steps of undisturbed training",
-        "steps computed per step",
-    )
-    return heads, [_summary_row(each) for each in summaries]
+    return _SUMMARY_HEADS, [_summary_row(each) for each in summaries]
+
+
+def _load(part: Found) -> str:
+    """Return a phrase on the processes that shared the node."""
+    if "load" not in part:
+        return "at a load of the node that was not recorded"
+    before, after = part["load"]
+    return f"at a load average of {before:.1f} before and {after:.1f} after it"
 
 
 def _summary_row(each: Summary) -> tuple[str, ...]:
-    name = METHODS[each.method].name
-    if each.failed:
-        name += f" (failed with {len(each.failed)} of {len(each.failed) + each.seeds} seeds: {each.failed[0]})"
+    name = METHODS[each.method].name + (" (failed)" if each.failed else "")
     if not each.seeds:
-        return (name, *("-",) * 9)
+        return (name, *("-",) * (len(_SUMMARY_HEADS) - 1))
     return (
         name,
         f"{each.final:.4f} ± {each.final_band:.4f}",
@@ -151,22 +169,76 @@ def _summary_row(each: Summary) -> tuple[str, ...]:
         f"{each.repeated:,.0f} of {each.rows:,}",
         f"{each.missing:,.0f}",
         f"{each.worth:.0f} of {each.rows // BATCH}",
+        _reached(each),
         f"{each.computed:.2f}",
     )
 
 
+def _reached(each: Summary) -> str:
+    """Return the seconds to the undisturbed training's last loss, of the seeds that reached it."""
+    if not each.reached:
+        return "never within the run"
+    seconds = f"{each.reached_s:.0f} s"
+    return seconds if each.reached == each.seeds else f"{seconds} ({each.reached} of {each.seeds} seeds)"
+
+
 def _program(name: str, title: str, part: Found) -> Found:
     program = PROGRAMS[name]
-    text = [f"The paper: {program.paper}.", "", f"Measured by `python -m benchmarks.{name} --quick` on {part['day']}."]
+    command = " ".join(("python -m", f"benchmarks.{name}", "--quick", *program.arguments))
+    text = [f"The paper: {program.paper}.", "", f"Measured by `{command}` on {part['day']}, {_load(part)}."]
+    if program.about:
+        text += ["", f"{program.about}."]
     if program.modelled:
         text += ["", f"Modelled: {program.modelled}."]
     if "failed" in part:
         return {"title": title, "text": [*text, "", f"**It failed:** {part['failed']}"], "tables": []}
-    rows = [
-        (key.replace("_", " "), f"{figure['value']:,.6g}", figure["unit"], figure["bar"] or "", _verdict(figure))
-        for key, figure in part["figures"].items()
-    ]
-    return {"title": title, "text": text, "tables": [(("figure", "value", "unit", "bar", ""), rows)]}
+    figures = part["figures"]
+    section = {"title": title, "text": text, "tables": program_tables(figures, program.rows)}
+    return {**section, "figure": _risk(figures, program.rows)} if name == "intervals" else section
+
+
+def program_tables(figures: Found, rows: Sequence[str]) -> list[Table]:
+    """Return the tables of a program's figures: of those whose names begin or end with a row's name, and of the others."""
+    cells: dict[str, dict[str, Found]] = {row: {} for row in rows}
+    others: list[tuple[str, ...]] = []
+    for key, figure in figures.items():
+        row = next((row for row in rows if key.startswith(f"{row}_") or key.endswith(f"_{row}")), None)
+        if row is None:
+            others.append((_words(key), _value(figure), figure["unit"], figure["bar"] or "", _verdict(figure)))
+        else:
+            cells[row][key.removeprefix(f"{row}_").removesuffix(f"_{row}")] = figure
+    tables: list[Table] = [(("figure", "value", "unit", "bar", ""), others)] if others else []
+    measured = {row: found for row, found in cells.items() if found}
+    if not measured:
+        return tables
+    units = {key: figure["unit"] for found in measured.values() for key, figure in found.items()}
+    heads = ("", *(_head(key, unit) for key, unit in units.items()))
+    table = [(_words(row), *(_cell(found.get(key)) for key in units)) for row, found in measured.items()]
+    return [(heads, table), *tables]
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _head(key: str, unit: str) -> str:
+    """Return the name of a figure with its unit, once."""
+    name = _words(key.removesuffix(f"_{unit}"))
+    return name if unit in name.split() else f"{name} ({unit})"
+
+
+def _value(figure: Found) -> str:
+    value = figure["value"]
+    return f"{value:,.0f}" if abs(value) >= 100_000 else f"{value:,.6g}"
+
+
+def _cell(figure: Found | None) -> str:
+    """Return a value of three digits, and its bar if it has one."""
+    if figure is None:
+        return ""
+    value = figure["value"]
+    shown = f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+    return shown if figure["bar"] is None else f"{shown} ({figure['bar']}: {_verdict(figure)})"
 
 
 def _month(modes: Sequence[Mode]) -> Found:
@@ -238,6 +310,34 @@ def _curves(outcomes: Sequence[Outcome]) -> Figure:
         axes.set_xlabel("optimizer step")
         axes.spines[["top", "right"]].set_visible(False)
     losses.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _risk(figures: Found, rows: Sequence[str]) -> Figure:
+    """Draw overhead and work at risk of each checkpoint interval, with the paper's bounds."""
+    from matplotlib.figure import Figure as Drawing
+
+    figure = Drawing(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for modelled, label, filled in (
+        (False, "measured", _COLORS["dlac"]),
+        (True, "modelled from the cost of a checkpoint", "none"),
+    ):
+        shown = [row for row in rows if row.startswith("modelled") == modelled and f"{row}_overhead" in figures]
+        at_risk, overhead = ([figures[f"{row}_{name}"]["value"] for row in shown] for name in ("at_risk_s", "overhead"))
+        axes.scatter(at_risk, overhead, s=60, facecolors=filled, edgecolors=_COLORS["dlac"], label=label, zorder=3)
+        for row, seconds, percent in zip(shown, at_risk, overhead, strict=True):
+            interval = f"every {row.removeprefix('modelled_').removesuffix('s')} s"
+            axes.annotate(interval, (seconds, percent), xytext=(8, 6), textcoords="offset points", fontsize=9)
+    axes.axhline(2, color=_COLORS["restart"], linewidth=1, linestyle="--", label="the paper: below 2 %, below 30 s")
+    axes.axvline(30, color=_COLORS["restart"], linewidth=1, linestyle="--")
+    axes.set_xscale("log")
+    axes.set_xticks([10, 30, 60, 300], ["10", "30", "60", "300"])
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_xlabel("work at risk: longest time from a state to the next commit (s)")
+    axes.set_ylabel("overhead (% of the time)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
     return figure
 
 

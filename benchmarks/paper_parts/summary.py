@@ -44,6 +44,10 @@ class Summary:
     """Rows that are to be read, each as often as the passes say."""
     worth: float
     """Steps after which the undisturbed training had the last validation loss, by linear interpolation of its curve."""
+    reached: int
+    """Seeds that had the last loss of their undisturbed training within the run."""
+    reached_s: float
+    """Mean of their seconds until then, with restarts and repeated steps. NaN of none."""
     computed: float
     """Steps that were computed for each step of the training."""
 
@@ -88,6 +92,7 @@ def _summary(
     batch: int,
 ) -> Summary:
     finals = [each.final for each in ended]
+    reached = [at for each in ended if (at := seconds_to(calm[each.seed].final, each)) is not None]
     excess = [each.final - calm[each.seed].final for each in ended]
     return Summary(
         setting=setting,
@@ -105,6 +110,8 @@ def _summary(
         missing=_mean([each.missing for each in ended]),
         rows=max((each.trained for each in ended), default=0) * batch,
         worth=_mean([steps_worth(each.final, calm[each.seed]) for each in ended]),
+        reached=len(reached),
+        reached_s=_mean(reached),
         computed=_mean([each.computed / each.trained for each in ended]),
     )
 
@@ -116,8 +123,25 @@ def _mean(values: Sequence[float]) -> float:
 
 def steps_worth(loss: float, calm: Outcome) -> float:
     """Return the steps after which an undisturbed training has this validation loss. All of them if its last one is no better."""
-    steps = sorted(calm.validation)
-    if loss <= calm.final:
-        return steps[-1]
-    best = np.minimum.accumulate([calm.validation[step] for step in steps])
-    return float(np.interp(-loss, -best, steps))
+    return max(calm.validation) if loss <= calm.final else _steps_to(loss, calm)
+
+
+def seconds_to(loss: float, outcome: Outcome) -> float | None:
+    """Return the seconds after which a training had this validation loss, at its mean time of a step, or None if it never had.
+
+    The time of a step is that of the whole training over the steps that counted. Between two evaluations the loss is linear.
+    """
+    if min(outcome.validation.values()) > loss:
+        return None
+    return _steps_to(loss, outcome) * outcome.seconds / outcome.trained
+
+
+def _steps_to(loss: float, outcome: Outcome) -> float:
+    """Return the steps after which a training first had this validation loss or a better one, by linear interpolation."""
+    steps = sorted(outcome.validation)
+    best = np.minimum.accumulate([outcome.validation[step] for step in steps])
+    after = int(np.argmax(best <= loss))
+    if not after:
+        return steps[0]
+    share = (best[after - 1] - loss) / (best[after - 1] - best[after])
+    return float(steps[after - 1] + share * (steps[after] - steps[after - 1]))

@@ -1,4 +1,7 @@
-"""The rank of benchmarks/memory_recovery.py: a replicated or sharded (FSDP2) model, whose steps rank 0 records."""
+"""The rank of recovery_lab/memory_run.py: a replicated or sharded (FSDP2) model, whose steps rank 0 records.
+
+A frozen table, which is not trained, makes its state larger.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,13 @@ def main() -> None:
     with dlac.training_run() as run:
         params = run.spec.params
         hidden, layers = int(params["hidden"]), int(params["layers"])
-        # weights that are loaded need no random values before
+        # weights and a table that are loaded need no random values before
         linear = partial(torch.nn.utils.skip_init, torch.nn.Linear) if run.resume_point.step else torch.nn.Linear
         blocks = [linear(64, hidden), *(linear(hidden, hidden) for _ in range(layers))]
         model = torch.nn.Sequential(*blocks, linear(hidden, 1))
+        if table_bytes := int(params.get("table_bytes", "0")):
+            fill = torch.empty if run.resume_point.step else torch.rand
+            model.register_buffer("table", fill(table_bytes // 4))
         sharded = params["sharded"] == "True"
         for layer in (*model, model) if sharded else ():
             fully_shard(layer)

@@ -40,12 +40,15 @@ def main() -> None:
     """Alternate segments. Rank 0 writes the results."""
     with dlac.training_run() as run:
         steps, pairs = int(run.spec.params["steps"]), int(run.spec.params["pairs"])
+        step_s = int(run.spec.params["step_ms"]) / 1e3
+        square = torch.ones(64, 64)
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
         opened = open_leg(Plans(connect(run.spec.lakehouse)), Leg.from_json(run.resume_point.leg), run.spec)
 
         def train(batch: Batch) -> torch.Tensor:
+            began = time.perf_counter()
             loss = batch.mean(model(batch["tokens"].long()))
             optimizer.zero_grad()
             torch.autograd.backward(loss)
@@ -54,6 +57,8 @@ def main() -> None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(run.world_size)
             optimizer.step()
+            while time.perf_counter() < began + step_s:
+                square.mm(square)
             return loss
 
         def plain(step: int) -> float:

@@ -1,4 +1,7 @@
-"""One run that DLAC trains with states in memory, under a supervisor in this process, and the sizes of its model."""
+"""One run that DLAC trains, with states in memory or from the store alone, under a supervisor in this process.
+
+It also has the sizes of its model.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import shutil
 import statistics
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +47,8 @@ class Size:
     calm_steps: int
     """Least steps of the undisturbed run."""
     recovery_bar: str
+    table_bytes: int = 0
+    """Size of a frozen table, which is part of the state and costs no time in steps."""
 
 
 SIZES = {
@@ -69,10 +75,17 @@ class MemoryRun(StampedRun):
     name: str
     size: Size
     steps: int | None = None
+    memory: str = _SHM
+    """Folder of its states in memory. Empty: it keeps none."""
+    keeps_checkpoints: bool = False
+    """Its checkpoints stay whole, and it may resume from them."""
+    cascade: int = 1
+    """Kills in a row before the first new step, at most."""
     recovered: list[dict[str, Any]] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     saved_at: dict[int, float] = field(default_factory=dict)
-    """Step -> time, of the states that were seen in memory."""
+    """Step -> time, of the states that were seen in memory, or of the checkpoints of a run without them."""
+    checkpoint_bytes: int = 0
     memory_bytes: int = 0
     """Shared memory that all states take."""
 
@@ -90,20 +103,23 @@ class MemoryRun(StampedRun):
             "checkpoint": {
                 "every_s": size.checkpoint_s,
                 "keep_last": 2,
-                "mode": "asynchronous",
-                "memory": _SHM,
+                "mode": "asynchronous" if self.memory else "synchronous",
+                "memory": self.memory,
                 "memory_every_steps": size.memory_steps,
             },
             "launch": {
                 "script": str(PROGRAMS / "memory_rank.py"),
                 "world_size": RANKS,
                 "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
+                "attempts_without_progress": 2 + self.cascade,
+                **({"deaths_at_same_rows": 0} if self.cascade > 1 else {}),
             },
             "params": {
                 "stamps": str(self.stamps),
                 "hidden": str(size.hidden),
                 "layers": str(size.layers),
                 "sharded": str(size.sharded),
+                "table_bytes": str(size.table_bytes),
             },
         }
         self.spec: JobSpec = parse_spec(raw, origin="the benchmark").resolved(self.home)
@@ -119,6 +135,10 @@ class MemoryRun(StampedRun):
         if event["event"] == "recovered":
             self.recovered.append(event)
         if event["event"] == "checkpoint":
+            self.checkpoint_bytes = event["bytes"]
+            if not self.memory:
+                self.saved_at[event["step"]] = time.time()
+        if event["event"] == "checkpoint" and not self.keeps_checkpoints:
             for path in (self.home / "checkpoints" / self.name).glob("attempt-*/step-*/*[st]"):
                 os.truncate(path, 0)
 

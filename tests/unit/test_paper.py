@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.checkpoint import storage_figures
+from benchmarks.figures import Figure
+from benchmarks.intervals import Measured, cost_of, measured_of
+from benchmarks.intervals import figures_of as interval_figures
 from benchmarks.paper_parts.divergence import BATCH, Outcome, fault_steps
-from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, simulate
-from benchmarks.paper_parts.summary import band_of, steps_worth, summarize
+from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, modes_of, simulate
+from benchmarks.paper_parts.page import program_tables
+from benchmarks.paper_parts.programs import PROGRAMS
+from benchmarks.paper_parts.summary import band_of, seconds_to, steps_worth, summarize
 
 CALM = {10: 4.0, 20: 3.0, 30: 2.0}
 
@@ -45,6 +53,15 @@ def test_loss_is_worth_undisturbed_steps() -> None:
     assert steps_worth(9.0, outcome("dlac", faulted=False, validation={10: 4.0, 20: 2.0, 30: 9.0})) == 30
 
 
+def test_time_to_equal_loss() -> None:
+    """It is the first time of that loss, at the training's mean time of a step. A training that never has it has none."""
+    slow = replace(outcome("dlac", faulted=True), seconds=60.0)
+    assert seconds_to(2.0, slow) == 60
+    assert seconds_to(2.5, slow) == 50
+    assert seconds_to(1.9, slow) is None
+    assert seconds_to(2.0, replace(slow, validation={10: 4.0, 20: 2.0, 30: 2.2})) == 40
+
+
 def test_method_is_compared_with_own_calm_training() -> None:
     """A method that shares its undisturbed training has that of the other. A failed one is named, and not averaged."""
     worse = {step: loss + 0.5 for step, loss in CALM.items()}
@@ -60,6 +77,7 @@ def test_method_is_compared_with_own_calm_training() -> None:
     assert (ours.method, ours.identical, ours.excess, ours.area) == ("dlac", 1, 0.0, 0.0)
     assert (restart.method, restart.identical, restart.seeds, restart.failed) == ("restart", 0, 1, ("out of rows",))
     assert (restart.excess, restart.area) == (0.5, 0.5)
+    assert (ours.reached, restart.reached) == (1, 0)
     assert (restart.worth, restart.computed, restart.repeated, restart.missing) == (25, 1.5, 8, 6)
 
 
@@ -70,3 +88,101 @@ def test_month_loses_what_modes_cost() -> None:
     slow = simulate(replace(free, overhead=0.0), start_s=600)
     assert slow.mean == pytest.approx(1 - INTERRUPTIONS * 600 / (DAYS * 86_400), rel=0.01)
     assert slow.low < slow.mean < slow.high
+
+
+def test_month_has_measured_modes() -> None:
+    """Checkpoints every 30 s have their measured overhead and work at risk, and are left out without them."""
+    recovery = {"bare_recovery_s": 5.0, "forked_recovery_s": 1.0}
+    intervals = {"30s_overhead": 1.5, "30s_at_risk_s": 37.0}
+    parts = {"recovery": recovery, "intervals": intervals}
+    found = {part: {"figures": {name: {"value": value} for name, value in of.items()}} for part, of in parts.items()}
+    *bare, ours = modes_of(found)
+    assert (ours.restart_s, ours.at_risk_s, ours.overhead) == (1, 37, 0.015)
+    assert modes_of({"recovery": found["recovery"]}) == bare
+
+
+def at_interval(interval_s: float, *, overhead: float, commit_s: float) -> Measured:
+    """Return the measurement of one checkpoint interval."""
+    return Measured(
+        interval_s=interval_s, overhead=overhead, between_commits_s=interval_s, at_risk_s=interval_s + commit_s,
+        commit_s=commit_s, noise=(1.0, 1.0),
+    )  # fmt: skip
+
+
+def test_cost_fits_steady_intervals() -> None:
+    """One interval is too short for a commit, and does not count unless no other exists. No cost is negative."""
+    short = at_interval(5, overhead=0.1, commit_s=8)
+    steady = [at_interval(10, overhead=0.06, commit_s=8), at_interval(30, overhead=0.02, commit_s=8)]
+    assert cost_of([short, *steady]) == pytest.approx(0.6)
+    assert cost_of([short]) == pytest.approx(0.5)
+    assert cost_of([at_interval(10, overhead=-0.01, commit_s=1)]) == 0
+
+
+def test_longer_intervals_are_modelled() -> None:
+    """Overhead is the cost over the interval. At risk is the interval and the longest commit. Only 30 s has the paper's bound."""
+    figures = interval_figures([at_interval(10, overhead=0.06, commit_s=8), at_interval(30, overhead=0.02, commit_s=7)])
+    assert figures["modelled_60s_overhead"].value == pytest.approx(1)
+    assert figures["modelled_300s_at_risk_s"].value == 308
+    assert figures["modelled_at_risk_at_2_percent_s"].value == pytest.approx(38)
+    assert (figures["10s_overhead"].bar, figures["30s_overhead"].bar) == (None, "<= 2")
+
+
+def test_blocks_become_overhead() -> None:
+    """A block with checkpoints is compared with those around it. A state is at risk until the next commit."""
+    raw: dict[str, Any] = {
+        "blocks": [
+            {"seconds": 10.0, "first": 0, "last": 10},
+            {"seconds": 12.0, "first": 10, "last": 20},
+            {"seconds": 10.0, "first": 20, "last": 30},
+        ],
+        "stamps_s": [float(step) for step in range(1, 31)],
+        "checkpoints": [
+            {"step": step, "phases": {"total": total}} for step, total in ((3, 9.0), (10, 2.0), (15, 3.0), (30, 9.0))
+        ],
+    }
+    found = measured_of(5.0, raw)
+    assert found.overhead == pytest.approx(0.2)
+    assert (found.commit_s, found.between_commits_s, found.at_risk_s) == (3, 6, 8)
+    assert found.noise == (1, 1)
+    with pytest.raises(RuntimeError, match="two checkpoints in a block"):
+        measured_of(5.0, {**raw, "checkpoints": raw["checkpoints"][:2]})
+
+
+def test_storage_beside_model_is_summed() -> None:
+    """The ledger grows with each checkpoint. The reader's state is part of the manifest."""
+    figures = storage_figures(
+        plain_bytes=1e6,
+        state_bytes=1e6 + 200,
+        manifest_bytes=500,
+        reader_state_bytes=400,
+        ledger_bytes=1_200,
+        checkpoints=4,
+    )
+    assert figures["storage_additional"].value == pytest.approx(0.1)
+    assert figures["storage_run_additional_bytes"].value == 4_000
+    assert figures["storage_run_beside_last"].value == pytest.approx(0.17)
+
+
+def test_figures_of_rows_share_table() -> None:
+    """Names that begin or end with a row's name are its cells. A missing one is empty, and the rest is a table of its own."""
+    measured = {
+        "5s_overhead": Figure(value=0.0567, unit="share", bar="<= 0.02"),
+        "bytes_5s": Figure(value=123_456, unit="bytes"),
+        "10s_overhead": Figure(value=0.01, unit="share"),
+        "5s_at_risk_s": Figure(value=7.0, unit="s"),
+        "step_s": Figure(value=0.5, unit="s"),
+    }
+    rows, others = program_tables({name: each.to_json() for name, each in measured.items()}, ("5s", "10s", "30s"))
+    assert rows == (
+        ("", "overhead (share)", "bytes", "at risk (s)"),
+        [("5s", "0.0567 (<= 0.02: missed)", "123,456", "7"), ("10s", "0.01", "", "")],
+    )
+    assert others[1] == [("step s", "0.5", "s", "", "")]
+
+
+def test_programs_exist() -> None:
+    """Each part of the page names a program of the benchmarks' folder, and the rows of its table are distinct."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    for name, program in PROGRAMS.items():
+        assert (folder / f"{name}.py").is_file()
+        assert len(set(program.rows)) == len(program.rows)
