@@ -6,7 +6,7 @@ The stall is the wait of `step_done` for a copy of the state. Figures are median
 on every side. The state changes between checkpoints as in training. Both sides alternate as the first one of a step.
 
 With `--storage` only bytes are measured: of the same state's checkpoints with 1,024 key groups that all advance, and of what
-DLAC keeps beside the state: manifest with the reader's state, and ledger with all its metadata, none of it expired.
+DLAC keeps beside the state: manifest with the reader's state, and ledger with all its metadata.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ def storage_figures(
     ledger_bytes: float,
     checkpoints: int,
 ) -> dict[str, Figure]:
-    """Return the figures of one checkpoint, and of a run of so many. `plain_bytes`: a checkpoint of the model alone."""
+    """Return the figures of one checkpoint, and of a run of so many. `plain_bytes`: a checkpoint without DLAC."""
     beside = state_bytes - plain_bytes + manifest_bytes + ledger_bytes / checkpoints
     return {
-        "storage_model_only_bytes": Figure(value=plain_bytes, unit="bytes"),
+        "storage_without_dlac_bytes": Figure(value=plain_bytes, unit="bytes"),
         "storage_state_bytes": Figure(value=state_bytes, unit="bytes"),
         "storage_manifest_bytes": Figure(value=manifest_bytes, unit="bytes"),
         "storage_of_it_reader_state_bytes": Figure(value=reader_state_bytes, unit="bytes"),
         "storage_ledger_bytes_per_checkpoint": Figure(value=ledger_bytes / checkpoints, unit="bytes"),
         "storage_additional": Figure(
-            value=100 * beside / plain_bytes, unit="% of a model-only checkpoint", bar="<= 0.2"
+            value=100 * beside / plain_bytes, unit="% of a checkpoint without DLAC", bar="<= 0.2"
         ),
         "storage_checkpoints_of_the_run": Figure(value=checkpoints, unit="checkpoints"),
         "storage_run_additional_bytes": Figure(value=checkpoints * beside, unit="bytes"),

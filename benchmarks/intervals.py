@@ -135,20 +135,24 @@ def cost_of(found: Sequence[Measured]) -> float:
     fitted = [each for each in found if each.is_steady] or [max(found, key=lambda each: each.interval_s)]
     inverse = [1 / each.interval_s for each in fitted]
     products = [each.overhead * per_s for each, per_s in zip(fitted, inverse, strict=True)]
-    return max(0.0, sum(products) / sum(per_s**2 for per_s in inverse))
+    return sum(products) / sum(per_s**2 for per_s in inverse)
 
 
 def figures_of(found: Sequence[Measured]) -> dict[str, Figure]:
-    """Return the figures of the measured intervals, of the modelled ones, and of the one at which the overhead is 2 %."""
+    """Return the figures of the measured intervals, of the modelled ones, and of the one at which the overhead is 2 %.
+
+    Measured ones have the paper's bars, unless blocks without checkpoints differ by more than the overhead that is asked for.
+    """
     cost_s, commit_s = cost_of(found), max(each.commit_s for each in found)
+    noise = max(each.noise[1] for each in found) - min(each.noise[0] for each in found)
+    overhead_bar, risk_bar = (f"<= {100 * _MOST_OVERHEAD:g}", "<= 30") if noise < _MOST_OVERHEAD else (None, None)
     figures: dict[str, Figure] = {}
     for each in found:
-        bar = f"<= {100 * _MOST_OVERHEAD:g}" if each.interval_s >= 30 else None
         name = f"{each.interval_s:g}s"
         figures |= {
-            f"{name}_overhead": Figure(value=100 * each.overhead, unit="% of the time", bar=bar),
+            f"{name}_overhead": Figure(value=100 * each.overhead, unit="% of the time", bar=overhead_bar),
             f"{name}_between_commits_s": Figure(value=each.between_commits_s, unit="s"),
-            f"{name}_at_risk_s": Figure(value=each.at_risk_s, unit="s"),
+            f"{name}_at_risk_s": Figure(value=each.at_risk_s, unit="s", bar=risk_bar),
         }
     for interval_s in _MODELLED_S:
         name = f"modelled_{interval_s:g}s"
@@ -160,7 +164,7 @@ def figures_of(found: Sequence[Measured]) -> dict[str, Figure]:
     return figures | {
         "checkpoint_cost_s": Figure(value=cost_s, unit="s"),
         "commit_most_s": Figure(value=commit_s, unit="s"),
-        "modelled_at_risk_at_2_percent_s": Figure(value=cost_s / _MOST_OVERHEAD + commit_s, unit="s", bar="<= 30"),
+        "modelled_at_risk_at_2_percent_s": Figure(value=cost_s / _MOST_OVERHEAD + commit_s, unit="s"),
     }
 
 

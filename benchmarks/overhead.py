@@ -109,18 +109,22 @@ def _figures(load: Load, measured: dict[str, Any]) -> dict[str, Figure]:
     plain, again, tracked = (np.array(measured[name]) for name in ("plain_s", "again_s", "tracked_s"))
     step_s = float(np.median(plain))
     tracking_us = statistics.median(measured["tracking_us"])
-    return {
+    figures = {
         f"tracking_us_per_step_{tag}": Figure(value=tracking_us, unit="us"),
         f"tracking_share_of_step_{tag}": Figure(
             value=100 * tracking_us / 1e6 / step_s, unit="%", bar=f"<= {load.most_share}"
         ),
         f"step_ms_{tag}": Figure(value=1e3 * step_s, unit="ms"),
+        f"checkpoint_ms_{tag}": Figure(value=1e3 * statistics.median(measured["checkpoint_s"]), unit="ms"),
+    }
+    if load.step_ms:  # a step of a given length hides what is done beside it
+        return figures
+    return figures | {
         f"tracked_over_plain_{tag}": Figure(value=float(np.median(tracked / plain)), unit="ratio"),
         f"plain_over_plain_{tag}": Figure(value=float(np.median(again / plain)), unit="ratio"),
         f"plain_over_plain_spread_{tag}": Figure(
             value=float(np.ptp(np.quantile(again / plain, [0.25, 0.75]))), unit="ratio"
         ),
-        f"checkpoint_ms_{tag}": Figure(value=1e3 * statistics.median(measured["checkpoint_s"]), unit="ms"),
     }
 
 

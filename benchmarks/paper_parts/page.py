@@ -138,7 +138,7 @@ _SUMMARY_HEADS = (
     "rows repeated",
     "rows missing",
     "worth steps of undisturbed training",
-    "seconds to the loss at the end of undisturbed training",
+    "seconds to the last loss of its own undisturbed training",
     "steps computed per step",
 )
 

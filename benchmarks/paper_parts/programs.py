@@ -39,9 +39,12 @@ PROGRAMS = {
     "failures": Program(
         title="Recovery time by failure, with a state of 1 GB",
         paper='scenarios "including single node failures, concurrent multi-node failures, and cascading failures" (5.1)',
-        about="A cascade kills a rank, and twice more a rank during the recovery. DLAC distrusts a state in memory whose attempt "
-        "died before its first step, so the last attempt of a cascade reads the store in both runs",
-        modelled="ranks of one node in place of nodes, and a frozen table that makes the state of a small model large",
+        about="A cascade kills a rank, and twice more a rank during the recovery. DLAC distrusts a state in memory whose "
+        "attempt died before its first step, so the last attempt of a cascade reads the store in both runs. Times are"
+        " from the last kill. Each kill comes up to a second after a state was kept, so little is repeated. Limits of"
+        " failures without progress are raised",
+        modelled="processes of one node in place of nodes: shared memory and the supervisor survive, a death is noticed at "
+        "once, and the store is a folder of this node. A frozen table makes the state of a small model large",
         rows=tuple(
             f"{source}_{kind}" for source in ("memory", "store") for kind in ("single", "concurrent", "cascading")
         ),
@@ -49,9 +52,10 @@ PROGRAMS = {
     "intervals": Program(
         title="Overhead against work at risk, by checkpoint interval",
         paper="recovery point objectives below 30 s at an overhead below 2 %, for frequent checkpoints (5.1)",
-        about="At risk is the longest time from the moment of a state to the next commit. A failure just before it loses so much",
+        about="At risk is the longest time from the moment of a state to the next commit. A failure just before it loses so"
+        " much. An overhead is judged only if blocks without checkpoints differ from each other by less than 2 %",
         modelled="rows named so: the cost of a checkpoint over the interval, and the interval plus the longest commit",
-        arguments=("--intervals", "5", "10", "30", "--pairs", "2", "--model", "99M"),
+        arguments=("--intervals", "5", "10", "30", "--pairs", "3", "--model", "99M"),
         rows=("5s", "10s", "30s", "modelled_60s", "modelled_300s"),
     ),
     "resume": Program(
@@ -71,9 +75,10 @@ PROGRAMS = {
         rows=("g64", "g1024", "10ms", "50ms", "500ms"),
     ),
     "checkpoint": Program(
-        title="Storage in addition to model-only checkpoints",
+        title="Storage in addition to checkpoints without DLAC",
         paper="0.1 to 0.2 % (4.2)",
-        about="The ledger is counted with all its metadata, none of it expired. 1,024 key groups advance in each checkpoint",
+        about="A checkpoint without DLAC has the weights and the optimizer's state, three times the weights alone. The "
+        "ledger is counted with all its metadata after a few commits, and 1,024 key groups advance in each",
         arguments=("--storage",),
     ),
     "coordination": Program(

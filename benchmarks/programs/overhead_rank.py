@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def main() -> None:
         def plain(step: int) -> float:
             reader = opened.reader(rank=run.rank, world_size=run.world_size, step=step)
             started = time.perf_counter()
-            for batch, _ in zip(reader, range(steps), strict=False):
+            for batch in islice(reader, steps):
                 train(batch).item()
             spent = (time.perf_counter() - started) / steps
             reader.close()

@@ -219,8 +219,7 @@ class MemorySaves:
         try:
             states.make_folder(folder)
             states.forget_old_states(folder.parent)
-            if loaded is not None:
-                states.forget_other_slots(folder.parent, loaded.state, before=number)
+            states.forget_other_slots(folder.parent, None if loaded is None else loaded.state, before=number)
             earlier = sum(map(states.bytes_in, states.earlier_slots(folder.parent, before=number)))
             state = _STATE_PER_WEIGHT * self._weights_here(engine)
             needed = max(state, states.SLOTS * state - earlier)

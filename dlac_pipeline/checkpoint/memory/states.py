@@ -289,17 +289,20 @@ def forget_states(folder: Path, *, before: int) -> None:
         folder.rmdir()
 
 
-def forget_other_slots(folder: Path, state: MemoryState, *, before: int) -> None:
+def forget_other_slots(folder: Path, state: MemoryState | None, *, before: int) -> None:
     """Remove the slots of a run's attempts before the attempt `before`, except that of a state."""
     for slot in earlier_slots(folder, before=before):
-        if slot_name(slot) != slot_name(state.folder):
+        if state is None or slot_name(slot) != slot_name(state.folder):
             shutil.rmtree(slot, ignore_errors=True)
 
 
 def earlier_slots(folder: Path, *, before: int) -> list[Path]:
     """Return the slots of a run's attempts before the attempt `before` on this node."""
-    numbers = ((slot.parent.name.partition("-")[0], slot) for slot in folder.glob("*/*-*"))
-    return [slot for number, slot in numbers if number.isdigit() and int(number) < before]
+    slots: list[Path] = []
+    with suppress(OSError):  # another supervisor of the node removes them just now
+        slots += folder.glob("*/*-*")
+    numbers = [slot.parent.name.partition("-")[0] for slot in slots]
+    return [slot for number, slot in zip(numbers, slots, strict=True) if number.isdigit() and int(number) < before]
 
 
 def forget_old_states(folder: Path) -> None:
@@ -314,9 +317,10 @@ def forget_old_states(folder: Path) -> None:
 def bytes_in(slot: Path) -> int:
     """Return the bytes of a slot, with those that are being written."""
     total = 0
-    for path in slot.rglob("*"):
-        with suppress(OSError):  # renamed just now
-            total += path.stat().st_size
+    with suppress(OSError):  # removed just now
+        for path in slot.rglob("*"):
+            with suppress(OSError):  # renamed just now
+                total += path.stat().st_size
     return total
 
 
