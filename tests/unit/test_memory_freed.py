@@ -119,13 +119,15 @@ def test_fetched_state_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = states.memory_folder(spec_of(tmp_path))
     assert folder is not None
     keep(folder, part_of(0))
+    (kept,) = states.read_parts(folder)
+    loaded = states.MemoryState(states.slot_at(folder, kept.slot), ())
     fetched = states.fetched_folder(folder / "000003-c", 0)
     fetched.mkdir(parents=True)
-    saves_of(tmp_path, monkeypatch, memory_of=2)
+    saves_of(tmp_path, monkeypatch, memory_of=2, loaded=loaded)
     assert not fetched.exists()
     assert len(states.read_parts(folder)) == 1
     monkeypatch.setattr(states, "room_for_states", lambda memory: -1)
-    saves_of(tmp_path, monkeypatch)
+    saves_of(tmp_path, monkeypatch, loaded=loaded)
     assert states.read_parts(folder) == []
 
 

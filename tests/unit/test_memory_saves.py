@@ -38,6 +38,7 @@ class Rank:
             tracker=tracker,
             step=0,
             manager=SimpleNamespace(head=None, in_progress=lambda: []),
+            memory=None,
         )
         communicator = SimpleNamespace(
             rank=0,
