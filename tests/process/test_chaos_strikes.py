@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,9 @@ class ScriptedNodes(SupervisedNodes):
     def tend(self, *, excused: bool, starts: bool = True) -> None:
         """Note whether an end is excused, and replace the rank if it was killed."""
         self.excuses.append(excused)
+        if excused:
+            with suppress(subprocess.TimeoutExpired):  # a killed process needs a moment to end
+                self._victim.wait(0.2)
         if self._victim.poll() is None:
             self._step += 1
         elif self._waits < self._late:
@@ -93,10 +97,17 @@ class ScriptedNodes(SupervisedNodes):
         """Return the rank."""
         return {0: psutil.Process(self._victim.pid)}
 
+    def launch_folders(self) -> frozenset[Path]:
+        """Return the folder of each launch. Replica groups stay in theirs."""
+        return frozenset(self._folder / f"launch-{number}" for number in range(1, self._last_folder() + 1))
+
+    def _last_folder(self) -> int:
+        return 1 if self._late else self._launches_begun
+
     def progress(self) -> RunProgress:
         """Return a step that some ranks have finished, and a rank that was killed too, before the strike is noticed."""
         step = self._step - (self._victim.poll() is None)
-        folder = self._folder / f"launch-{1 if self._late else self._launches_begun}"
+        folder = self._folder / f"launch-{self._last_folder()}"
         return RunProgress(folder=folder, step=step, furthest=self._step, at=time.time(), trains=True)
 
     def close(self) -> None:
