@@ -325,3 +325,12 @@ def test_dead_group_is_not_awaited(tmp_path: Path) -> None:
     assert len(waits) == 1
     write_reached(tmp_path, 1, LIGHTHOUSE)
     assert not is_dead(tmp_path, 1)
+
+
+def test_no_reduction_is_awaited_after_failed_one(tmp_path: Path) -> None:
+    """It may wait for a peer that has dropped the step already, and whose connections stay open."""
+    manager = Manager(Meeting(1))
+    group = group_of(tmp_path, _manager=manager)
+    failed = SimpleNamespace(wait=lambda: manager.report_error(SimpleNamespace(original_exception=OSError("closed"))))  # type: ignore[arg-type]
+    endless = SimpleNamespace(wait=lambda: pytest.fail("waited for another reduction"))
+    assert not group._wait([failed, endless])

@@ -413,6 +413,9 @@ class ReplicaGroup:
         self.has_met = False
         for index in range(len(works)):
             works[index].wait()
+            if self._manager.errored() is not None:
+                # The others might wait for a peer that has dropped the step, and whose connections Gloo does not close.
+                break
         error = self._manager.errored()
         if error is not None:
             error.original_exception.__traceback__ = None  # its frames refer to the reductions, and they to connections
