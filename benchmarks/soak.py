@@ -158,8 +158,14 @@ class Campaign:
     def _keep(self) -> None:
         self._told["minutes_taken"] = (time.time() - self._began) / 60
         if self._out is not None:
-            self._told["faults"] = [fault.to_json() for fault in self._faults]
+            self._told["faults"] = [self._without_paths(fault.to_json()) for fault in self._faults]
             self._out.write_text(json.dumps(self._told, indent=1))
+
+    def _without_paths(self, fault: dict[str, Any]) -> dict[str, Any]:
+        """Return a fault whose causes do not say where the home was: the campaign is kept, and the home is not."""
+        home = f"{self._lab.home}/"
+        causes = [cause.partition("\n")[0].replace(home, "") for cause in fault["told"].get("causes", ())]
+        return {**fault, "told": {**fault["told"], "causes": causes}}
 
 
 _MUST_HOLD = ("finished", "audit_exact", "journal_agrees", "losses_identical")
