@@ -76,7 +76,7 @@ class Campaign:
         self._choices = choose(seed, faults, runs=RUNS, without=self._skipped)
         self._faults: list[Fault] = []
         self._began = time.time()
-        self._told: dict[str, Any] = {
+        self._kept: dict[str, Any] = {
             "seed": seed,
             "day": day_of(self._began),
             "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
@@ -99,26 +99,26 @@ class Campaign:
             left = {"Dagster runs": wait_for_dagster(self._lab), "trainers": trainers_of(self._lab)}
             self._lab.stop_daemon()
             add_facts(self._lab.lakehouse, self._faults)
-            self._told["runs"] = [one.to_json() for one in runs_of(self._lab, references)]
-            self._told["left"] = {**left, **left_of(self._lab)}
-            self._told["launch_folders"] = launches_of(self._lab)
+            self._kept["runs"] = [one.to_json() for one in runs_of(self._lab, references)]
+            self._kept["left"] = {**left, **left_of(self._lab)}
+            self._kept["launch_folders"] = launches_of(self._lab)
         except Exception as err:  # a failure must not lose two hours
             traceback.print_exc()
-            self._told["failed"] = f"{type(err).__name__}: {err}"
+            self._kept["failed"] = f"{type(err).__name__}: {err}"
         self._keep()
 
     def reported(self) -> int:
         """Print the figures, and return the exit status."""
         healed = [fault.recovery_s for fault in self._faults if fault.recovery_s is not None]
-        runs = self._told["runs"]
+        runs = self._kept["runs"]
         wrong = [run["run"] for run in runs if not all(run[name] for name in _MUST_HOLD)]
-        left = {name: found for name, found in self._told["left"].items() if found}
-        for message in filter(None, [self._told["failed"], wrong and f"not exact: {wrong}", left and f"left: {left}"]):
+        left = {name: found for name, found in self._kept["left"].items() if found}
+        for message in filter(None, [self._kept["failed"], wrong and f"not exact: {wrong}", left and f"left: {left}"]):
             print(message, flush=True)
         figures = {
             "faults": Figure(value=len(self._faults), unit="faults", bar=f">= {len(self._choices)}"),
             "healed": Figure(value=len(healed), unit="faults", bar=f">= {len(self._choices)}"),
-            "minutes": Figure(value=self._told["minutes_taken"], unit="min"),
+            "minutes": Figure(value=self._kept["minutes_taken"], unit="min"),
             "runs": Figure(value=len(runs), unit="runs", bar=">= 1"),
             "runs_not_exact": Figure(value=len(wrong), unit="runs", bar="<= 0"),
             "left_over": Figure(value=sum(map(len, left.values())), unit="things", bar="<= 0"),
@@ -156,16 +156,16 @@ class Campaign:
             self._lab.tend()
 
     def _keep(self) -> None:
-        self._told["minutes_taken"] = (time.time() - self._began) / 60
+        self._kept["minutes_taken"] = (time.time() - self._began) / 60
         if self._out is not None:
-            self._told["faults"] = [self._without_paths(fault.to_json()) for fault in self._faults]
-            self._out.write_text(json.dumps(self._told, indent=1))
+            self._kept["faults"] = [self._without_paths(fault.to_json()) for fault in self._faults]
+            self._out.write_text(json.dumps(self._kept, indent=1))
 
     def _without_paths(self, fault: dict[str, Any]) -> dict[str, Any]:
         """Return a fault whose causes do not say where the home was: the campaign is kept, and the home is not."""
         home = f"{self._lab.home}/"
-        causes = [cause.partition("\n")[0].replace(home, "") for cause in fault["told"].get("causes", ())]
-        return {**fault, "told": {**fault["told"], "causes": causes}}
+        causes = [cause.partition("\n")[0].replace(home, "") for cause in fault["summary"].get("causes", ())]
+        return {**fault, "summary": {**fault["summary"], "causes": causes}}
 
 
 _MUST_HOLD = ("finished", "audit_exact", "journal_agrees", "losses_identical")

@@ -19,7 +19,7 @@ def page_of(campaign: Record) -> str:
     faults: list[Record] = campaign["faults"]
     runs: list[Record] = campaign["runs"]
     left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
-    quarantined = sum(fault["told"]["quarantined"] for fault in faults)
+    quarantined = sum(fault["summary"]["quarantined"] for fault in faults)
     skipped = ", ".join(campaign["skipped"])
     lines = [
         "# Self-healing soak",
@@ -106,7 +106,7 @@ def _by_kind(faults: Sequence[Record]) -> Iterable[Sequence[object]]:
 
 def _fault_row(fault: Record, *, followed: bool) -> Sequence[object]:
     """Return the cells of one fault. If it was `followed` by another fault, it may have been noticed only with that one."""
-    facts = fault["told"]
+    facts = fault["summary"]
     during = f" (recovering from {fault['during']})" if fault["during"] else ""
     runs = ", ".join(fault["runs"])
     outcome = "resumed" if facts["recoveries"] else "resumed after the next fault" if followed else "continued"

@@ -35,7 +35,7 @@ class Fault:
     """Seconds from the strike to the first new step of every struck run, or until all conditions hold."""
     attempts: int | None = None
     """Attempts that began between the strike and the first new step. None: they were not counted."""
-    told: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     """Its facts in the `recoveries` table and the ledger."""
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def add_facts(lakehouse: Lakehouse, faults: Sequence[Fault]) -> None:
             if number is not None:
                 quarantined[number] += 1
     for fault in faults:
-        fault.told = {**_summed(noticed[fault.number]), "quarantined": quarantined[fault.number]}
+        fault.summary = {**_summed(noticed[fault.number]), "quarantined": quarantined[fault.number]}
 
 
 def last_before(struck: Iterable[tuple[float, int]], moment: float) -> int | None:

@@ -195,7 +195,7 @@ def _show_faults(report: "ChaosReport") -> None:
     rows = []
     for fault in report.faults:
         healed = "NOT healed" if fault.recovery_s is None else format_duration(fault.recovery_s)
-        facts = [fault.during, healed, fault.attempts, fault.told.get("rows_replayed")]
+        facts = [fault.during, healed, fault.attempts, fault.summary.get("rows_replayed")]
         cells = [fault.number, fault.kind, f"{fault.step:,}", fault.what, *facts]
         rows.append(tuple("" if cell is None else str(cell) for cell in cells))
     ui.show_table(

@@ -24,5 +24,5 @@ def test_every_fault_kind_is_healed(tmp_path: Path) -> None:
     campaign = json.loads(out.read_text())
     struck = {fault["kind"] for fault in campaign["faults"]}
     assert struck == KINDS.keys() - campaign["skipped"]
-    assert sum(fault["told"]["quarantined"] for fault in campaign["faults"]) == 2, output
+    assert sum(fault["summary"]["quarantined"] for fault in campaign["faults"]) == 2, output
     assert not any(campaign["left"].values())

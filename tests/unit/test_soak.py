@@ -127,7 +127,7 @@ def test_unhealed_fault_is_reported() -> None:
         "step": 17,
         "what": "SIGKILL to rank 1",
         "recovery_s": None,
-        "told": {**facts, **dict.fromkeys(PHASES, 0.0)},
+        "summary": {**facts, **dict.fromkeys(PHASES, 0.0)},
     }
     run = {"attempts": 1, "finished": True, "audit_exact": False, "journal_agrees": True, "losses_identical": True}
     where = {"minutes_taken": 1.0, "seed": 1, "day": "2026-11-22", "machine": "2 cores", "skipped": ["store full"]}
