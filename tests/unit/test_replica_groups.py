@@ -327,10 +327,26 @@ def test_dead_group_is_not_awaited(tmp_path: Path) -> None:
     assert not is_dead(tmp_path, 1)
 
 
-def test_no_reduction_is_awaited_after_failed_one(tmp_path: Path) -> None:
-    """It may wait for a peer that has dropped the step already, and whose connections stay open."""
-    manager = Manager(Meeting(1))
+@pytest.mark.parametrize("fails", [False, True])
+def test_reductions_of_step_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """With two under way Gloo keeps the connections of a failed one, and a peer waits for ever. None follows a failed one."""
+    manager, under_way, done = Manager(Meeting(1)), set[int](), list[str]()
+
+    def allreduce(tensor: torch.Tensor, **options: Any) -> Any:
+        assert not under_way, "another reduction is under way"
+        under_way.add(id(tensor))
+        done.append(str(tensor.dtype))
+
+        def wait() -> None:
+            under_way.remove(id(tensor))
+            if fails:
+                manager.report_error(SimpleNamespace(original_exception=OSError("closed")))  # type: ignore[arg-type]
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(manager, "allreduce", allreduce)
     group = group_of(tmp_path, _manager=manager)
-    failed = SimpleNamespace(wait=lambda: manager.report_error(SimpleNamespace(original_exception=OSError("closed"))))  # type: ignore[arg-type]
-    endless = SimpleNamespace(wait=lambda: pytest.fail("waited for another reduction"))
-    assert not group._wait([failed, endless])
+    group.has_met = True
+    gradients = [torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]
+    assert group.reduce(gradients, torch.tensor(1.0)) is not fails
+    assert done == ["torch.float32", *([] if fails else ["torch.bfloat16", "torch.float64"])]

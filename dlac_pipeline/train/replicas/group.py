@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
@@ -350,10 +350,9 @@ class ReplicaGroup:
         self._communicator.add(control)
         buckets = list(_buckets(gradients))
         flat = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
-        works = [self._manager.allreduce(each) for each in flat]
-        works.append(self._manager.allreduce(control, reduce_op=ReduceOp.SUM))
+        works: list[Any] = []
         self.reduced = None
-        if not self._wait(works):
+        if not self._reduce_each([*((each, ReduceOp.AVG) for each in flat), (control, ReduceOp.SUM)], works):
             return False
         reduced, executions = self._read_control(control)
         expected = executions[reduced.groups[0]]
@@ -401,26 +400,30 @@ class ReplicaGroup:
 
     def part(self) -> bool:
         """Wait for the groups present, which have nothing left to do. Return False if one died, and the rest must meet again."""
-        return self._wait([self._manager.allreduce(torch.ones(1))]) and bool(self._manager.should_commit())
+        return self._reduce_each([(torch.ones(1), ReduceOp.SUM)], []) and bool(self._manager.should_commit())
 
     def close(self) -> None:
         """Leave the peers."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
 
-    def _wait(self, works: list[Any]) -> bool:
-        """Wait for the reductions since the quorum, which is used up. Return False if one failed, and drop the step."""
+    def _reduce_each(self, tensors: Iterable[tuple[torch.Tensor, ReduceOp.RedOpType]], works: list[Any]) -> bool:
+        """Reduce tensors in place, one after another, and add the works. The quorum is used up.
+
+        Return False if one failed, and drop the step. Gloo closes the connections of a failed reduction only when no other one is
+        under way. With two, a peer may wait for this group in the first while this group waits for the peer in the second.
+        """
         self.has_met = False
-        for index in range(len(works)):
-            works[index].wait()
-            if self._manager.errored() is not None:
-                # The others might wait for a peer that has dropped the step, and whose connections Gloo does not close.
-                break
-        error = self._manager.errored()
-        if error is not None:
-            error.original_exception.__traceback__ = None  # its frames refer to the reductions, and they to connections
-            self._drop(works)
-            return False
+        for tensor, operation in tensors:
+            works.append(self._manager.allreduce(tensor, reduce_op=operation))
+            works[-1].wait()
+            error = self._manager.errored()
+            if error is not None:
+                error.original_exception.__traceback__ = (
+                    None  # its frames refer to the reductions, and they to connections
+                )
+                self._drop(works)
+                return False
         return True
 
     def _drop(self, works: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
 """Connections between replica groups on one node: the process group of those present, and the state for a newcomer.
 
-Gloo sometimes waits for ever when it closes the connections of a group with a dead member. A step must not wait for that, so
-they are closed in threads of their own.
+Gloo closes the connections of a group once none of its reductions is under way, and waits for that. A step must not wait for it,
+so they are closed in threads of their own.
 """
 
 import os
