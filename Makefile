@@ -71,7 +71,7 @@ ui: setup  ## the Dagster UI on the demo's lakehouse
 bench: setup  ## every benchmark but gpu, paper, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
 	for program in $(filter-out benchmarks/gpu.py benchmarks/paper.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
 
-paper: setup  ## the paper's experiments beside the peers', an hour or more; paper/paper.html and .pdf, and docs/paper.md of it
+paper: setup  ## the paper's experiments beside the peers', an hour; paper/paper.html and .pdf, and docs/paper.md of it
 	$(BIN)/python -m benchmarks.paper --out paper; status=$$?; cp paper/paper.json benchmarks/results/measured/paper.json && $(BIN)/python -m benchmarks.paper --docs paper/paper.json && exit $$status
 
 peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-NAME on the first run

@@ -25,7 +25,7 @@ class Figure:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {"value": round(self.value, 6), "unit": self.unit, "bar": self.bar, "holds": self.holds}
+        return {"value": float(f"{self.value:.9g}"), "unit": self.unit, "bar": self.bar, "holds": self.holds}
 
 
 def report(benchmark: str, figures: dict[str, Figure], **about: str) -> None:

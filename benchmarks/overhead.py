@@ -5,7 +5,7 @@ with segments of the same loop on the same tensors without it. The untracked seg
 the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint.
 They are the mean over a segment, and the median of the segments.
 With `--step-ms`, steps of 16 rows and 16 key groups follow, in which each rank computes until so many milliseconds have passed.
-Checkpoints are saved between segments. Their ledger bytes are the growth of the ledger's data files and metadata.
+Checkpoints are saved between segments. Their ledger bytes are those of the ledger's data files.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -17,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, report
-from benchmarks.gpu_parts.node import find_node
 from benchmarks.paper_parts import divergence, page
 from benchmarks.paper_parts.divergence import FULL, QUICK, Outcome
+from benchmarks.paper_parts.model import new_model
 from benchmarks.paper_parts.programs import PROGRAMS, measure_program
 from benchmarks.paper_parts.summary import summarize
+from benchmarks.results.record import about_here
 
 _DOCS = Path(__file__).parents[1] / "docs"
 _QUICK_PARTS = ("divergence", "overhead", "state")
 
 
-def main() -> None:
-    """Measure, write the page, and report."""
+def main() -> int:
+    """Measure, write the page, and report. Return 1 if a part failed, or DLAC trained otherwise than undisturbed."""
     parts = ("divergence", *PROGRAMS)
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="one seed, one setting, ten faults, and two programs")
@@ -40,29 +42,33 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.docs:
         page.write_docs(json.loads(asked.docs.read_text()), _DOCS)
-        return
+        return 0
     names = asked.only.split(",") if asked.only else _QUICK_PARTS if asked.quick else parts
     if unknown := set(names) - set(parts):
         parser.error(f"expected some of {','.join(parts)}, found {','.join(sorted(unknown))}")
     asked.out.mkdir(parents=True, exist_ok=True)
     file = asked.out / "paper.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    found |= {"machine": asdict(find_node())}
+    place = about_here()
     for name in names:
         begun, load = time.monotonic(), os.getloadavg()[0]
         measured = _divergence(quick=asked.quick) if name == "divergence" else measure_program(name)
-        about = {"day": time.strftime("%Y-%m-%d"), "seconds": time.monotonic() - begun, "quick": asked.quick}
+        about = {**place, "seconds": time.monotonic() - begun, "quick": asked.quick and name == "divergence"}
         found[name] = {**measured, **about, "load": [load, os.getloadavg()[0]]}
         file.write_text(json.dumps(found))
-    page.write_page(found, asked.out)
-    report("paper", figures_of(found), page=str(asked.out / "paper.html"))
+        page.write_page(found, asked.out)
+    figures = figures_of(found)
+    report("paper", figures, page=str(asked.out / "paper.html"))
+    failed = [name for name in names if "failed" in found[name]]
+    return int(bool(failed) or not all(figure.holds for figure in figures.values()))
 
 
 def _divergence(*, quick: bool) -> dict[str, Any]:
     effort = QUICK if quick else FULL
     with tempfile.TemporaryDirectory(prefix="dlac-paper-", ignore_cleanup_errors=True) as scratch:
         outcomes = divergence.measure(effort, Path(scratch))
-    return {"effort": asdict(effort), "outcomes": [asdict(each) for each in outcomes]}
+    parameters = sum(each.numel() for each in new_model(0)[0].parameters())
+    return {"effort": {**asdict(effort), "parameters": parameters}, "outcomes": [asdict(each) for each in outcomes]}
 
 
 def figures_of(found: dict[str, Any]) -> dict[str, Figure]:
@@ -85,4 +91,4 @@ def figures_of(found: dict[str, Any]) -> dict[str, Figure]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

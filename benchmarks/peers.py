@@ -1,7 +1,8 @@
 """DLAC compared with alternatives: `python -m benchmarks.peers [--quick] [--only NAME,...]`.
 
 One run on the same rows gives: the rows that each loader repeats and loses when it is killed, resized, resumed twice, resumed
-in the second pass, and when the table changes before a resume; rows per second with two workers, shuffle off and on; seconds from
+in the second pass, and when the table changes before a resume; rows per second with two workers, shuffle off and on, of a whole
+pass, from opening the loader to the last batch; seconds from
 resume to the first batch at 1 %, 50 % and 99 % of a pass; bytes of state. All figures come from the row ids that the
 loader's consumer logged. The cell of a loader that cannot be installed, or lacks a feature, has the reason.
 
@@ -55,20 +56,17 @@ class Effort:
     scenarios: Size
     timing: Size
     rounds: int
-    steps: int  # of 64 rows, in one timed run
 
 
 QUICK = Effort(
     scenarios=Size(files=8, groups=8, group_rows=32, sequence=64),
-    timing=Size(files=8, groups=8, group_rows=128, sequence=256),
+    timing=Size(files=16, groups=16, group_rows=128, sequence=512),
     rounds=3,
-    steps=100,
 )
 FULL = Effort(
     scenarios=Size(files=16, groups=16, group_rows=64, sequence=64),
-    timing=Size(files=16, groups=16, group_rows=256, sequence=512),
-    rounds=11,
-    steps=400,
+    timing=Size(files=32, groups=16, group_rows=256, sequence=512),
+    rounds=5,
 )
 
 
@@ -132,7 +130,7 @@ def _scenarios(measured: Measured, bench: Bench) -> None:
 
 def _times(measured: dict[str, Measured], timed: dict[str, Bench], effort: Effort) -> None:
     for order, shuffle in (("plain", False), ("shuffled", True)):
-        found = timing.speeds(timed, shuffle=shuffle, rounds=effort.rounds, steps=effort.steps)
+        found = timing.speeds(timed, shuffle=shuffle, rounds=effort.rounds)
         for name, speed in found.items():
             measured[name].speed[order] = speed
     for name, bench in timed.items():
@@ -151,8 +149,18 @@ def figures(measured: dict[str, Measured]) -> dict[str, Figure]:
                 tag = f"{name}.{scenario}" + (".without_workers" if count.with_workers else "")
                 found[f"{tag}.repeated"] = Figure(value=count.repeated, unit="rows", bar=bar)
                 found[f"{tag}.missing"] = Figure(value=count.missing, unit="rows", bar=bar)
+                if count.left_out:
+                    found[f"{tag}.left_out"] = Figure(value=count.left_out, unit="rows", bar=bar)
+                if count.uninterrupted not in (None, (0, 0)):
+                    repeated, missing = count.uninterrupted or (0, 0)
+                    found[f"{tag}.uninterrupted_repeated"] = Figure(value=repeated, unit="rows")
+                    found[f"{tag}.uninterrupted_missing"] = Figure(value=missing, unit="rows")
                 if count.appended_read is not None:
                     found[f"{tag}.appended_read"] = Figure(value=count.appended_read, unit="rows")
+        if name == OURS:
+            failed = [each for each in (one.failed, *one.counts.values(), one.resume) if isinstance(each, str) and each]
+            failed += [speed.failed for speed in one.speed.values() if speed.failed]
+            found[f"{name}.failed"] = Figure(value=len(failed), unit="scenarios", bar="<= 0")
         for order, speed in one.speed.items():
             if not speed.failed:
                 found[f"{name}.{order}.token_rate"] = Figure(value=speed.rate * one.sequence, unit="tokens/s")

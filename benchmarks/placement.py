@@ -179,7 +179,7 @@ def _spread(values: Sequence[float]) -> float:
     """Return the interquartile range, or 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
-    first, _, third = statistics.quantiles(values, n=4)
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return third - first
 
 

@@ -333,7 +333,7 @@ def _median(values: Iterator[float]) -> float:
 
 def _memory(home: Path, kind: Kind, *, shuffle: bool) -> dict[str, Figure]:
     """Return peak resident memory minus the process's memory before it opened the reader."""
-    command = [sys.executable, str(_MEMORY), str(home), kind.name, str(int(shuffle)), str(int(kind.group_rows < 4096))]
+    command = [sys.executable, str(_MEMORY), str(home), kind.name, str(int(shuffle)), str(kind.group_rows)]
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root}

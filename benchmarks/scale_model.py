@@ -5,7 +5,7 @@ combine the parts. Parts that grow with nodes or ranks are extrapolated by the b
 A vote is the exception: a rank sends and receives O(log n) messages, so its work is fitted by a + c log2 n.
 
 - coordination: processor time of the leader and of the store since the loss is known, in recoveries of real supervisors
-  (`benchmarks/control_plane.py`). FILE has its output. Without FILE 8 and 32 nodes are measured.
+  (`benchmarks/control_plane.py`). FILE is its kept result. Without FILE 8 and 32 nodes are measured.
 - process groups and votes: 2 to 32 processes. They are compared with Gloo's published start-up: 18, 25 and 85 s at 2,048,
   4,096 and 8,192 ranks (pull request 408 of Gloo), as c n log2 n.
 
@@ -180,8 +180,8 @@ def phases_at(parts: Measured, nodes: int) -> dict[str, float]:
         "verify": (size / parts.verify_rate + ASSUMED["files_per_rank"][0] * ranks * parts.file_s) / nodes
         + ASSUMED["told_and_answered"][0],
         "groups": GROUPS * parts.group(ranks),
-        "groups_gloo": parts.gloo(ranks),
-        "groups_gloo_of_a_rank_per_node": parts.gloo(nodes),
+        "groups_gloo": GROUPS * parts.gloo(ranks),
+        "groups_gloo_of_a_rank_per_node": GROUPS * parts.gloo(nodes),
         "load": parts.fixed["load_s"] + size / ranks / parts.load_rate,
         "votes": VOTES * parts.vote(ranks),
         "first_step": parts.fixed["first_step_s"],
@@ -217,7 +217,7 @@ def _control_plane() -> dict[int, dict[str, float]]:
 
 def _read_points(file: Path) -> dict[int, dict[str, float]]:
     """Read recoveries of real supervisors that another program measured."""
-    return _points(json.loads(file.read_text().splitlines()[-1])["figures"])
+    return _points(json.loads(file.read_text())["figures"])
 
 
 def _points(figures: Mapping[str, Mapping[str, float]]) -> dict[int, dict[str, float]]:

@@ -67,7 +67,7 @@ def _measure(lakehouse: Lakehouse, run: str, planted: set[int], asked: int) -> d
     bad = {step: [each.row for each in rows.of(step) if each.row in planted] for step in losses}
     chosen = [step for step, mine in bad.items() if len(mine) == 1 and step > _WARM_UP][:asked]
     assert len(chosen) == asked, len(chosen)
-    spikes = {each.step for each in find_spikes(losses)}
+    spikes = {step for each in find_spikes(losses) for step in range(each.step, each.last_step + 1)}
     first = alone = different = 0
     seconds = []
     for step in chosen:

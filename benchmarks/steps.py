@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -96,8 +95,7 @@ def main() -> None:
             "cold_p50_s": Figure(value=statistics.median(cold_s), unit="s", bar="<= 2"),
             "cold_max_s": Figure(value=max(cold_s), unit="s"),
             "warm_p50_s": Figure(value=statistics.median(warm_s), unit="s"),
-            "bytes_per_step": Figure(value=grown, unit="bytes", bar="<= 0"),
-            "peak_mb": Figure(value=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, unit="MiB"),
+            "ledger_growth": Figure(value=grown, unit="bytes", bar="<= 0"),
             "load_average_1min": Figure(value=os.getloadavg()[0], unit="processes"),
         },
     )

@@ -5,6 +5,7 @@ order in each round. The server, its disk and the client share this machine. Eve
 `--quick` takes 128 MB and three rounds.
 """
 
+import itertools
 import os
 import statistics
 import sys
@@ -42,10 +43,11 @@ def _measure(source: Path, server: SeaweedFS, *, rounds: int) -> dict[str, Figur
         ("obstore", _obstore(source, server)),
         ("pyarrow", _pyarrow(source, server)),
     ]
+    orders = list(itertools.permutations(sides))
     files = StoreFiles(server.properties)
     seconds: dict[str, list[float]] = {name: [] for name, _ in sides}
     for number in range(rounds + 1):
-        for name, upload in sides[number % 3 :] + sides[: number % 3]:
+        for name, upload in orders[number % len(orders)]:
             began = time.monotonic()
             upload(f"{name}/state.pt")
             if number:  # the first round fills caches and pools of connections

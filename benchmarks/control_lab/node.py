@@ -2,7 +2,6 @@
 
 A `TCPStore` in the client counts its store operations. Bytes and messages are the kernel's counts of the connections to the
 store (TCP_INFO). Processor time is that of getrusage, for the supervisor and its ended processes.
-have ended.
 """
 
 from __future__ import annotations

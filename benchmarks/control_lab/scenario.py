@@ -87,7 +87,7 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         scenario=scenario,
         start_s=start_s,
         idle=idle,
-        noticed_s=failures[0]["at"] - at,
+        noticed_s=noticed["at"] - at,
         formed_s=(points[leader].parent / "spec.json").stat().st_mtime - at,
         claim_s=point["claim_s"],
         verify_s=point["verify_s"],
@@ -99,7 +99,7 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         most={name: max(each[name] for each in others) for name in COUNTED},
         leader_busy_s=resumed[leader]["cpu_s"] - noticed["cpu_s"],
         server_cpu_s=server_cpu_s - server_before,
-        server_busy_s=server_cpu_s - failures[0]["server_cpu_s"],
+        server_busy_s=server_cpu_s - noticed["server_cpu_s"],
         attempts=point["attempt"] - attempt,
         memory_mb=memory_mb,
     )

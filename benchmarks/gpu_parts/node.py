@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -50,18 +51,26 @@ def find_node() -> MeasuredNode:
     return MeasuredNode(**run_program([sys.executable, "-m", __name__]))
 
 
-def run_program(command: list[str]) -> dict[str, Any]:
+def run_program(command: list[str], *, limit_s: float | None = None) -> dict[str, Any]:
     """Run a program of a benchmark, and return the JSON object on its last line.
 
     Raises:
-        RuntimeError: the program failed.
+        RuntimeError: the program failed, printed nothing, or did not end within `limit_s`. It is killed with its children then.
     """
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as program:
+        try:
+            output, errors = program.communicate(timeout=limit_s)
+        except BaseException as err:
+            os.killpg(program.pid, signal.SIGKILL)
+            if not isinstance(err, subprocess.TimeoutExpired):
+                raise
+            raise RuntimeError(f"expected {command[1:3]!r} to end within {limit_s:.0f} s, found it running") from err
+    if program.returncode != 0 or not output:
         raise RuntimeError(
-            f"expected {command[1:3]!r} to end with status 0, found {ended.returncode}: {ended.stderr[-2000:]}"
+            f"expected {command[1:3]!r} to print its figures and end with status 0, found {program.returncode}: {errors[-2000:]}"
         )
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 

@@ -12,7 +12,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,13 +28,14 @@ from benchmarks.peer_loaders import environments
 from benchmarks.peer_loaders.environments import Environment
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.operations.loader_check import tables
+from dlac_pipeline.operations.loader_check.client import LoaderFailed
 from dlac_pipeline.operations.loader_check.protocol import Job
 from dlac_pipeline.operations.loader_check.tables import Lake
 
 BATCH = 16
 _ROW_GROUP = 20
 _FILES = 16
-_VALIDATION_ROWS = 128
+_VALIDATION_ROWS = 64
 WORLDS = (2, 2, 4, 4, 2, 2, 2, 1, 1, 2, 2, 2, 4, 2, 2, 2, 2, 1, 2, 2, 2)
 """Ranks of each launch."""
 
@@ -52,7 +53,7 @@ class Method:
 
 
 METHODS = {
-    "dlac": Method(name="DLAC", loader="training_run", environment=environments.OWN),
+    "dlac": Method(name="DLAC, training_run of one rank", loader="training_run", environment=environments.OWN),
     "dlac_dataset": Method(name="DLAC, dataset alone", loader="dlac", environment=environments.OWN, calm="dlac"),
     "stateful": Method(name="StatefulDataLoader", loader="torchdata", environment=environments.SHARED),
     "hf": Method(name="HF datasets, state_dict", loader="hf_parquet", environment=environments.SHARED),
@@ -103,7 +104,7 @@ class Outcome:
     method: str
     seed: int
     faulted: bool
-    failed: str = ""
+    failed: str = "it was not run"
     seconds: float = 0.0
     trained: int = 0
     """Steps of the surviving lineage."""
@@ -132,17 +133,32 @@ def measure(effort: Effort, scratch: Path, *, processes: int = 2) -> list[Outcom
     """Train everything, `processes` at a time. A training that fails is an outcome with its reason."""
     lake = Lake(scratch / "lake")
     work: queue.Queue[tuple[Method, Training, Outcome]] = queue.Queue()
-    outcomes = []
-    for setting in effort.settings:
-        for training in _trainings(effort, setting, lake, scratch / setting.name):
+    chosen = [each for setting in effort.settings for each in _trainings(effort, setting, lake, scratch / setting.name)]
+    outcomes = [outcome for _, _, outcome in chosen]
+    missing = _install({method.environment for method, _, _ in chosen})
+    for training in sorted(chosen, key=lambda each: not each[2].faulted):  # the longest first
+        method, _, outcome = training
+        if method.environment in missing:
+            outcome.failed = missing[method.environment]
+        else:
             work.put(training)
-            outcomes.append(training[2])
     threads = [threading.Thread(target=_work, args=(work, lake, scratch / f"process-{n}")) for n in range(processes)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return outcomes
+
+
+def _install(wanted: set[Environment]) -> dict[Environment, str]:
+    """Make the environments that are missing. Return why some cannot be made."""
+    failed = {}
+    for environment in wanted:
+        try:
+            environments.python_of(environment)
+        except LoaderFailed as err:
+            failed[environment] = str(err)
+    return failed
 
 
 def _trainings(
@@ -198,12 +214,15 @@ def _work(work: queue.Queue[tuple[Method, Training, Outcome]], lake: Lake, folde
                 method, training, outcome = work.get_nowait()
             except queue.Empty:
                 return
-            answer = ask(method.environment, training)
-            outcome.failed, outcome.seconds = answer["failed"], answer["seconds"]
-            if not outcome.failed:
-                _account(training, outcome)
-                if training.loader == "training_run":
-                    outcome.exact = audit_run(lake.lakehouse, run_name(training)).exact
+            try:
+                answer = ask(method.environment, training)
+                outcome.failed, outcome.seconds = answer["failed"], answer["seconds"]
+                if not outcome.failed:
+                    _account(training, outcome)
+                    if training.loader == "training_run":
+                        outcome.exact = audit_run(lake.lakehouse, run_name(training)).exact
+            except Exception as err:  # one training must not end the others
+                outcome.failed = f"{type(err).__name__}: {err}"
             print(json.dumps(_line(outcome)), flush=True)
 
 
@@ -213,7 +232,7 @@ def _trainers(folder: Path) -> Iterator[Any]:
 
     def ask(environment: Environment, training: Training) -> dict[str, Any]:
         process = started.get(environment.folder)
-        if process is None:
+        if process is None or process.poll() is not None:
             process = started[environment.folder] = _start(environment, folder)
         file = folder / "training.json"
         training.write(file)
@@ -221,14 +240,18 @@ def _trainers(folder: Path) -> Iterator[Any]:
         assert process.stdout is not None
         process.stdin.write(f"{file}\n")
         process.stdin.flush()
-        answer: dict[str, Any] = json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"expected an answer of the trainer, found its end with status {process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     try:
         yield ask
     finally:
         for process in started.values():
-            process.communicate()
+            with suppress(BrokenPipeError):
+                process.communicate()
 
 
 def _start(environment: Environment, folder: Path) -> subprocess.Popen[str]:
@@ -276,6 +299,12 @@ def distance(outcome: Outcome, calm: Outcome) -> float:
             [abs(loss - calm.validation[step]) for step, loss in outcome.validation.items() if step in calm.validation]
         )
     )
+
+
+def loss_distance(outcome: Outcome, calm: Outcome) -> float:
+    """Return the mean distance of two curves of training losses, as a share of the loss."""
+    steps = outcome.losses.keys() & calm.losses.keys()
+    return float(np.mean([abs(outcome.losses[step] - calm.losses[step]) / calm.losses[step] for step in sorted(steps)]))
 
 
 def same(outcome: Outcome, other: Outcome) -> bool:

@@ -1,11 +1,11 @@
-"""A small transformer of 1.4 M parameters that predicts the next byte. Its results depend on its seed and its batches alone."""
+"""A small transformer of 1.0 M parameters that predicts the next byte. Its results depend on its seed and its batches alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-WIDTH, LAYERS, HEADS, LENGTH = 192, 3, 4, 32
+WIDTH, LAYERS, HEADS, LENGTH = 160, 3, 4, 32
 _RATE = 1e-3
 
 
@@ -35,7 +35,7 @@ def new_model(seed: int) -> tuple[ByteModel, torch.optim.AdamW]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = ByteModel()
-    return model, torch.optim.AdamW(model.parameters(), _RATE)
+    return model, torch.optim.AdamW(model.parameters(), _RATE, fused=True)
 
 
 def loss_of(model: ByteModel, tokens: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
+from benchmarks.paper_parts.claims import CLAIM_HEADS, TABLE_1_HEADS, claim_rows, table_1_rows
 from benchmarks.paper_parts.divergence import BATCH, METHODS, WORLDS, Outcome
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, MONTHS, STARTS_S, Goodput, Mode, modes_of, simulate
 from benchmarks.paper_parts.programs import PROGRAMS
@@ -34,6 +35,8 @@ _COLORS = {
     "restart": "#c8553d",
     "deepspeed": "#8b5a8c",
 }
+_WINDOW = 12
+"""Steps whose mean training loss is drawn as one point."""
 _SETTINGS = {
     "stream": "A stream, read once in the table's order",
     "passes": "A small table, read five times and shuffled",
@@ -42,7 +45,8 @@ _ABOUT = (
     "One process trains on the shares of all ranks, so that sums do not depend on the number of ranks: that is modelled. Each "
     "fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every {save_every} steps. "
     "{changes} of the {faults} faults change the number of ranks (1, 2 and 4). Loaders that keep a state per rank give rank r of "
-    "the new number that of rank r modulo the old one, as none of them documents a change. A training whose pass ends early "
+    "the new number that of rank r modulo the old one, as none of them documents a change. `training_run` of one process is one "
+    "rank in all its launches: of DLAC, the dataset alone changes the number. A training whose pass ends early "
     "begins another one, until it has had {steps} steps of {batch} rows. Seconds to a loss are its steps at the mean time of a "
     "step of that training, with restarts and repeated steps, while two trainings share the node."
 )
@@ -55,10 +59,10 @@ def write_page(found: Found, folder: Path) -> None:
     sections = [*_sections(found)]
     template = jinja2.Template((Path(__file__).with_name("page.html.template")).read_text(), autoescape=True)
     shown = [
-        {**section, "text": map(_plain, section["text"]), "picture": _inline(section.get("figure"))}
+        {**section, "text": map(_plain, section["text"]), "image": _inline(section.get("figure"))}
         for section in sections
     ]
-    (folder / "paper.html").write_text(template.render(sections=shown, machine=found["machine"]))
+    (folder / "paper.html").write_text(template.render(sections=shown))
     with PdfPages(folder / "paper.pdf") as pdf:
         for section in sections:
             for sheet in _sheets(section):
@@ -68,10 +72,10 @@ def write_page(found: Found, folder: Path) -> None:
 def write_docs(found: Found, docs: Path) -> None:
     """Write docs/paper.md, and its pictures beside those of the other pages."""
     lines = ["# The paper's experiments", "", *_HEAD, ""]
-    for number, section in enumerate(_sections(found)):
+    for section in _sections(found):
         lines += [f"## {section['title']}", "", *section["text"], ""]
         if "figure" in section:
-            name = "divergence.png" if number == 0 else f"paper-{number}.png"
+            name = f"{section['picture']}.png"
             (docs / "pictures" / name).write_bytes(_png(section["figure"]))
             lines += [f"![{section['title']}](pictures/{name})", ""]
         for heads, rows in section["tables"]:
@@ -87,6 +91,11 @@ _HEAD = (
 
 
 def _sections(found: Found) -> Iterator[Found]:
+    yield {
+        "title": "The paper's claims and its table 1",
+        "text": ["Each claim has a section below, which says how it was measured, on what, and what was modelled."],
+        "tables": [(CLAIM_HEADS, claim_rows(found)), (TABLE_1_HEADS, table_1_rows(found))],
+    }
     if "divergence" in found:
         yield from _divergence(found["divergence"])
     for name, program in PROGRAMS.items():
@@ -105,7 +114,7 @@ def _divergence(part: Found) -> Iterator[Found]:
         own = [each for each in outcomes if each.setting == setting]
         facts = (
             f"**{_SETTINGS[setting]}.** {effort['seeds']} seeds, {effort['faults']} faults at the same steps, a transformer of "
-            f"1.4 M parameters, bytes of Python's standard library, measured on {part['day']}, {_load(part)}."
+            f"{effort['parameters'] / 1e6:.1f} M parameters, bytes of Python's standard library, measured {_when(part)}."
         )
         summaries = summarize(own, BATCH)
         failures = [
@@ -115,6 +124,7 @@ def _divergence(part: Found) -> Iterator[Found]:
             if each.failed
         ]
         yield {
+            "picture": "divergence" if setting == "stream" else f"divergence-{setting}",
             "title": "Training under faults" if number == 0 else f"Training under faults: {_SETTINGS[setting].lower()}",
             "text": [
                 'The paper: "training loss curves that track within 0.1% of failure-free runs" (5.2).',
@@ -134,6 +144,7 @@ _SUMMARY_HEADS = (
     "its variance",
     "beyond its own undisturbed training (± 95 %)",
     "area between the curves",
+    "mean distance of its training loss",
     "identical to it, bit by bit",
     "rows repeated",
     "rows missing",
@@ -147,12 +158,13 @@ def _summary_table(summaries: Sequence[Summary]) -> Table:
     return _SUMMARY_HEADS, [_summary_row(each) for each in summaries]
 
 
-def _load(part: Found) -> str:
-    """Return a phrase on the processes that shared the node."""
-    if "load" not in part:
-        return "at a load of the node that was not recorded"
+def _when(part: Found) -> str:
+    """Return a phrase on the day, the commit, the machine and the processes that shared it."""
     before, after = part["load"]
-    return f"at a load average of {before:.1f} before and {after:.1f} after it"
+    return (
+        f"on {part['day']}, at commit {part['commit']}, in {part['seconds'] / 60:.1f} min, on {part['machine']}, at a load "
+        f"average of {before:.1f} before and {after:.1f} after it{', as a short run' if part['quick'] else ''}"
+    )
 
 
 def _summary_row(each: Summary) -> tuple[str, ...]:
@@ -161,10 +173,11 @@ def _summary_row(each: Summary) -> tuple[str, ...]:
         return (name, *("-",) * (len(_SUMMARY_HEADS) - 1))
     return (
         name,
-        f"{each.final:.4f} ± {each.final_band:.4f}",
+        f"{each.final:.4f} ± {_band(each, each.final_band)}",
         f"{each.final_variance:.2g}",
-        f"{each.excess:+.4f} ± {each.excess_band:.4f}",
+        f"{each.excess:+.4f} ± {_band(each, each.excess_band)}",
         f"{each.area:.4f}",
+        f"{each.loss_distance:.2%}",
         f"{each.identical} of {each.seeds}",
         f"{each.repeated:,.0f} of {each.rows:,}",
         f"{each.missing:,.0f}",
@@ -172,6 +185,11 @@ def _summary_row(each: Summary) -> tuple[str, ...]:
         _reached(each),
         f"{each.computed:.2f}",
     )
+
+
+def _band(each: Summary, band: float) -> str:
+    """Return half of a confidence interval. One seed has none."""
+    return f"{band:.4f}" if each.seeds > 1 else "?"
 
 
 def _reached(each: Summary) -> str:
@@ -184,8 +202,8 @@ def _reached(each: Summary) -> str:
 
 def _program(name: str, title: str, part: Found) -> Found:
     program = PROGRAMS[name]
-    command = " ".join(("python -m", f"benchmarks.{name}", "--quick", *program.arguments))
-    text = [f"The paper: {program.paper}.", "", f"Measured by `{command}` on {part['day']}, {_load(part)}."]
+    command = " ".join(("python", *program.command(name)))
+    text = [f"The paper: {program.paper}.", "", f"Measured by `{command}` {_when(part)}."]
     if program.about:
         text += ["", f"{program.about}."]
     if program.modelled:
@@ -194,7 +212,9 @@ def _program(name: str, title: str, part: Found) -> Found:
         return {"title": title, "text": [*text, "", f"**It failed:** {part['failed']}"], "tables": []}
     figures = part["figures"]
     section = {"title": title, "text": text, "tables": program_tables(figures, program.rows)}
-    return {**section, "figure": _risk(figures, program.rows)} if name == "intervals" else section
+    if name != "intervals":
+        return section
+    return {**section, "figure": _risk(figures, program.rows), "picture": "intervals"}
 
 
 def program_tables(figures: Found, rows: Sequence[str]) -> list[Table]:
@@ -280,13 +300,15 @@ def _verdict(figure: Found) -> str:
 
 
 def _curves(outcomes: Sequence[Outcome]) -> Figure:
-    """Draw the validation losses with their bands, and how far they are from the undisturbed ones."""
+    """Draw training and validation losses with their bands, and how far the latter are from the undisturbed ones."""
     from matplotlib.figure import Figure as Drawing
 
-    figure = Drawing(figsize=(11, 4.2), layout="constrained")
-    losses, beyond = figure.subplots(1, 2)
+    figure = Drawing(figsize=(14, 4.2), layout="constrained")
+    trained, losses, beyond = figure.subplots(1, 3)
     setting = outcomes[0].setting
-    _draw(losses, "undisturbed", "calm", [each.validation for each in calm_of(outcomes, setting, "dlac").values()])
+    undisturbed = [*calm_of(outcomes, setting, "dlac").values()]
+    _draw(trained, "undisturbed", "calm", [_smoothed(each.losses) for each in undisturbed])
+    _draw(losses, "undisturbed", "calm", [each.validation for each in undisturbed])
     for key, method in METHODS.items():
         calm = calm_of(outcomes, setting, key)
         faulted = [
@@ -294,6 +316,7 @@ def _curves(outcomes: Sequence[Outcome]) -> Figure:
         ]
         if not faulted:
             continue
+        _draw(trained, method.name, key, [_smoothed(each.losses) for each in faulted])
         _draw(losses, method.name, key, [each.validation for each in faulted])
         _draw(
             beyond,
@@ -304,13 +327,21 @@ def _curves(outcomes: Sequence[Outcome]) -> Figure:
                 for each in faulted
             ],
         )
+    trained.set_ylabel(f"training loss, mean of {_WINDOW} steps (nats per byte)")
     losses.set_ylabel("validation loss (nats per byte)")
-    beyond.set_ylabel("beyond its own undisturbed training")
-    for axes in (losses, beyond):
+    beyond.set_ylabel("validation loss beyond its own undisturbed training")
+    for axes in (trained, losses, beyond):
         axes.set_xlabel("optimizer step")
         axes.spines[["top", "right"]].set_visible(False)
     losses.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _smoothed(losses: dict[int, float]) -> dict[int, float]:
+    """Return the mean of each window of steps, at its last step."""
+    steps = sorted(losses)
+    windows = (steps[first : first + _WINDOW] for first in range(0, len(steps) - _WINDOW + 1, _WINDOW))
+    return {window[-1]: float(np.mean([losses[step] for step in window])) for window in windows}
 
 
 def _risk(figures: Found, rows: Sequence[str]) -> Figure:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.paper_parts.divergence import METHODS, Outcome, distance, same
+from benchmarks.paper_parts.divergence import METHODS, Outcome, distance, loss_distance, same
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Number of seeds -> factor of a 95 % confidence interval of their mean (two-sided t distribution)."""
@@ -35,6 +35,8 @@ class Summary:
     excess_band: float
     area: float
     """Mean distance of the validation curve from its own undisturbed one."""
+    loss_distance: float
+    """Mean distance of the training loss from the undisturbed one, as a share of it."""
     identical: int
     """Seeds whose losses are those of the undisturbed training, bit by bit."""
     repeated: float
@@ -105,6 +107,7 @@ def _summary(
         excess=_mean(excess),
         excess_band=band_of(excess),
         area=_mean([distance(each, calm[each.seed]) for each in ended]),
+        loss_distance=_mean([loss_distance(each, calm[each.seed]) for each in ended]),
         identical=sum(same(each, calm[each.seed]) for each in ended),
         repeated=_mean([each.repeated for each in ended]),
         missing=_mean([each.missing for each in ended]),

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from benchmarks.peer_loaders.rows import COLUMNS, arrays
@@ -26,8 +29,6 @@ class DeepSpeedLoader:
     """One rank's loader."""
 
     def __init__(self, job: Job) -> None:
-        from deepspeed.runtime.dataloader import DeepSpeedDataLoader
-
         table = _read(job)
         self._sampler: Any = DistributedSampler(
             table, num_replicas=job.world_size, rank=job.rank, shuffle=job.shuffle, seed=job.seed
@@ -67,9 +68,6 @@ def open_loader(job: Job, state: bytes | None) -> DeepSpeedLoader:
 
 
 def _read(job: Job) -> TensorDataset:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     files = [pq.read_table(file, columns=COLUMNS) for file in job.files]
     row_ids, _, tokens = arrays(pa.concat_tables(files))
     return TensorDataset(torch.from_numpy(row_ids.copy()), torch.from_numpy(np.stack(tokens)))

@@ -1,8 +1,7 @@
-"""Peak resident memory of one reader, for benchmarks/reader.py. Input: home, kind, shuffle, quick. Output: JSON."""
+"""Peak resident memory of one reader, for benchmarks/reader.py. Input: home, kind, shuffle, rows of a row group. Output: JSON."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,17 +14,23 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 def main() -> None:
     """Read a pass and a half. The kernel resets the peak on request."""
-    home, name, shuffle, quick = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "1", sys.argv[4] == "1"
-    kind = next(kind for kind in kinds(quick=quick) if kind.name == name)
+    home, name, shuffle, group_rows = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "1", int(sys.argv[4])
+    kind = next(
+        kind
+        for quick in (False, True)
+        for kind in kinds(quick=quick)
+        if (kind.name, kind.group_rows) == (name, group_rows)
+    )
     connect(job(home, kind, shuffle=shuffle).lakehouse)  # libraries' first use does not count
     torch.zeros(1)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     reader = open_reader(home, kind, shuffle=shuffle)
-    rows = kind.groups * kind.group_rows
-    batches = 3 * rows // kind.batch_size // 2
-    for _ in itertools.islice(reader, batches):
-        pass
+    rows, wanted = 0, 3 * kind.groups * kind.group_rows // 2
+    for batch in reader:
+        rows += sum(advance.rows_consumed for _, _, advance in batch.moved)  # a batch of text has parts of documents
+        if rows >= wanted:
+            break
     print(json.dumps({"peak_bytes": _status("VmHWM") - before, "before_bytes": before}))
     reader.close()
 

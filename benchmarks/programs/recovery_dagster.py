@@ -1,4 +1,4 @@
-"""A Dagster job without DLAC, for benchmarks/recovery_daemon.py: torchrun starts the script, run retries start the job again."""
+"""A Dagster job without DLAC, for benchmarks/recovery_daemon.py: torchrun starts the script, and the op starts it again."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ class BareTraining(dg.Config):
     arguments: list[str]
 
 
-@dg.op
+@dg.op(retry_policy=dg.RetryPolicy(max_retries=1_000))
 def train(config: BareTraining) -> None:
     """Fail if torchrun does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]

@@ -12,13 +12,14 @@ from benchmarks.figures import Figure
 def compare_with_bare(measured: Mapping[str, Sequence[float]], side: str, *, most: float) -> dict[str, Figure]:
     """Return medians and worst of all sides, and the ratio (at most `most`) and difference of `side` to the side "bare"."""
     medians = {name: statistics.median(found) for name, found in measured.items()}
-    halves = [statistics.median(measured["bare"][part::2]) for part in (0, 1)]
     figures = {f"{name}_recovery_s": Figure(value=value, unit="s") for name, value in medians.items()}
     figures |= {f"{name}_recovery_worst_s": Figure(value=max(found), unit="s") for name, found in measured.items()}
+    if len(measured["bare"]) > 1:
+        halves = [statistics.median(measured["bare"][part::2]) for part in (0, 1)]
+        figures["bare_over_bare"] = Figure(value=halves[1] / halves[0], unit="ratio")
     return figures | {
         "kills": Figure(value=len(measured[side]), unit="per side"),
         f"{side}_over_bare": Figure(value=medians[side] / medians["bare"], unit="ratio", bar=f"<= {most}"),
-        "bare_over_bare": Figure(value=halves[1] / halves[0], unit="ratio"),
         f"{side}_less_bare_s": Figure(value=medians[side] - medians["bare"], unit="s"),
         "load_average_1min": Figure(value=os.getloadavg()[0], unit="processes"),
     }

@@ -1,8 +1,9 @@
 """The page of all figures, docs/figures.md: `python -m benchmarks.results.page`. In: measured/*.json, and the text of sections/.
 
 A section is a Jinja template. `result("NAME")` reads measured/NAME.json. Of a result `r`, `r.about` says when and on what it was
-measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage, and
-`r.bar("FIGURE")` its bar and whether it holds. A section that reads no result was written by hand, and the page says so.
+measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage,
+`r.bar("FIGURE")` its bar and whether it holds, and `r.has("FIGURE")` whether there is one. A section that reads no
+result was written by hand, and the page says so.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class Result:
             f"Measured by `{command}` on {found['day']}, at commit {found['commit']}, {_load_of(found['load'])}on "
             f"{found['machine']}."
         )
+
+    def has(self, figure: str) -> bool:
+        """Return whether the program reported a figure: a short run may have fewer."""
+        return figure in self._found["figures"]
 
     def __call__(self, figure: str) -> str:
         """Return a figure with its unit."""

@@ -34,7 +34,7 @@ def main() -> int:
 
 def record(command: list[str], file: Path, *, program: str) -> int:
     """Run a command, keep the figures of its last line in a file, and return its exit status."""
-    about = {"program": program, "arguments": command[3:], **_about()}
+    about = {"program": program, "arguments": command[3:], **about_here()}
     load, begun = os.getloadavg()[0], time.monotonic()
     status, last = _run(command)
     about |= {"minutes": round((time.monotonic() - begun) / 60, 1), "load": [load, os.getloadavg()[0]]}
@@ -68,7 +68,7 @@ def _figures_of(line: str, program: str, status: int) -> dict[str, Any]:
     return figures
 
 
-def _about() -> dict[str, Any]:
+def about_here() -> dict[str, Any]:
     """Return the day, the commit and the machine."""
     git = ["git", "-C", str(MEASURED.parents[2])]
     commit = _output([*git, "rev-parse", "--short=7", "HEAD"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import sys
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 
 from benchmarks.checkpoint import storage_figures
 from benchmarks.figures import Figure
+from benchmarks.gpu_parts.node import run_program
 from benchmarks.intervals import Measured, cost_of, measured_of
 from benchmarks.intervals import figures_of as interval_figures
+from benchmarks.paper_parts.claims import claim_rows
 from benchmarks.paper_parts.divergence import BATCH, Outcome, fault_steps
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, modes_of, simulate
 from benchmarks.paper_parts.page import program_tables
@@ -25,7 +29,7 @@ CALM = {10: 4.0, 20: 3.0, 30: 2.0}
 def outcome(method: str, *, seed: int = 0, faulted: bool, validation: dict[int, float] = CALM) -> Outcome:
     """Return a training of 30 steps whose training losses are those of validation."""
     return Outcome(
-        setting="stream", method=method, seed=seed, faulted=faulted, trained=30, computed=30, losses=dict(validation),
+        setting="stream", method=method, seed=seed, faulted=faulted, failed="", trained=30, computed=30, losses=dict(validation),
         validation=validation,
     )  # fmt: skip
 
@@ -77,6 +81,8 @@ def test_method_is_compared_with_own_calm_training() -> None:
     assert (ours.method, ours.identical, ours.excess, ours.area) == ("dlac", 1, 0.0, 0.0)
     assert (restart.method, restart.identical, restart.seeds, restart.failed) == ("restart", 0, 1, ("out of rows",))
     assert (restart.excess, restart.area) == (0.5, 0.5)
+    assert ours.loss_distance == 0
+    assert restart.loss_distance == pytest.approx((0.5 / 4 + 0.5 / 3 + 0.5 / 2) / 3)
     assert (ours.reached, restart.reached) == (1, 0)
     assert (restart.worth, restart.computed, restart.repeated, restart.missing) == (25, 1.5, 8, 6)
 
@@ -178,6 +184,51 @@ def test_figures_of_rows_share_table() -> None:
         [("5s", "0.0567 (<= 0.02: missed)", "123,456", "7"), ("10s", "0.01", "", "")],
     )
     assert others[1] == [("step s", "0.5", "s", "", "")]
+
+
+def test_claims_are_filled_in_from_parts() -> None:
+    """A ratio has no unit and a share is a percentage. A part that did not run, or failed, is named as not measured."""
+    figures = {
+        "resume": {"in_order_less_than_replay": Figure(value=99.28, unit="%")},
+        "state": {"torchdata_state_over_ours": Figure(value=271.4, unit="ratio")},
+        "memory_recovery": {"100M_overhead": Figure(value=0.0162, unit="share of the time")},
+    }
+    found: dict[str, Any] = {
+        part: {"figures": {name: each.to_json() for name, each in of.items()}} for part, of in figures.items()
+    }
+    cells = {row[0]: row[2:] for row in claim_rows({**found, "overhead": {"failed": "out of memory"}})}
+    assert cells["positioning"][0] == "99.3 % less in order, not measured shuffled"
+    assert cells["reader state for 10 TB and 128 workers"][1] == "StatefulDataLoader's over it: 271"
+    assert " at 1.62 % with states in memory" in cells["recovery point objective, overhead"][0]
+    assert cells["tracking"][0].startswith("not measured")
+    assert cells["training loss under faults"] == ("not measured", "not measured")
+
+
+def test_training_loss_is_a_claim() -> None:
+    """DLAC's distance to its undisturbed training is apart from that of the others."""
+    other = {step: 1.1 * loss for step, loss in CALM.items()}
+    outcomes = [
+        outcome(method, faulted=faulted, validation=other if faulted and method == "stateful" else CALM)
+        for method in ("dlac", "stateful")
+        for faulted in (False, True)
+    ]
+    found = {"divergence": {"outcomes": [asdict(each) for each in outcomes]}}
+    _, _, ours, others = claim_rows(found)[0]
+    assert ours == "DLAC, training_run of one rank: 0.00%"
+    assert others == "StatefulDataLoader: 10.00%"
+
+
+def test_program_without_end_is_killed(tmp_path: Path) -> None:
+    """So are its children. A program that prints nothing has failed."""
+    file = tmp_path / "child"
+    child = f"import pathlib, time; time.sleep(2); pathlib.Path({str(file)!r}).touch()"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with pytest.raises(RuntimeError, match="to end within 1 s, found it running"):
+        run_program([sys.executable, "-c", program], limit_s=1.0)
+    time.sleep(2)
+    assert not file.exists()
+    with pytest.raises(RuntimeError, match="to print its figures and end with status 0, found 0"):
+        run_program([sys.executable, "-c", ""])
 
 
 def test_programs_exist() -> None:

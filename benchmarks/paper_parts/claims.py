@@ -1,0 +1,159 @@
+"""The paper's claims and its table 1, each beside what was measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.paper_parts.divergence import BATCH, METHODS, Outcome
+from benchmarks.paper_parts.summary import Summary, summarize
+
+Found = dict[str, Any]
+Rows = list[tuple[str, ...]]
+CLAIM_HEADS = ("claim", "the paper", "DLAC, measured here", "beside it")
+TABLE_1_HEADS = ("component", "function", "the paper", "DLAC")
+
+
+def claim_rows(found: Found) -> Rows:
+    """Return a row per claim. A cell whose program failed or did not run says so."""
+    return [(claim, paper, _text(ours, found), _text(others, found)) for claim, paper, ours, others in _CLAIMS]
+
+
+def table_1_rows(found: Found) -> Rows:
+    """Return the rows of the paper's table 1, with what DLAC does instead of it."""
+    return [
+        (
+            "State serialization",
+            "captures precise reader position",
+            "Protocol Buffers with custom binary encoding",
+            _text(
+                "JSON in the manifest of a checkpoint, with a cursor per key group: {state:reader_state_bytes} at 10 TB",
+                found,
+            ),
+        ),
+        (
+            "Row group tracking",
+            "monitors position within Parquet files",
+            "multi-level consumption hierarchy",
+            "a row group is a unit of work, and a row of the ledger says which rows of a block a checkpoint has consumed",
+        ),
+        (
+            "Differential encoding",
+            "reduces checkpoint size",
+            "delta compression between states",
+            _text(
+                "the ledger has what was consumed since the parent checkpoint: {checkpoint:storage_ledger_bytes_per_checkpoint} "
+                "per checkpoint with 1,024 key groups",
+                found,
+            ),
+        ),
+        (
+            "Recovery protocol",
+            "ensures consistent restart",
+            "two-phase commit coordination",
+            "all ranks vote, and one Iceberg commit has the checkpoint and its consumption. That of a replaced attempt fails",
+        ),
+    ]
+
+
+_CLAIMS = (
+    (
+        "training loss under faults",
+        "within 0.1 % of failure-free runs (5.2)",
+        "{ours}",
+        "{others}",
+    ),
+    (
+        "positioning",
+        "87.3 % less (5.1)",
+        "{resume:in_order_less_than_replay} less in order, {resume:shuffled_less_than_replay} shuffled",
+        "replay: {resume:in_order_replay_to_99_percent_s}, {resume:shuffled_replay_to_99_percent_s}",
+    ),
+    (
+        "recovery point objective, overhead",
+        "below 30 s, below 2 % (5.1)",
+        "{memory_recovery:100M_at_risk_s} at {memory_recovery:100M_overhead} with states in memory, {intervals:30s_at_risk_s} at "
+        "{intervals:30s_overhead} with a checkpoint every 30 s",
+        "",
+    ),
+    (
+        "recovery from the loss of a node",
+        "below 45 s with 256 nodes (4.3)",
+        "{control_plane:one_128_wall} with 128 nodes on one machine",
+        "two ranks: {recovery:forked_recovery_s}, a bare relaunch {recovery:bare_recovery_s}",
+    ),
+    (
+        "reader state for 10 TB and 128 workers",
+        "35 to 45 MB (4.1), up to 20 times smaller than generic encoding (5.3)",
+        "{state:reader_state_bytes}",
+        "StatefulDataLoader's over it: {state:torchdata_state_over_ours}",
+    ),
+    (
+        "tracking",
+        "0.3 to 1.0 % of the training time (4.2)",
+        "{overhead:tracking_share_of_step_10ms}, {overhead:tracking_share_of_step_50ms} and "
+        "{overhead:tracking_share_of_step_500ms} of steps of 10, 50 and 500 ms",
+        "",
+    ),
+    (
+        "storage",
+        "0.1 to 0.2 % more (4.2)",
+        "{checkpoint:storage_additional}",
+        "",
+    ),
+    (
+        "coordination of a checkpoint",
+        "O(log n) in place of O(n) (4.2)",
+        "16 ranks / 2 ranks: {coordination:tree_16_over_2}",
+        "flat gather: {coordination:flat_16_over_2}",
+    ),
+    (
+        "recovery as nodes are added",
+        "near-constant (5.3)",
+        "{control_plane:one_8_wall}, {control_plane:one_32_wall}, {control_plane:one_128_wall} with 8, 32, 128 nodes",
+        "",
+    ),
+    (
+        "bytes from the store per recovery of a rank",
+        "a factor of 5 less network traffic, of erasure-coded storage (3.3)",
+        "{traffic:memory_from_store_per_recovery} with states in memory, {traffic:per_step_from_store_per_recovery} with replica "
+        "groups",
+        "from the last checkpoint: {traffic:relaunch_from_store_per_recovery}",
+    ),
+)
+
+
+def _text(template: str, found: Found) -> str:
+    """Fill in `{PROGRAM:FIGURE}`, `{ours}` and `{others}`."""
+    parts = []
+    for piece in template.split("{"):
+        name, closed, rest = piece.partition("}")
+        parts += [_measured(name, found), rest] if closed else [piece]
+    return "".join(parts)
+
+
+def _measured(name: str, found: Found) -> str:
+    if name in ("ours", "others"):
+        return "; ".join(_distances(found, of_ours=name == "ours")) or "not measured"
+    program, _, figure = name.partition(":")
+    one = found.get(program, {}).get("figures", {}).get(figure)
+    if one is None:
+        return "not measured"
+    value, unit = one["value"], one["unit"]
+    if unit.startswith("share"):
+        value, unit = 100 * value, "%"
+    shown = f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+    return shown if unit == "ratio" else f"{shown} {unit}"
+
+
+def _distances(found: Found, *, of_ours: bool) -> Iterator[str]:
+    """Yield how far the training losses of each method are from its undisturbed ones, over the settings."""
+    outcomes = [Outcome.from_json(each) for each in found.get("divergence", {}).get("outcomes", ())]
+    by_method: dict[str, list[Summary]] = {}
+    for each in summarize(outcomes, BATCH):
+        by_method.setdefault(each.method, []).append(each)
+    for method, summaries in by_method.items():
+        ended = [each for each in summaries if each.seeds]
+        if ended and method.startswith("dlac") == of_ours:
+            distances = " and ".join(f"{each.loss_distance:.2%}" for each in ended)
+            yield f"{METHODS[method].name}: {distances}"
