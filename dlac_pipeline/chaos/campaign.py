@@ -22,6 +22,8 @@ _FOLLOWS_WITHIN_S = 0.5
 """Greatest time from the start of new ranks to the next strike of a cascade."""
 _ENDS_WITHIN_S = 60.0
 """Seconds for the other nodes to end once the run is finished."""
+_TARGETS = {"checkpoint": "two checkpoints of the lineage", "store": "the run's folder in the checkpoint store"}
+"""What a kind of fault needs, other than ranks that train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,8 @@ class _Wound:
 
     fault: Fault
     struck: Struck
+    ranks: frozenset[psutil.Process]
+    """Living ranks before it. None before an outage, in which ranks may train on."""
     folders: frozenset[Path]
     """Launch folders before it."""
     attempts: int
@@ -151,12 +155,21 @@ class ChaosCampaign:
         self._wounds.clear()
 
     def _wait_for_recovery(self, chance: random.Random) -> None:
-        """Wait until there are ranks that were not struck, or the run has recovered, and then for a moment."""
-        struck = {process for wound in self._wounds for process in wound.struck.processes}
+        """Wait until new ranks have replaced those that must end, or the run has recovered, and then for a moment.
+
+        All ranks of a struck attempt must end. Of replica groups only the struck ones must.
+        """
+        before = {rank for wound in self._wounds for rank in wound.ranks}
+        ending = {
+            process
+            for wound in self._wounds
+            for process in (wound.ranks if wound.needs_attempt else frozenset(wound.struck.processes))
+        }
 
         def recovers() -> bool:
             ranks = set(self._nodes.ranks().values())
-            return (bool(ranks) and ranks.isdisjoint(struck)) or not any(map(self._missing, self._wounds))
+            is_replaced = ranks.isdisjoint(ending) and not ranks <= before
+            return is_replaced or not any(map(self._missing, self._wounds))
 
         self._tend_until(recovers)
         until = time.monotonic() + chance.uniform(0.0, _FOLLOWS_WITHIN_S)
@@ -169,11 +182,12 @@ class ChaosCampaign:
         deadline = time.monotonic() + self._plan.healed_within_s
         while not self._nodes.is_finished:
             folders, attempts, step = self._nodes.launch_folders(), self._nodes.attempts, self._progress.step
+            ranks = frozenset(self._nodes.ranks().values())
             if struck := self._try_strike(planned, chance):
-                self._note(planned.kind, struck, step=step, folders=folders, attempts=attempts)
+                self._note(planned.kind, struck, step=step, ranks=ranks, folders=folders, attempts=attempts)
                 return
             if time.monotonic() > deadline and not planned.is_listed:
-                needed = "two checkpoints of the lineage" if planned.kind == "checkpoint" else "ranks that train"
+                needed = _TARGETS.get(planned.kind, "ranks that train")
                 missed = (
                     f"expected a target of fault {len(self.faults) + 1} ({planned.kind}) within "
                     f"{format_duration(self._plan.healed_within_s)}, found none: it needs {needed}"
@@ -198,7 +212,16 @@ class ChaosCampaign:
                 "cause, or leave this kind out"
             ) from err
 
-    def _note(self, kind: str, struck: Struck, *, step: int, folders: frozenset[Path], attempts: int) -> None:
+    def _note(
+        self,
+        kind: str,
+        struck: Struck,
+        *,
+        step: int,
+        ranks: frozenset[psutil.Process],
+        folders: frozenset[Path],
+        attempts: int,
+    ) -> None:
         """Note a fault that has struck."""
         replicas = self._spec.launch.replicas > 0
         fault = Fault(
@@ -218,6 +241,7 @@ class ChaosCampaign:
         wound = _Wound(
             fault=fault,
             struck=struck,
+            ranks=ranks if KINDS[kind].new_attempt else frozenset(),
             folders=folders,
             attempts=attempts,
             step=max(self._progress.step, self._nodes.progress().furthest),

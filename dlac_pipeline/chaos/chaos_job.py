@@ -97,6 +97,11 @@ class ChaosJob:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def has_target(self, kind: str) -> bool:
+        """Return whether an outage has something to take away. A store of its own has no folder of the run at first."""
+        place = self._places.get(kind)
+        return not isinstance(place, Path) or os.path.lexists(place)
+
     @contextmanager
     def outage(self, kind: str, chance: Random) -> Iterator[str]:
         """Make catalog, store, or the network to servers unavailable within the context. Yield a description."""

@@ -120,7 +120,9 @@ class RunStrikes:
         checkpoints, out = checkpoint_rows(rows), out_of(rows)
         return [checkpoints[name] for name in lineage_of(rows, head) if name not in out]
 
-    def _take_away(self, planned: PlannedFault, chance: random.Random) -> Struck:
+    def _take_away(self, planned: PlannedFault, chance: random.Random) -> Struck | None:
+        if not self._job.has_target(planned.kind):
+            return None
         at = time.time()
         with signals_held() as received, self._job.outage(planned.kind, chance) as what:
             if command := self._job.way_back(planned.kind):

@@ -121,15 +121,15 @@ def _show_shadow(report: "ShadowReport") -> None:
         "missing": (report.missing, report.dlac_missing),
         "outside the snapshot": (report.outside, report.dlac_outside),
     }
-    rows = [(name, *(f"{count:,}" for count in pair)) for name, pair in counts.items()]
+    rows = [(name, *("-" if count is None else f"{count:,}" for count in pair)) for name, pair in counts.items()]
     ui.show_table(("rows", "your loop", "DLAC"), rows, right=("your loop", "DLAC"), empty="")
     for each in report.differences:
         ui.show_text(_describe(each))
     for restart in report.restarts:
+        with_dlac = "" if restart.with_dlac is None else f"; DLAC reads {_some(restart.with_dlac)}"
         ui.show_text(
             f"launch {restart.launch} ({format_count(restart.ranks, 'rank')}) began with step {restart.step}: your loop read "
-            f"{_some(restart.trained)}, of which it had trained {len(restart.trained_before):,}; DLAC reads "
-            f"{_some(restart.with_dlac)}"
+            f"{_some(restart.trained)}, of which it had trained {len(restart.trained_before):,}{with_dlac}"
         )
     for note in report.notes:
         ui.show_text(f"note: {note}")

@@ -57,7 +57,12 @@ class _Options:
     ] = None
     seed: Annotated[int, Option(min=0, max=2**63, help="The same seed chooses the same kinds and targets.")] = 0
     faults: Annotated[
-        int | None, Option(min=1, max=_MOST_FAULTS, help="With --every: faults at most. Unset: until the run ends.")
+        int | None,
+        Option(
+            min=1,
+            max=_MOST_FAULTS,
+            help="With --every: faults at most, not counting the others of a cascade. Unset: until the run ends.",
+        ),
     ] = None
     cascade: Annotated[
         int, Option(min=1, max=_MOST_IN_A_ROW, help="Faults in a row: one, and others during the recovery from it.")

@@ -8,15 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from dlac_pipeline.operations.loader_check import check, host
+from dlac_pipeline.operations.loader_check.consume import consume
 from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.track.row_log import Ids, read_records
 from tests.conftest import wait_until
 from tests.forked import Forked
 
@@ -61,6 +65,20 @@ def open_loader(job, state):
     with open("PIDS", "a") as stream:
         stream.write(f"{os.getpid()} ")
     time.sleep(600)
+"""
+ENDS_ITS_PROCESS = """
+import os
+import signal
+import time
+
+PARENT, open_loader_here = os.getpid(), open_loader
+
+
+def open_loader(job, state):
+    if "loader-tail" in job.log and job.rank == 0:
+        time.sleep(0.5)  # until the other ranks would end with their parent
+        os.kill(PARENT, signal.SIGKILL)
+    return open_loader_here(job, state)
 """
 
 
@@ -140,6 +158,12 @@ def test_order_of_process_is_found(folder: Folder) -> None:
     assert verdicts["kill"]["repeated"] == verdicts["kill"]["missing"] > 0
 
 
+def job_with(**given: Any) -> Job:
+    """Return a job with these fields, and None in the others."""
+    values: dict[str, Any] = {each.name: given.get(each.name) for each in dataclasses.fields(Job)}
+    return Job(**values)
+
+
 def die_in_turn(module: ModuleType, job: Job) -> dict[str, Any]:
     """Die as planned, rank 1 after rank 0 has."""
     file = Path(job.save)
@@ -156,10 +180,46 @@ def die_in_turn(module: ModuleType, job: Job) -> dict[str, Any]:
 def test_planned_kill_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has yet to reach its kill is waited for, although another one has died of its own."""
     monkeypatch.setattr(host, "_GRACE_S", 0)
-    given = {"die_at": 1, "save": str(tmp_path / "pid")}
-    blank: dict[str, Any] = {each.name: given.get(each.name) for each in dataclasses.fields(Job)}
-    jobs = [Job(**{**blank, "rank": rank, "world_size": 2, "log": str(tmp_path / f"{rank}")}) for rank in range(2)]
+    given: dict[str, Any] = {"die_at": 1, "save": str(tmp_path / "pid"), "world_size": 2}
+    jobs = [job_with(**given, rank=rank, log=str(tmp_path / f"{rank}")) for rank in range(2)]
     assert [each["exit"] for each in host._launch(host, die_in_turn, jobs, 30)] == [-signal.SIGKILL] * 2
+
+
+class EmptyFirstPass:
+    """A loader that has no batch of the first pass for this rank."""
+
+    def batches(self, pass_number: int) -> Iterator[Ids]:
+        """Yield one batch of each later pass."""
+        if pass_number:
+            yield np.arange(4)
+
+    def ids(self, batch: Ids) -> Ids:
+        """Return the batch."""
+        return batch
+
+    def state(self) -> bytes:
+        """Return no position."""
+        return b""
+
+    def close(self) -> None:
+        """End nothing."""
+
+
+def test_pass_without_batch_is_no_stop(tmp_path: Path) -> None:
+    """A rank without a batch in the first pass reads its batches of the second one."""
+    module = ModuleType("loader")
+    module.__dict__["open_loader"] = lambda job, state: EmptyFirstPass()
+    log = tmp_path / "log"
+    end: dict[str, Any] = {"stop_at": 0, "die_at": 0, "save_at": []}
+    consume(module, job_with(passes=2, rows=8, batch_size=4, world_size=1, rank=0, log=str(log), load="", **end))
+    assert [(each.pass_number, each.ids.tolist()) for each in read_records(log.read_bytes())] == [(1, [0, 1, 2, 3])]
+
+
+def test_next_scenario_has_new_process(folder: Folder) -> None:
+    """A scenario in which the loader's process dies is not exact. The next one is judged as if it were the first."""
+    status, verdicts, errors = folder.check(EXAMPLE + ENDS_ITS_PROCESS, "tail,kill")
+    assert (status, verdicts["tail"]["exact"], verdicts["kill"]["exact"]) == (1, False, True), errors
+    assert verdicts["tail"]["remark"].startswith("failed: the process of 'loader' did not answer")
 
 
 def test_rows_outside_filter_count(folder: Folder) -> None:

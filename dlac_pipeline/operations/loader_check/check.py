@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,21 @@ def judge_loader(
         raise SpecInvalid(
             f"expected a file of Python with a loader, found {str(file)!r}: see `dlac check-loader --example`"
         )
-    with tempfile.TemporaryDirectory(prefix="dlac-check-", ignore_cleanup_errors=True) as name:
+    verdicts: list[Verdict] = []
+    with tempfile.TemporaryDirectory(prefix="dlac-check-", ignore_cleanup_errors=True) as name, ExitStack() as hosts:
         scratch = Path(name)
-        with (
-            closing(_open_host(file.resolve(), python, scratch / "loader")) as host,
-            closing(_open_host(file.resolve(), python, scratch / "loader")) as other,
-        ):
-            _check_names(host, file)
-            lake = Lake(scratch / "lake")
-            bench = Bench(host, lake, _SIZE, scratch, workers=workers, limit_s=limit_s, other=other)
-            verdicts = []
-            for number, scenario in enumerate(scenarios, 1):
-                verdicts.append(_verdict(bench, scenario))
-                progress(number)
-            return verdicts
+
+        def open_host() -> LoaderProcess:
+            return hosts.enter_context(closing(_open_host(file.resolve(), python, scratch / "loader")))
+
+        host, other = open_host(), open_host()
+        _check_names(host, file)
+        lake = Lake(scratch / "lake")
+        bench = Bench(host, lake, _SIZE, scratch, workers=workers, limit_s=limit_s, other=other)
+        for number, scenario in enumerate(scenarios, 1):
+            verdicts.append(_verdict(bench, scenario, open_host))
+            progress(number)
+    return verdicts
 
 
 def _open_host(file: Path, python: str, scratch: Path) -> LoaderProcess:
@@ -94,17 +95,26 @@ def _check_names(host: LoaderProcess, file: Path) -> None:
         )
 
 
-def _verdict(bench: Bench, scenario: Scenario) -> Verdict:
+def _verdict(bench: Bench, scenario: Scenario, open_host: Callable[[], LoaderProcess]) -> Verdict:
     place: dict[str, Any] = {"scenario": scenario.name, "description": scenario.description}
     if (reason := bench.host.about["not_offered"].get(scenario.name)) is not None:
         return Verdict(**place, exact=None, remark=reason)
     bench.relaunched.clear()
     try:
+        _replace_ended(bench, open_host)
         found = run_and_count(bench, scenario)
-    except LoaderFailed as err:
+    except (LoaderFailed, ScriptInvalid) as err:
         first = [f"; the first time: {each}" for each in bench.relaunched if str(err) not in each]
         return Verdict(**place, exact=False, remark=f"failed: {err}{''.join(first)}")
     read = [] if found.appended_read is None else [f"read {found.appended_read:,} appended rows"]
     again = [f"a launch failed and was repeated: {each}" for each in bench.relaunched]
     remark = "; ".join([*found.remarks, *read, *again])
     return Verdict(**place, exact=found.exact, repeated=found.repeated, missing=found.missing, remark=remark)
+
+
+def _replace_ended(bench: Bench, open_host: Callable[[], LoaderProcess]) -> None:
+    """Open a process again that an earlier scenario has ended. Raises `ScriptInvalid` if the file cannot be imported now."""
+    if bench.host.has_ended:
+        bench.host = open_host()
+    if bench.other is not None and bench.other.has_ended:
+        bench.other = open_host()

@@ -23,6 +23,10 @@ class LoaderFailed(Exception):
     """The loader could not run a command. The message is the loader's own."""
 
 
+class LoaderEnded(LoaderFailed):
+    """The loader's process has ended, or was ended because it did not answer. It runs no more commands."""
+
+
 class LoaderTooSlow(LoaderFailed):
     """A command of the loader did not end in time."""
 
@@ -39,7 +43,7 @@ class LoaderProcess:
         """
         scratch.mkdir(parents=True, exist_ok=True)
         self.name = name
-        self._is_busy = False
+        self._is_busy = self._is_ended = False
         self._errors = (scratch / f"{name}.host").open("a")
         self._process = subprocess.Popen(
             [str(python), "-m", f"{__package__}.host", source],
@@ -60,6 +64,12 @@ class LoaderProcess:
         except BaseException:  # also of a signal's handler
             self.close()
             raise
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has ended, also between two commands."""
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self._is_ended or os.waitid(os.P_PID, self._process.pid, ended) is not None
 
     def convert(self, job: Job, limit_s: float) -> dict[str, float]:
         """Convert the rows, and return bytes and seconds."""
@@ -94,7 +104,8 @@ class LoaderProcess:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as err:
-            raise LoaderFailed(f"the process of {self.name!r} has ended") from err
+            self._is_ended = True
+            raise LoaderEnded(f"the process of {self.name!r} has ended") from err
         ranks: list[dict[str, Any]] = self._answer(limit_s + 30)["ranks"]
         for rank, job in zip(ranks, jobs, strict=True):
             if rank["exit"] not in (None, job.exit_status):
@@ -115,7 +126,8 @@ class LoaderProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
             errors = Path(self._errors.name).read_text(errors="replace").split("\n")
             last = next((f": {each}" for each in reversed(errors) if each.strip()), "")
-            raise LoaderFailed(f"the process of {self.name!r} did not answer{last}")
+            self._is_ended = True
+            raise LoaderEnded(f"the process of {self.name!r} did not answer{last}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

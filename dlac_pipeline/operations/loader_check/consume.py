@@ -50,7 +50,7 @@ def consume(module: ModuleType, job: Job) -> dict[str, Any]:
                 break
             if step > _MOST * job.passes * (job.rows // job.rank_batch + 1):
                 raise _misuse(loader.batches, f"end after {job.rows:,} rows a pass", f"no end after {step:,} batches")
-        if step == job.stop_at:
+        if job.stop_at and step == job.stop_at:  # a rank may have no batch of a pass
             break
     if step < (due := max([*job.save_at, job.die_at])):
         raise _misuse(loader.batches, f"yield {due} batches of {job.rank_batch} rows to this rank", f"only {step}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dlac_pipeline.operations.loader_check import tables
-from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess, LoaderTooSlow
+from dlac_pipeline.operations.loader_check.client import LoaderEnded, LoaderFailed, LoaderProcess, LoaderTooSlow
 from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
 from dlac_pipeline.operations.loader_check.tables import Lake
 from dlac_pipeline.track.row_log import Ids, Record, read_records
@@ -149,7 +149,7 @@ class Bench:
         host = self.other if self.other and launch % 2 else self.host
         try:
             host.consume(jobs, self.limit_s)
-        except LoaderTooSlow:
+        except (LoaderEnded, LoaderTooSlow):
             raise
         except LoaderFailed as err:  # once more, as any supervisor of a training does
             self.relaunched.append(f"{scenario.name}: {err}")

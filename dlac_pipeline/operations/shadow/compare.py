@@ -57,7 +57,8 @@ class Restart:
     ranks: int
     trained: list[int]
     trained_before: list[int]
-    with_dlac: list[int]
+    with_dlac: list[int] | None
+    """None: DLAC's reader was not run, and a note says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +72,14 @@ class ShadowReport:
     last_step: int
     rows_trained: int
     """Rows of the steps that are in the model, each time that they were read."""
-    dlac_rows: int
+    dlac_rows: int | None
+    """None, as all counts of DLAC: its reader was not run, and a note says why."""
     repeated: int
     missing: int
     outside: int
-    dlac_repeated: int
-    dlac_missing: int
-    dlac_outside: int
+    dlac_repeated: int | None
+    dlac_missing: int | None
+    dlac_outside: int | None
     differences: list[Difference]
     restarts: list[Restart]
     notes: list[str]
@@ -191,7 +193,7 @@ class _Comparison:
         totals = Counter[str]()
         for each in differences:
             totals[each.kind] += each.rows
-        repeated, missing, outside = self._count_ours()
+        ours = self._count_ours()
         source = self.pinned.spec.source
         return ShadowReport(
             table=source.table,
@@ -200,13 +202,13 @@ class _Comparison:
             launches=len(self.launches),
             last_step=self.launches[-1].last_step,
             rows_trained=len(self._all["id"]),
-            dlac_rows=len(self._ours.ids),
+            dlac_rows=ours.get("read"),
             repeated=totals["repeated"],
             missing=totals["missing"],
             outside=totals["outside"],
-            dlac_repeated=repeated,
-            dlac_missing=missing,
-            dlac_outside=outside,
+            dlac_repeated=ours.get("repeated"),
+            dlac_missing=ours.get("missing"),
+            dlac_outside=ours.get("outside"),
             differences=differences,
             restarts=self._restarts(),
             notes=self._notes(),
@@ -276,7 +278,23 @@ class _Comparison:
         )
 
     @cached_property
-    def _ours(self) -> "_Replay":
+    def _obstacle(self) -> str:
+        """Reason for which DLAC's reader cannot run through the launches. Empty if it can."""
+        if self.begin:
+            return f"it would begin with the first row of a pass, and not with the rows of step {self.begin + 1}"
+        size = self.pinned.spec.order.batch_size
+        for launch, _ in _launches_in_model(self.launches, finished=self._is_finished(self.passes[-1])):
+            if size % launch.world_size:
+                return (
+                    f"order.batch_size is {size}, which the {launch.world_size} ranks of launch {launch.number} do not divide: "
+                    "set another order.batch_size"
+                )
+        return ""
+
+    @cached_property
+    def _ours(self) -> "_Replay | None":
+        if self._obstacle:
+            return None
         finished = self._is_finished(self.passes[-1])
         return replay_launches(self.pinned, self.launches, passes=self._count_of_passes, finished=finished)
 
@@ -284,16 +302,22 @@ class _Comparison:
     def _count_of_passes(self) -> int:
         return self.passes[-1] - self.passes[0] + 1
 
-    def _count_ours(self) -> tuple[int, int, int]:
-        """Return the rows that DLAC repeats, misses, and reads from outside, in all passes together.
+    def _count_ours(self) -> dict[str, int]:
+        """Return the rows that DLAC reads, repeats, misses, and reads from outside, in all passes together.
 
         In the middle of a pass none is missing yet.
         """
+        if self._ours is None:
+            return {}
         passes = self._count_of_passes
         places, known = self.pinned.find(self._ours.ids)
         times = np.bincount(places[known], minlength=len(self.pinned.ids))
-        missing = int(np.maximum(passes - times, 0).sum()) if self._ours.finished else 0
-        return int(np.maximum(times - passes, 0).sum()), missing, int((~known).sum())
+        return {
+            "read": len(self._ours.ids),
+            "repeated": int(np.maximum(times - passes, 0).sum()),
+            "missing": int(np.maximum(passes - times, 0).sum()) if self._ours.finished else 0,
+            "outside": int((~known).sum()),
+        }
 
     def _restarts(self) -> list[Restart]:
         found = []
@@ -313,7 +337,7 @@ class _Comparison:
                     ranks=launch.world_size,
                     trained=trained.tolist(),
                     trained_before=trained[again].tolist(),
-                    with_dlac=self._ours.first.get(launch.number, []),
+                    with_dlac=None if self._ours is None else self._ours.first.get(launch.number, []),
                 )
             )
         return found
@@ -322,6 +346,8 @@ class _Comparison:
         notes = [gap for launch in self.launches for gap in launch.gaps()]
         if self.begin:
             notes.append(f"the record begins at step {self.begin}: rows of pass {self.passes[0]} before it are unknown")
+        if self._obstacle:
+            notes.append(f"DLAC's reader was not run: {self._obstacle}")
         steps, size = len(np.unique(self._all["step"])), self.pinned.spec.order.batch_size
         if steps and (mean := round(len(self._all["id"]) / steps)) != size:
             notes.append(f"a step of the loop has {mean:,} rows on average, and of DLAC {size:,} (order.batch_size)")
@@ -340,25 +366,27 @@ class _Replay:
     finished: bool
 
 
+def _launches_in_model(launches: Sequence[Launch], *, finished: bool) -> list[tuple[Launch, int | None]]:
+    """Return the launches that have steps in the model, each with the last one. None: the step at which the passes end."""
+    found = []
+    for launch in launches:
+        end = launch.kept if launch.kept is not None else None if finished else launch.last_step
+        if end is None or end > launch.step:
+            found.append((launch, end))
+    return found
+
+
 def replay_launches(pinned: _Snapshot, launches: Sequence[Launch], *, passes: int, finished: bool) -> _Replay:
     """Run DLAC's reader through the launches: each resumes from the state at its step, with its number of ranks.
 
-    Raises `SpecInvalid` if the ranks do not divide the batch size.
+    The first one begins at step 0, and the ranks of each divide the batch size.
     """
     order = pinned.spec.order.model_copy(update={"passes": passes, "steps": None})
     spec = pinned.spec.model_copy(update={"order": order})
     state: dict[str, Any] | None = None
     parts: list[Ids] = []
     first: dict[int, list[int]] = {}
-    for launch in launches:
-        end = launch.kept if launch.kept is not None else None if finished else launch.last_step
-        if end is not None and end <= launch.step:  # none of its steps is in the model
-            continue
-        if order.batch_size % launch.world_size:
-            raise SpecInvalid(
-                f"expected numbers of ranks that divide order.batch_size, {order.batch_size}, found {launch.world_size} in "
-                f"launch {launch.number}: set another order.batch_size"
-            )
+    for launch, end in _launches_in_model(launches, finished=finished):
         saved, first[launch.number] = state, []
         for rank in range(launch.world_size):
             dataset = DlacDataset(spec, pinned.leg(spec), rank=rank, world_size=launch.world_size, plans=pinned.plans)
