@@ -77,7 +77,7 @@ def test_leg_is_checked_after_claim(arena: Arena) -> None:
 
 
 def test_claim_of_memory_reads_no_store(arena: Arena) -> None:
-    """The first try of a claim names a state in memory. At the next one the head looks damaged: the state is lost, not replaced."""
+    """The first try of a claim names a state in memory. At the next one the head looks damaged: no checkpoint is read instead."""
     arena.table(appends=(200,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
     arena.train(spec, until=5)
