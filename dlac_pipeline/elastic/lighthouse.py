@@ -33,6 +33,10 @@ _ENDS_WITHIN_S = 5.0
 _LOOK_S = 1.0
 _ANSWERS_WITHIN_S = 5.0
 """Seconds within which a lighthouse answers. One that does not twice in a row hangs, and is killed."""
+_START_SHARE = 0.5
+"""Limit for the start of a lighthouse, as a share of that for groups: they still wait when another lighthouse replaces it."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opener without the proxies of the environment, which have no way to an address of this node."""
 
 
 class Lighthouse:
@@ -57,14 +61,20 @@ class Lighthouse:
         self._process = process
         threading.Thread(target=self._kill_hung, args=(process,), name="watch of the lighthouse", daemon=True).start()
 
+    @property
+    def has_started(self) -> bool:
+        """True if its process has run as a lighthouse. It may have died since."""
+        found = read_lighthouse(self._folder)
+        return found is not None and self._process is not None and found.pid == self._process.pid
+
     def restart_dead(self) -> str:
         """Start a dead lighthouse again, and return how it died. Empty: it runs. Raise `TrainingFailed` if it never ran."""
         process = self._process
         if process is None or process.exitcode is None:
             return ""
-        found = read_lighthouse(self._folder)
+        had_started = self.has_started
         self.start()
-        if found is None or found.pid != process.pid:
+        if not had_started:
             raise TrainingFailed(
                 f"expected torchft's lighthouse to start, found that it ended with exit status {process.exitcode}: see the fork "
                 "server's log"
@@ -79,13 +89,21 @@ class Lighthouse:
             self._process.join(_ENDS_WITHIN_S)
 
     def _kill_hung(self, process: BaseProcess) -> None:
-        """Kill a lighthouse that does not answer, so that `restart_dead` finds it dead. No group would step until then."""
-        silent = 0
-        while silent < 2 and not self._ended.wait(_LOOK_S) and self._process is process:
+        """Kill a lighthouse that does not start or answer, so that `restart_dead` finds it dead. No group would step until then.
+
+        Its start is measured in looks, of which there are none while this process is suspended.
+        """
+        launch, silent, starting_s = self._spec.launch, 0, 0.0
+        starts_within_s = _START_SHARE * max(launch.hang_timeout_s, launch.start_timeout_s)
+        while silent < 2 and starting_s < starts_within_s:
+            if self._ended.wait(_LOOK_S) or self._process is not process:
+                return
             found = read_lighthouse(self._folder)
-            if found is not None and found.pid == process.pid:
+            if found is None or found.pid != process.pid:
+                starting_s += _LOOK_S
+            else:
                 silent = 0 if _answers(found.address) else silent + 1
-        if silent and self._process is process:
+        if self._process is process:
             process.kill()
 
 
@@ -110,7 +128,7 @@ def address_of(server: Any) -> str:
 
 def _answers(address: str) -> bool:
     """Return whether a lighthouse answers in time. The system accepts connections for one that hangs."""
-    with suppress(OSError, HTTPException), urllib.request.urlopen(f"{address}/status", timeout=_ANSWERS_WITHIN_S):
+    with suppress(OSError, HTTPException), _OPENER.open(f"{address}/status", timeout=_ANSWERS_WITHIN_S):
         return True
     return False
 

@@ -102,9 +102,11 @@ class SupervisedAttempt:
             with closing(LedgerWatch(self._lakehouse)) as ledger:
                 return self._watch(ranks, ledger)
         finally:
-            own.end()
-            self._supervision.memory.end()
-            self._forward_events()
+            try:
+                own.end()
+            finally:  # copies end even if the kernel keeps a rank
+                self._supervision.memory.end()
+                self._forward_events()
 
     def end_before_training(self) -> Ending | Rescale:
         """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""

@@ -203,7 +203,8 @@ def claim_and_verify(
     def restore_row(row: CheckpointRow) -> Restored:
         return restore(row, tiers, partial(verifying, row.step), verify=verify)
 
-    chosen = memory.find_claimed(claimed.fence, leg=leg.to_json())
+    # An earlier try of this claim may have named a state, before the head looked damaged.
+    chosen = memory.find_claimed(claimed.fence, leg=leg.to_json()) if request.from_memory else None
     if chosen is None:
         point = _resume(chooser, leg, before, claimed, tiers, restore_row)
     else:

@@ -80,8 +80,10 @@ class FollowerAttempt:
                 self._round.wait(_WAIT_S if self._has_point or self._point is None else _FETCH_WAIT_S)
         finally:
             self._verifier.close()
-            ranks.end()
-            self._supervision.memory.end()
+            try:
+                ranks.end()
+            finally:  # copies end even if the kernel keeps a rank
+                self._supervision.memory.end()
 
     def _observe(self, ranks: RankGroup) -> Iterator[Observation]:
         """Yield what is observed now. The leader's verdict precedes all else."""
@@ -154,7 +156,9 @@ class FollowerAttempt:
         end = planned_end(f"attempt {self._attempt} {reason}", step=step, undone=known)
         failed_at = end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER)
         rows = end.rows * self._round.share.world_size // max(1, len(known))
-        failure = replace(end, failed_at=failed_at, rows=rows)
+        point = self._point
+        is_untrained = point is not None and point.memory_of > 0 and step <= point.step
+        failure = replace(end, failed_at=failed_at, rows=rows, distrusts_memory=is_untrained)
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)
 

@@ -63,8 +63,6 @@ class MemoryChoice:
 
         The store is never read under a claim that names memory: a later attempt would take its steps for those of the state.
         """
-        if self.find is None:
-            return None
         rows = self._rows()
         claim, head = claim_of(rows, fence.attempt), _head_of(fence, rows)
         if not claim.memory_of or head is None:

@@ -36,6 +36,8 @@ _STATE_PER_WEIGHT = 4
 """Bytes of a state for each byte of its weights, before the first one has shown them."""
 _NOT_WANTED = "-"
 """No states are kept, and no warning says so."""
+_MORE_ROOM = 'start the container with a larger --shm-size, free memory of the node, or set checkpoint.memory = ""'
+"""What a user can do if memory is too small."""
 _COSTS = 3
 """Number of last costs whose median counts. After a single high one no state would be saved, and so none measured, for long."""
 _SMOOTHING = 0.2
@@ -229,7 +231,7 @@ class MemorySaves:
             return f"expected to make {str(folder)!r} for states in memory, found {type(err).__name__}: {err}"
         return (
             f"expected about {needed >> 20} MiB of free memory for states in {str(folder)!r} on {gethostname()}, found "
-            f"{room >> 20} MiB"
+            f"{room >> 20} MiB: {_MORE_ROOM}"
         )
 
     def _check_room(self, folder: Path) -> None:
@@ -246,7 +248,10 @@ class MemorySaves:
             states.seal_file(slot, rank).unlink(missing_ok=True)
         self._free_files(slot)
         if not self._failed:
-            problem = f"expected to keep states in {str(slot)!r}, found {failure}: a restart reads the last checkpoint"
+            remedy = f"{_MORE_ROOM}; " if isinstance(failure, OSError) else ""
+            problem = (
+                f"expected to keep states in {str(slot)!r}, found {failure}: {remedy}a restart reads the last checkpoint"
+            )
             if rank == 0:
                 self._warn(problem)
             else:  # rank 0 publishes that there is one

@@ -50,8 +50,10 @@ def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
     state = read_slot(Path(str(point.folder)))
     trained = None if state is None or state.first.step != point.step else state.trained_since(point.head_step)
     if state is None or trained is None:
+        place = f"in {point.folder!r}" if point.folder else "on this node"
         raise MemoryStateLost(
-            f"expected the memory state of step {point.step} in {point.folder!r}, found another one or none"
+            f"expected the memory state of step {point.step} {place}, found another one or none: start the run again, unless a "
+            "supervisor does"
         )
     with _losing(state):
         cursors = agreed_reader_state(order, state.votes(), point.step)

@@ -76,6 +76,20 @@ def test_leg_is_checked_after_claim(arena: Arena) -> None:
         taken(arena.spec("r", world_size=1, passes=1, every_steps=2, batch_size=16))
 
 
+def test_claim_of_memory_reads_no_store(arena: Arena) -> None:
+    """The first try of a claim names a state in memory. At the next one the head looks damaged: no checkpoint is read instead."""
+    arena.table(appends=(200,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
+    arena.train(spec, until=5)
+    named = {"memory_of": 1, "memory_step": 5, "memory_ranks": 1, "memory_at": 5.0}
+    claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=1, detail=named)
+    manifest = folder_of(arena.lineage("r")[-1].manifest_uri) / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    request = ClaimRequest(nonce="n", replaces=1, from_memory=True)
+    point = claim_and_verify(Plans(arena.lakehouse), spec, request)
+    assert (point.attempt, point.memory_of, point.step, point.folder) == (2, 1, 5, "")
+
+
 class _Swept(TorchState):
     """A state whose staging folder is removed while it is saved, as the sweep of the next launch does."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ import pytest
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
+from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
@@ -21,7 +23,9 @@ from dlac_pipeline.supervise.attempt_state import Observation
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
 from dlac_pipeline.supervise.supervision import Supervision
@@ -94,6 +98,44 @@ def test_follower_notices_lost_leader(slow_imports: Supervision) -> None:
             silence(leader)
             found = verdict()
             assert "which led" in found.restart.cause
+
+
+@pytest.mark.parametrize(("memory_of", "step", "distrusts"), [(1, 5, True), (1, 6, False), (0, 5, False)])
+def test_lost_leader_leaves_untrained_state(
+    slow_imports: Supervision, memory_of: int, step: int, distrusts: bool
+) -> None:
+    """The leader is lost before a step is finished after a state in memory: the next leader reads a checkpoint."""
+    heartbeat = RankHeartbeat(step, Phase.TRAINING, 0.0, 0, 0.0)
+    ranks: Any = Mock(heartbeats=lambda: [heartbeat])
+    with rounds(2) as (_, led):
+        attempt = FollowerAttempt(slow_imports, led, attempt=2)
+        attempt._point = replace(POINT, step=5, memory_of=memory_of)
+        restart = attempt._report_lost_leader(ranks).restart
+        assert restart is not None
+        assert restart.distrusts_memory == distrusts
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_kept_rank_ends_copies(slow_imports: Supervision, monkeypatch: pytest.MonkeyPatch, leads: bool) -> None:
+    """The kernel keeps a killed rank. States in memory are not copied any more."""
+    end, ended = RankGroup.end, threading.Event()
+
+    def fail(self: RankGroup) -> None:
+        end(self)
+        raise TrainingFailed("a killed rank is still there")
+
+    monkeypatch.setattr(RankGroup, "end", fail)
+    monkeypatch.setattr(slow_imports.memory, "end", ended.set)
+    with rounds(2) as (leader, led):
+        attempt: Any = _leader_attempt(slow_imports, leader) if leads else FollowerAttempt(slow_imports, led, attempt=0)
+        if leads:
+            slow_imports.leave()
+            monkeypatch.setattr(attempt, "_claim", lambda: attempt._report_verification(7, 1, 2))
+        else:
+            leader.announce(VERDICT, asdict(AttemptVerdict(ending="stopped", attempt=1)))
+        with run_on_thread(attempt.run, slow_imports) as result, pytest.raises(TrainingFailed, match="still there"):
+            result()
+    assert ended.is_set()
 
 
 def test_leader_receives_stop_of_follower(slow_imports: Supervision) -> None:

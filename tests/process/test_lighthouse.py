@@ -1,10 +1,14 @@
-"""The lighthouse of replica groups as a process that may hang."""
+"""The lighthouse of replica groups as a process that may hang, and as the supervisor asks it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +18,7 @@ from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.ranks.replicas import read_lighthouse
 from tests.conftest import wait_until
 from tests.process.test_launch import spec_of
+from tests.unit.test_connect import serve_status
 
 
 def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +40,30 @@ def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not psutil.pid_exists(first.pid)
     finally:
         served.end()
+
+
+def test_lighthouse_that_never_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs before it has written its address. The supervisor kills it, and so starts another one."""
+    monkeypatch.setattr(lighthouse, "_LOOK_S", 0.01)
+    spec = spec_of(tmp_path, "pass", replicas=2, start_timeout_s=0.2, hang_timeout_s=0.1)
+    served, killed = Lighthouse(spec, tmp_path), threading.Event()
+    process: Any = SimpleNamespace(pid=os.getpid(), kill=killed.set)
+    served._process = process
+    watch = threading.Thread(target=served._kill_hung, args=(process,))
+    watch.start()
+    try:
+        assert killed.wait(60)
+    finally:
+        served._ended.set()
+        watch.join()
+
+
+def test_lighthouse_is_asked_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names a proxy for all addresses, which answers 502 for one of this node."""
+    with serve_status(200) as address, serve_status(502) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, proxy)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(urllib.request, "_opener", None)  # it has the proxies of the first call
+        assert lighthouse._answers(address)

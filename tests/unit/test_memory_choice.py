@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState, Trained
-from dlac_pipeline.lakehouse.ledger.run_rows import trained_by
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.supervise.claims import attempts_without_progress
-from dlac_pipeline.supervise.memory_choice import may_resume
+from dlac_pipeline.supervise.memory_choice import MemoryChoice, may_resume
 
 _HEAD = CheckpointRow(seq=2, attempt=1, nonce="a", checkpoint_id="c10", step=10)
 _ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow(seq=3, attempt=2, nonce="b")]
@@ -74,6 +76,16 @@ def test_state_is_taken_twice() -> None:
     assert not taken(replace(STATE, step=14, saved_at=6.0), [*_ROWS, claim], _HEAD, replaced=3)
     again = replace(claim, seq=5, attempt=4, nonce="d")
     assert not taken(STATE, [*_ROWS, claim, again], _HEAD, replaced=4)
+
+
+def test_repeated_claim_keeps_its_state() -> None:
+    """The first try of a claim has named a state. The next try may take none, and so this one is lost, but still named."""
+    claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
+    ledger: Any = SimpleNamespace(rows=lambda run, *, kinds: [*_ROWS, claim])
+    fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
+    found = MemoryChoice(run="r", ledger=ledger, replaced=2, find=None).find_claimed(fence, leg="{}")
+    assert found is not None
+    assert (found.claim, found.state) == (claim, None)
 
 
 @pytest.mark.parametrize(

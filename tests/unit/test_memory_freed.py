@@ -18,7 +18,7 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.train.memory_saves import MemorySaves
-from dlac_pipeline.train.restored_state import _losing
+from dlac_pipeline.train.restored_state import _losing, read_memory
 from tests.unit.test_node_memory import keep, part_of, spec_of
 
 
@@ -146,6 +146,26 @@ def test_only_the_loaded_state_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [each.name for each in (folder / "000002-b").iterdir()] == ["1-000002-b"]
     monkeypatch.setattr(states, "room_for_states", lambda memory: 4_999)
     assert saves_of(tmp_path, monkeypatch, memory_of=2, loaded=loaded)._folder is None
+
+
+def test_fetched_state_of_killed_attempt_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor was killed while its ranks loaded. What it had fetched takes no room from the states of the next attempt."""
+    folder = states.memory_folder(spec_of(tmp_path))
+    assert folder is not None
+    fetched = states.fetched_folder(folder / "000002-b", 0)
+    (fetched / "000001-a" / "0-000001-a").mkdir(parents=True)
+    monkeypatch.setattr(MemorySaves, "_weights_here", lambda self, engine: 1_000)
+    monkeypatch.setattr(states, "room_for_states", lambda memory: 7_999 if fetched.exists() else 8_000)
+    assert saves_of(tmp_path, monkeypatch)._folder is not None
+    assert not fetched.exists()
+
+
+def test_lost_state_names_what_to_do() -> None:
+    """It could not be fetched, so it has no folder on this node."""
+    point = ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False, step=7, memory_of=2, folder="")
+    order: Any = None
+    with pytest.raises(MemoryStateLost, match="step 7 on this node, .*: start the run again"):
+        read_memory(point, order)
 
 
 @pytest.mark.parametrize(

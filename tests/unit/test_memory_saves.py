@@ -117,3 +117,11 @@ def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
     assert not rank.folder.exists()
     assert rank.step() == []
     assert len(rank.warnings) == 1
+
+
+def test_warning_of_small_memory_has_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has little shared memory: the warning says what to change."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(states, "room_for_states", lambda memory: 0)
+    (warning,) = Rank(tmp_path / "memory").warnings
+    assert '--shm-size, free memory of the node, or set checkpoint.memory = ""' in warning

@@ -383,6 +383,48 @@ def test_node_without_buddy_keeps_own_states(tmp_path: Path, monkeypatch: pytest
     assert "are kept on this node only" in warnings[0]
 
 
+@pytest.mark.parametrize("slot", range(states.SLOTS))
+def test_older_slot_lowers_no_mark(tmp_path: Path, slot: int) -> None:
+    """After an outage both slots are new. The newest state is copied, and the ranks do not wait for it again."""
+    mine, theirs = tmp_path / "mine" / "run", tmp_path / "theirs" / "run"
+    keep(mine, part_of(0, step=103), slot=slot)
+    keep(mine, part_of(0, step=102), slot=1 - slot)
+    attempt = states.attempt_folder(mine, 2, "b")
+    states.make_folder(states.attempt_folder(theirs, 2, "b"))
+    with turns(theirs) as serving:
+        serving.accept(2, "b", [1], WriteTurn().take())
+        copies = BuddyCopies(attempt, [0], serving.address, KEY)
+        for _ in range(states.SLOTS):
+            copy(copies)
+            assert states.copied_step(attempt, 0) == 103
+    assert copies._find_new() is None
+    assert [part.state.step for part in states.read_parts(theirs)] == [103]
+
+
+def test_ranks_wait_for_late_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buddy answers again: the ranks overwrite no slot during the copy, and are free again if it fails."""
+    monkeypatch.setattr(buddy, "_LATER_S", 0.01)
+    mine, theirs = tmp_path / "mine" / "run", tmp_path / "theirs" / "run"
+    keep(mine, part_of(0))
+    attempt = states.attempt_folder(mine, 2, "b")
+    states.make_folder(states.attempt_folder(theirs, 2, "b"))
+    ended = threading.Event()
+    marks: list[int] = []
+
+    def fail(*arguments: Any) -> None:
+        marks.append(states.copied_step(attempt, 0))
+        if len(marks) == 3:
+            ended.set()
+        raise OSError("the connection broke")
+
+    monkeypatch.setattr(buddy, "send_parts", fail)
+    with turns(theirs) as serving:
+        serving.accept(2, "b", [1], WriteTurn().take())
+        BuddyCopies(attempt, [0], serving.address, KEY).run(ended, patience_s=0, warn=lambda message: None)
+    assert marks == [0, 0, 0]
+    assert states.copied_step(attempt, 0) == states.ALWAYS
+
+
 def test_shared_memory_is_not_copied(tmp_path: Path) -> None:
     """Two supervisors on one node have one folder: nothing is copied over itself."""
     folder = tmp_path / "mine" / "run"

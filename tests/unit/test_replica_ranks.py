@@ -34,7 +34,7 @@ class Groups:
         processes: Any = SimpleNamespace(
             ranks=range(3), exit_code=self.codes.get, kill=self._kill, reason=lambda rank: {}, replace=self._replace
         )
-        lighthouse: Any = SimpleNamespace(restart_dead=self._restart_lighthouse)
+        lighthouse: Any = SimpleNamespace(restart_dead=self._restart_lighthouse, has_started=True)
         self.ranks = ReplicaRanks(folder, processes, LAUNCH, lighthouse, restart=self._restart)
         for rank in range(3):
             self.beat(rank, Phase.TRAINING)
@@ -167,3 +167,25 @@ def test_lighthouse_that_cannot_start_ends_attempt(groups: Groups) -> None:
         assert groups.ranks.failures() == []
         assert groups.ranks.restart_lighthouse() == ""
     assert "no port left" in str(groups.ranks.failures()[0])
+
+
+def test_running_lighthouse_ends_the_row(groups: Groups) -> None:
+    """Failed starts count only in a row. A lighthouse that runs between them ends it, also one that does not die."""
+    for _ in range(2):
+        groups.fails = TrainingFailed("no port left")
+        for _ in range(2):
+            groups.ranks.restart_lighthouse()
+        groups.fails = None
+        groups.ranks.restart_lighthouse()
+        assert groups.ranks.failures() == []
+
+
+def test_kept_rank_keeps_no_lighthouse(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel keeps a killed rank. The lighthouse is ended as well."""
+    ended: list[bool] = []
+    kept = SimpleNamespace(signal=lambda number: None, wait_until_gone=lambda within_s: {1: 7})
+    monkeypatch.setattr(groups.ranks, "processes", kept)
+    monkeypatch.setattr(groups.ranks, "lighthouse", SimpleNamespace(end=lambda: ended.append(True)))
+    with pytest.raises(TrainingFailed, match="expected killed ranks to be gone"):
+        groups.ranks.end()
+    assert ended == [True]

@@ -290,19 +290,29 @@ def forget_states(folder: Path, *, before: int) -> None:
 
 
 def forget_other_slots(folder: Path, state: MemoryState | None, *, before: int) -> None:
-    """Remove the slots of a run's attempts before the attempt `before`, except that of a state."""
+    """Remove the slots of a run's attempts before the attempt `before`, except that of a state, and what they had fetched.
+
+    Supervisors that were killed have left what they fetched. Slots have no links to it.
+    """
     for slot in earlier_slots(folder, before=before):
         if state is None or slot_name(slot) != slot_name(state.folder):
             shutil.rmtree(slot, ignore_errors=True)
+    for fetched in _of_earlier(folder, "fetched.*", before=before):
+        shutil.rmtree(fetched, ignore_errors=True)
 
 
 def earlier_slots(folder: Path, *, before: int) -> list[Path]:
     """Return the slots of a run's attempts before the attempt `before` on this node."""
-    slots: list[Path] = []
+    return _of_earlier(folder, "*-*", before=before)
+
+
+def _of_earlier(folder: Path, pattern: str, *, before: int) -> list[Path]:
+    """Return what has names like `pattern` in the folders of a run's attempts before the attempt `before`."""
+    found: list[Path] = []
     with suppress(OSError):  # another supervisor of the node removes them just now
-        slots += folder.glob("*/*-*")
-    numbers = [slot.parent.name.partition("-")[0] for slot in slots]
-    return [slot for number, slot in zip(numbers, slots, strict=True) if number.isdigit() and int(number) < before]
+        found += folder.glob(f"*/{pattern}")
+    numbers = [each.parent.name.partition("-")[0] for each in found]
+    return [each for number, each in zip(numbers, found, strict=True) if number.isdigit() and int(number) < before]
 
 
 def forget_old_states(folder: Path) -> None:

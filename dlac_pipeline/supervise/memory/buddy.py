@@ -31,12 +31,16 @@ class BuddyCopies:
         self._buddy = buddy
         self._key = key
         self._marks: dict[int, _Mark] = {}
-        """Seals of each slot as they were copied last."""
+        """Seals of each slot whose state is copied, or older than the last copy."""
+        self._copied_step = 0
+        """Step of the last state that was copied."""
+        self._is_alone = False
+        """True while copies fail, and the ranks do not wait for them."""
         self._look_s = _MOST_LOOK_S
 
     def run(self, ended: threading.Event, *, patience_s: float, warn: Callable[[str], None]) -> None:
         """Copy each state once it is sealed, until `ended` is set. If that fails for `patience_s`, the ranks do not wait."""
-        copied_at, failing_since, is_alone = time.monotonic(), 0.0, False
+        copied_at, failing_since = time.monotonic(), 0.0
         while not ended.wait(self._look_s):
             try:
                 found = self._find_new()
@@ -49,14 +53,14 @@ class BuddyCopies:
                 if self._buddy is not None and time.monotonic() < failing_since + patience_s:
                     ended.wait(_RETRY_S)
                     continue
-                if not is_alone:
+                if not self._is_alone:
                     self._warn_alone(err, warn)
-                    is_alone = True
+                    self._is_alone = True
                 with suppress(OSError):
                     states.mark_copied(self._folder, self._ranks[0], states.ALWAYS)
                 ended.wait(_LATER_S)
             else:
-                now, failing_since, is_alone = time.monotonic(), 0.0, False
+                now, failing_since, self._is_alone = time.monotonic(), 0.0, False
                 self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, (now - copied_at) / _LOOKS_PER_STATE))
                 copied_at = now
 
@@ -68,7 +72,8 @@ class BuddyCopies:
         )
 
     def _find_new(self) -> tuple[Path, int, _Mark] | None:
-        """Return a slot that all ranks of this node have sealed after the same step, and that is not copied yet."""
+        """Return the newest of the slots that all ranks of this node have sealed after the same step, and that are not noted."""
+        newest: tuple[Path, int, _Mark] | None = None
         for number in range(states.SLOTS):
             slot = states.slot_of(self._folder, number)
             try:
@@ -76,21 +81,36 @@ class BuddyCopies:
                 mark = [(each.st_ino, each.st_mtime_ns) for each in found]
                 if mark != self._marks.get(number):
                     seals = (states.seal_file(slot, rank).read_bytes() for rank in self._ranks)
-                    steps = {states.parse_seal(seal).step for seal in seals}
-                    if len(steps) == 1:
-                        return slot, steps.pop(), mark
+                    (step,) = {states.parse_seal(seal).step for seal in seals}
+                    if newest is None or step > newest[1]:
+                        newest = slot, step, mark
             except (OSError, ValueError):  # a rank has not sealed it
                 continue
-        return None
+        return newest
 
     def _copy(self, slot: Path, step: int, mark: _Mark) -> None:
-        """Copy a slot, and note that it is copied. Raise `OSError` if the buddy does not take it."""
+        """Copy a slot, and note that it is copied. Raise `OSError` if the buddy does not take it.
+
+        A state older than the last copy is only noted: with its step as the mark, the ranks would wait for the last one again.
+        """
+        if step > self._copied_step:
+            self._send(slot)
+            states.mark_copied(self._folder, self._ranks[0], step)
+            self._copied_step = step
+        self._marks[int(slot.name[0])] = mark
+
+    def _send(self, slot: Path) -> None:
+        """Send a slot to the buddy. Raise `OSError` if the buddy does not take it.
+
+        Ranks that do not wait for copies wait for this one, because they would overwrite the slot during a long copy. The wait
+        has an end: the buddy has `TIMEOUT_S` for each piece, and after a failure `run` frees the ranks again.
+        """
         if self._buddy is None:
             raise OSError("this node's buddy keeps no states in memory")
         with Connection.open(self._buddy, self._key, STORE, timeout_s=TIMEOUT_S) as connection:
             connection.send(slot=states.slot_name(slot), home=home_of(self._folder.parent), first_rank=self._ranks[0])
             if not connection.receive()["is_same"]:
+                if self._is_alone:
+                    states.mark_copied(self._folder, self._ranks[0], self._copied_step)
                 send_parts(connection, slot, self._ranks)
                 connection.receive()
-        states.mark_copied(self._folder, self._ranks[0], step)
-        self._marks[int(slot.name[0])] = mark

@@ -111,8 +111,10 @@ class ReplicaRanks(RankGroup):
 
     def end(self) -> None:
         """Kill all ranks and the lighthouse. Raises as `RankGroup.end`."""
-        super().end()
-        self.lighthouse.end()
+        try:
+            super().end()
+        finally:
+            self.lighthouse.end()
 
     def restart_lighthouse(self) -> str:
         """Start a dead lighthouse again, and return how it died. Empty: it runs, or could not be started this time."""
@@ -121,7 +123,7 @@ class ReplicaRanks(RankGroup):
         except (OSError, DlacError) as err:
             self._lighthouse_failures.append(str(err))
             return ""
-        if died:  # it ran
+        if died or (self._lighthouse_failures and self.lighthouse.has_started):  # it ran, or runs
             self._lighthouse_failures = []
         return died
 
