@@ -249,9 +249,7 @@ class MemorySaves:
         self._free_files(slot)
         if not self._failed:
             remedy = f"{_MORE_ROOM}; " if isinstance(failure, OSError) else ""
-            problem = (
-                f"expected to keep states in {str(slot)!r}, found {failure}: {remedy}a restart reads the last checkpoint"
-            )
+            problem = f"expected to keep states in {str(slot)!r}, found {failure}: {remedy}a restart reads the last checkpoint"
             if rank == 0:
                 self._warn(problem)
             else:  # rank 0 publishes that there is one

@@ -164,7 +164,7 @@ def test_lost_state_names_what_to_do() -> None:
     """It could not be fetched, so it has no folder on this node."""
     point = ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False, step=7, memory_of=2, folder="")
     order: Any = None
-    with pytest.raises(MemoryStateLost, match="step 7 on this node, .*: start the run again"):
+    with pytest.raises(MemoryStateLost, match=r"step 7 on this node, .*: start the run again"):
         read_memory(point, order)
 
 
