@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -10,10 +11,17 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 
 from dlac_pipeline.dagster.assets.pages import model_page
-from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.iceberg import own_rows
+from dlac_pipeline.lakehouse.iceberg.connect import connect, equals
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import PHASES, Recovery, recoveries_of, write_recovery
+from dlac_pipeline.lakehouse.ledger.recoveries import (
+    PHASES,
+    Recovery,
+    recoveries_of,
+    recoveries_to_arrow,
+    write_recovery,
+)
 from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
 from tests.integration.test_cli import dlac
 
@@ -83,3 +91,40 @@ def test_phases_are_recorded_in_order(arena: Arena) -> None:
         assert [name for name in columns if name.removesuffix("_s") in PHASES] == [
             f"{phase.replace(' ', '_')}_s" for phase in happen
         ]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The data files of own tables that were opened since the list was cleared."""
+    made, opened = own_rows._FORMAT.make_fragment, list[str]()
+
+    def make_fragment(stream: Any) -> Any:
+        opened.append(str(stream))
+        return made(stream)
+
+    monkeypatch.setattr(own_rows, "_FORMAT", SimpleNamespace(make_fragment=make_fragment))
+    return opened
+
+
+def test_small_files_are_opened_once(arena: Arena, opened: list[str]) -> None:
+    """A run with many recoveries is read in turns of several filters, each of which needs all files."""
+    files, filters = 120, [equals("outcome", name) for name in "abcdefghij"]
+    table = arena.lakehouse.own("recoveries")
+    table.append(recoveries_to_arrow(recovery(f"r{number}", seq=1) for number in range(files)))
+    for expected in (files * len(filters), 0):
+        opened.clear()
+        assert [arena.lakehouse.read_own("recoveries", each).num_rows for each in filters] == [0] * len(filters)
+        assert len(opened) == expected
+
+
+def test_least_recent_rows_are_dropped(arena: Arena, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for the rows of two filters. The third replaces those that were not read for the longest time."""
+    write_recovery(arena.lakehouse, recovery("r", seq=1))
+    size = own_rows._bytes_of(arena.lakehouse.read_own("recoveries", equals("outcome", "")))
+    monkeypatch.setattr(own_rows, "_ROWS", own_rows._KeptRows(2 * size))
+    opened.clear()
+    counts = []
+    for name in "abacab":
+        arena.lakehouse.read_own("recoveries", equals("outcome", name))
+        counts.append(len(opened))
+    assert counts == [1, 2, 2, 3, 3, 4]
