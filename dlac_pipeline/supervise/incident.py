@@ -122,7 +122,7 @@ class Incident:
             outcome=outcome,
             work_lost_s=_work_lost_s(rows, point, failure),
         )
-        write_recovery(lakehouse, recovery)
+        write_recovery(lakehouse, recovery, is_new=True)
         event = "recovered" if outcome == "resumed" else "recovery_failed"
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
         facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat(), "from_memory": point.memory_of > 0}
@@ -172,7 +172,7 @@ def _record_rejoined(lakehouse: Lakehouse, spec: JobSpec, nonce: str, rejoined: 
         total_s=heartbeat.at - replaced.failed_at,
         outcome="rejoined",
     )
-    write_recovery(lakehouse, recovery)
+    write_recovery(lakehouse, recovery, is_new=True)
     facts = {"step": heartbeat.step, "took_s": recovery.total_s}
     return {"event": "group_rejoined", "group": replaced.group, **facts}
 

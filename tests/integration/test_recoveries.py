@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -128,3 +129,15 @@ def test_least_recent_rows_are_dropped(arena: Arena, opened: list[str], monkeypa
         arena.lakehouse.read_own("recoveries", equals("outcome", name))
         counts.append(len(opened))
     assert counts == [1, 2, 2, 3, 3, 4]
+
+
+def test_new_recovery_needs_no_look(arena: Arena, opened: list[str]) -> None:
+    """Its first append reads none of the recoveries before it. Any other one is looked for, and written once."""
+    first, second = recovery("r", seq=1), replace(recovery("r", seq=2), attempt=4)
+    write_recovery(arena.lakehouse, first)
+    opened.clear()
+    write_recovery(arena.lakehouse, second, is_new=True)
+    assert opened == []
+    write_recovery(arena.lakehouse, second)
+    assert len(opened) == 2
+    assert recoveries_of(arena.lakehouse, "r") == [first, second]
