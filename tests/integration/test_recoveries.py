@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -12,8 +14,9 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 
 from dlac_pipeline.dagster.assets.pages import model_page
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerError
 from dlac_pipeline.lakehouse.iceberg import own_rows
-from dlac_pipeline.lakehouse.iceberg.connect import connect, equals
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect, equals
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import (
@@ -24,6 +27,12 @@ from dlac_pipeline.lakehouse.ledger.recoveries import (
     write_recovery,
 )
 from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
+from dlac_pipeline.supervise import recovery_recorder
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.failure import planned_end
+from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
+from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:
@@ -141,3 +150,86 @@ def test_new_recovery_needs_no_look(arena: Arena, opened: list[str]) -> None:
     write_recovery(arena.lakehouse, second)
     assert len(opened) == 2
     assert recoveries_of(arena.lakehouse, "r") == [first, second]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Event without which the ledger answers no read."""
+    answers, rows = threading.Event(), Ledger.rows
+
+    def wait_for_rows(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        answers.wait(20)
+        return rows(self, *args, **kwargs)
+
+    monkeypatch.setattr(Ledger, "rows", wait_for_rows)
+    return answers
+
+
+def end_recovery(arena: Arena, recorder: RecoveryRecorder, events: list[dict[str, Any]]) -> None:
+    """Have a monitor observe the first new step after a failure of attempt 1."""
+    for number in (1, 2):
+        claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
+    spec, point = arena.spec("r"), ResumePoint(attempt=2, nonce="n2", leg="{}", leg_is_new=False, replaces=1)
+    monitor = AttemptMonitor(recorder, spec.launch, events.append)
+    monitor.incident = Incident(spec, point, planned_end("it died", step=0))
+    monitor.observe([RankHeartbeat(1, Phase.TRAINING, time.time(), 0, 0.0)] * 2)
+
+
+def test_slow_catalog_delays_no_watch(arena: Arena, answers: threading.Event) -> None:
+    """The ranks are watched while the row of a recovery is written. Its event follows the row."""
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    end_recovery(arena, recorder, events)
+    recorder.publish_written()
+    assert (events, recoveries_of(arena.lakehouse)) == ([], [])
+    answers.set()
+    recorder.close()
+    assert [(each["event"], each["attempt"]) for each in events] == [("recovered", 2)]
+    assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]
+
+
+def test_outage_loses_no_recovery(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog that is unavailable when a recovery ends is asked again."""
+    rows, outages = Ledger.rows, [CatalogUnreachable("the catalog is away")]
+
+    def fail_once(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        if outages:
+            raise outages.pop()
+        return rows(self, *args, **kwargs)
+
+    monkeypatch.setattr(Ledger, "rows", fail_once)
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    end_recovery(arena, recorder, events)
+    recorder.close()
+    assert [each["event"] for each in events] == ["recovered"]
+    assert len(recoveries_of(arena.lakehouse, "r")) == 1
+
+
+def test_recoveries_are_recorded_in_order(arena: Arena, answers: threading.Event) -> None:
+    """A row that cannot be written is a warning in its place."""
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+
+    def refuse(lakehouse: Lakehouse) -> Recovery:
+        raise LedgerError("the ledger is damaged")
+
+    def wait(lakehouse: Lakehouse) -> Recovery:
+        answers.wait(20)
+        return recovery("r", seq=1)
+
+    for build in (wait, refuse, lambda _: replace(recovery("r", seq=2), attempt=4)):
+        recorder.record(build, lambda row: {"event": "recovered", "attempt": row.attempt}, events.append)
+    answers.set()
+    recorder.close()
+    assert [each.get("attempt", each["event"]) for each in events] == [3, "warning", 4]
+    assert events[1]["message"] == "the recovery could not be recorded: the ledger is damaged"
+    assert [each.attempt for each in recoveries_of(arena.lakehouse, "r")] == [3, 4]
+
+
+def test_outage_ends_wait_for_rows(arena: Arena, answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that ends during an outage does not wait for long, and warns."""
+    monkeypatch.setattr(recovery_recorder, "_CLOSE_WITHIN_S", 0.1)
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    end_recovery(arena, recorder, events)
+    recorder.close()
+    answers.set()
+    assert [each["event"] for each in events] == ["warning"]
+    assert "could not be recorded" in events[0]["message"]
