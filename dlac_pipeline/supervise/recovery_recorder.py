@@ -54,7 +54,7 @@ class RecoveryRecorder:
             self._thread.start()
 
     def publish_written(self, *, within_s: float = 0.0) -> None:
-        """Publish the events of rows that are written within a time, by default until now. An error of the catalog is a warning."""
+        """Publish the events of rows that are written within a time, by default until now. Errors of the catalog are warnings."""
         deadline = time.monotonic() + within_s
         while self._unpublished:
             try:
