@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.figures import Figure
-from benchmarks.recovery_lab.stamps import count_repeated, read_stamps
+from benchmarks.recovery_lab.stamps import Stamp, StampFile, count_repeated
 from benchmarks.recovery_lab.training import PROGRAMS, fill_source
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
@@ -121,6 +121,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.network.launches.clear()
         self.stamps = self.network.arena.home / f"{self.name}.stamps"
+        self.stamp_file = StampFile(self.stamps)
         self.spec = self._spec(self.name, {})
         self._numbers = itertools.count(1)
         for _ in range(self.nodes + self.spares):
@@ -172,8 +173,10 @@ class _Run:
         """Kill a rank, all ranks of a node, or nodes. Return the seconds to the first step that is new."""
         nodes = [victim for victim in victims if isinstance(victim, NetworkNode)]
         pids = [pid for node in nodes for pid in self.network.launches[node].of("attempt")[-1]["pids"]]
-        lines = self.lines()
-        reached, before = max(step for _, step, _ in lines), lines[-1][0]
+        # not while the recovery is measured: the look takes longer with each attempt
+        self.destroy_checkpoints()
+        stamps = self.read_stamps()
+        reached, before = max(each.step for each in stamps), stamps[-1].pid
         killed_at = time.time()
         for pid in () if kind == "node" else random.sample(pids, 1) if kind == "rank" else pids:
             os.kill(pid, signal.SIGKILL)
@@ -181,20 +184,22 @@ class _Run:
             self.network.lose(node)
             self._join()
         while True:
-            self.destroy_checkpoints()
-            new = [done for pid, step, done in self.lines()[len(lines) :] if pid != before and step > reached]
+            later = self.read_stamps(after=len(stamps))
+            new = [each.done for each in later if each.pid != before and each.step > reached]
             if new:
                 return new[0] - killed_at
             time.sleep(0.01)
 
-    def lines(self) -> list[tuple[int, int, float]]:
-        """Process of rank 0, step, and time, of each finished step."""
-        return [stamp[:3] for stamp in read_stamps(self.stamps)]
+    def read_stamps(self, *, after: int = 0) -> list[Stamp]:
+        """Return the stamps of all finished steps, without the first `after` ones."""
+        return self.stamp_file.read(after=after)
 
     def wait_for_steps(self, count: int) -> None:
         """Wait for further steps."""
-        before = len(self.lines())
-        wait_until(lambda: self.destroy_checkpoints() or len(self.lines()) >= before + count, what="further steps")
+        before = len(self.read_stamps())
+        wait_until(
+            lambda: self.destroy_checkpoints() or len(self.read_stamps(after=before)) >= count, what="further steps"
+        )
 
     def wait_for_checkpoint(self) -> None:
         """Wait for another checkpoint."""
@@ -213,12 +218,12 @@ class _Run:
 
     def repeated_steps(self) -> list[int]:
         """Return the number of batches that rank 0 had worked on and repeated, at each recovery, and the one in hand."""
-        return [steps + 1 for steps in count_repeated(read_stamps(self.stamps))]
+        return [steps + 1 for steps in count_repeated(self.read_stamps())]
 
     def median_step_s(self) -> float:
         """Return the median time of a step."""
-        pairs = itertools.pairwise(self.lines())
-        return statistics.median(later - done for (one, _, done), (other, _, later) in pairs if one == other)
+        pairs = itertools.pairwise(self.read_stamps())
+        return statistics.median(other.done - one.done for one, other in pairs if one.pid == other.pid)
 
     def stop(self) -> None:
         """Stop the run after a checkpoint, as a person does, and wait for the end of its nodes. Spares are killed."""

@@ -25,11 +25,29 @@ class Stamp(NamedTuple):
     """The time once the state was kept, if one was due."""
 
 
+class StampFile:
+    """The stamps in a file that ranks append to. Each is parsed once, because a recovery is measured while the file is polled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes_read = 0
+        self._stamps: list[Stamp] = []
+
+    def read(self, *, after: int = 0) -> list[Stamp]:
+        """Return the stamps that are whole, without the first `after` ones."""
+        if self._path.exists():
+            with self._path.open("rb") as stream:
+                stream.seek(self._bytes_read)
+                lines, newline, _ = stream.read().rpartition(b"\n")
+            self._bytes_read += len(lines) + len(newline)
+            for pid, step, done, kept in map(bytes.split, lines.splitlines()):
+                self._stamps.append(Stamp(int(pid), int(step), float(done), float(kept)))
+        return self._stamps[after:]
+
+
 def read_stamps(path: Path) -> list[Stamp]:
     """Return the stamps that are whole."""
-    text = path.read_text() if path.exists() else ""
-    found = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [Stamp(int(pid), int(step), float(done), float(after)) for pid, step, done, after in found]
+    return StampFile(path).read()
 
 
 def count_repeated(stamps: Sequence[Stamp]) -> list[int]:

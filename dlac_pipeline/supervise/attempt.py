@@ -27,6 +27,8 @@ from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_rank
 from dlac_pipeline.supervise.supervision import Supervision
 
 POLL_S = 0.05
+_RECORD_WITHIN_S = 3.0
+"""Seconds for which the end of an attempt waits for the rows of recoveries, so that their events precede the next attempt."""
 _LEAVE_MARGIN_S = 2.0
 """Extra seconds for ranks past their deadline. Ranks enforce the deadline themselves and report what was lost."""
 
@@ -70,7 +72,7 @@ class SupervisedAttempt:
         self._nonce = new_nonce()
         self.folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
         self._machine = AttemptMachine(has_others=bool(round_.others))
-        self._monitor = AttemptMonitor(self._lakehouse, self._spec.launch, self._publish)
+        self._monitor = AttemptMonitor(supervision.recorder, self._spec.launch, self._publish)
         self._events = EventReader(self.folder)
         self._verified = (0, -1)
         self._started_at = time.time()
@@ -107,6 +109,7 @@ class SupervisedAttempt:
             finally:  # copies end even if the kernel keeps a rank
                 self._supervision.memory.end()
                 self._forward_events()
+                self._supervision.recorder.publish_written(within_s=_RECORD_WITHIN_S)
 
     def end_before_training(self) -> Ending | Rescale:
         """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""
@@ -201,8 +204,9 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
-            for event in replace_dead(ranks.own, self._lakehouse, self._spec, self._nonce):
+            for event in replace_dead(ranks.own):
                 self._publish(event)
+            self._monitor.record_rejoined(ranks.own, self._spec, self._nonce)
             ledger.check()
             for observation, cause in self._observe(ranks):
                 end = self._apply(observation, ranks, cause)
@@ -316,7 +320,8 @@ class SupervisedAttempt:
         self._monitor.observe(ranks.heartbeats())
 
     def _forward_events(self) -> None:
-        """Publish the events of rank 0 and warnings about memory states, and note those that concern the attempt."""
+        """Publish the events of rank 0, of written recoveries, and warnings about memory states. Note those of the attempt."""
+        self._supervision.recorder.publish_written()
         for message in self._supervision.memory.take_warnings():
             self._publish({"event": "warning", "message": message})
         for event in self._events.read_new():

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
-from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
@@ -22,6 +22,7 @@ from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined, ReplicaRanks
+from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 _STEP_EVENT_EVERY_S = 0.5
@@ -30,12 +31,12 @@ _STEP_EVENT_EVERY_S = 0.5
 class AttemptMonitor:
     """Monitor of the heartbeats of one attempt: its step, its slow and hung ranks, and its recovery from a failure."""
 
-    def __init__(self, lakehouse: Lakehouse, launch: LaunchSpec, publish: Callable[[Event], None]) -> None:
+    def __init__(self, recorder: RecoveryRecorder, launch: LaunchSpec, publish: Callable[[Event], None]) -> None:
         self.step = 0
         """Last step that all ranks have finished."""
         self.hangs = HangDetector(launch)
         self.incident: Incident | None = None
-        self._lakehouse = lakehouse
+        self._recorder = recorder
         self._publish = publish
         self._stragglers = Stragglers(launch)
         self._published_step = (0, 0)
@@ -58,13 +59,17 @@ class AttemptMonitor:
             self._publish({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
 
     def end_recovery(self, outcome: RecoveryOutcome) -> None:
-        """Write the recovery in progress to the ledger. An error of the report does not end the run."""
+        """Have the recovery in progress recorded, if there is one."""
         incident, self.incident = self.incident, None
-        try:
-            if incident is not None:
-                self._publish(incident.report(self._lakehouse, outcome))
-        except DlacError as err:
-            self._publish({"event": "warning", "message": f"the recovery could not be recorded: {err}"})
+        if incident is not None:
+            build = partial(incident.build_recovery, outcome=outcome, ended_at=time.time())
+            self._recorder.record(build, incident.to_event, self._publish)
+
+    def record_rejoined(self, ranks: RankGroup, spec: JobSpec, nonce: str) -> None:
+        """Have the replica groups recorded that take part in the attempt of `nonce` again."""
+        for rejoined in ranks.find_rejoined() if isinstance(ranks, ReplicaRanks) else ():
+            build = partial(_recovery_of_group, spec, nonce, rejoined)
+            self._recorder.record(build, partial(_rejoined_event, rejoined), self._publish)
 
 
 class Incident:
@@ -91,15 +96,21 @@ class Incident:
             self._stepped_at = now
         return self._stepped_at is not None
 
-    def report(self, lakehouse: Lakehouse, outcome: RecoveryOutcome = "resumed") -> dict[str, Any]:
+    def report(self, lakehouse: Lakehouse, outcome: RecoveryOutcome = "resumed") -> Event:
         """Write the row of `recoveries` and return it as an event."""
+        recovery = self.build_recovery(lakehouse, outcome=outcome, ended_at=time.time())
+        write_recovery(lakehouse, recovery, is_new=True)
+        return self.to_event(recovery)
+
+    def build_recovery(self, lakehouse: Lakehouse, *, outcome: RecoveryOutcome, ended_at: float) -> Recovery:
+        """Return the row of `recoveries`, with what the ledger knows of it. `ended_at` is its end if no step was done."""
         point, failure = self._point, self._failure
-        ended = self._stepped_at or time.time()
+        ended = self._stepped_at or ended_at
         loaded = self._loaded_at or ended
         ledger = Ledger(lakehouse)
         rows = ledger.rows(self._spec.run, kinds=HEAD_KINDS)
         seq = next(row.seq for row in rows if isinstance(row, ClaimRow) and row.nonce == point.nonce)
-        recovery = Recovery(
+        return Recovery(
             run=self._spec.run,
             seq=seq,
             attempt=point.attempt,
@@ -122,15 +133,17 @@ class Incident:
             outcome=outcome,
             work_lost_s=_work_lost_s(rows, point, failure),
         )
-        write_recovery(lakehouse, recovery)
-        event = "recovered" if outcome == "resumed" else "recovery_failed"
+
+    def to_event(self, recovery: Recovery) -> Event:
+        """Return the event of the written row."""
+        event = "recovered" if recovery.outcome == "resumed" else "recovery_failed"
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
-        facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat(), "from_memory": point.memory_of > 0}
-        return {"event": event, **facts, **times}
+        facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat()}
+        return {"event": event, **facts, "from_memory": self._point.memory_of > 0, **times}
 
 
-def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, spec: JobSpec, nonce: str) -> Iterator[Event]:
-    """Start dead replica groups of an attempt again, and their lighthouse. Record groups that take part again. Yield events."""
+def replace_dead(ranks: RankGroup) -> Iterator[Event]:
+    """Start dead replica groups of an attempt again, and their lighthouse. Yield events."""
     if not isinstance(ranks, ReplicaRanks):
         return
     if died := ranks.restart_lighthouse():
@@ -139,20 +152,15 @@ def replace_dead(ranks: RankGroup, lakehouse: Lakehouse, spec: JobSpec, nonce: s
         last = read_heartbeat(ranks.folder, dead.exit.rank)
         facts = {"cause": str(dead.exit), "step": 0 if last is None else last.step, **ranks.log_end(dead.exit.rank)}
         yield {"event": "group_died", "group": dead.group, **facts}
-    for rejoined in ranks.find_rejoined():
-        try:
-            yield _record_rejoined(lakehouse, spec, nonce, rejoined)
-        except DlacError as err:
-            yield {"event": "warning", "message": f"the recovery could not be recorded: {err}"}
 
 
-def _record_rejoined(lakehouse: Lakehouse, spec: JobSpec, nonce: str, rejoined: Rejoined) -> Event:
-    """Write the row of a replica group that takes part again in the attempt of `nonce`, and return it as an event."""
+def _recovery_of_group(spec: JobSpec, nonce: str, rejoined: Rejoined, lakehouse: Lakehouse) -> Recovery:
+    """Return the row of a replica group that takes part again in the attempt of `nonce`."""
     replaced, heartbeat = rejoined.replaced, rejoined.heartbeat
     rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
     claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
     started = heartbeat.spent.began
-    recovery = Recovery(
+    return Recovery(
         run=spec.run,
         seq=claim.seq,
         attempt=claim.attempt,
@@ -172,9 +180,11 @@ def _record_rejoined(lakehouse: Lakehouse, spec: JobSpec, nonce: str, rejoined: 
         total_s=heartbeat.at - replaced.failed_at,
         outcome="rejoined",
     )
-    write_recovery(lakehouse, recovery)
-    facts = {"step": heartbeat.step, "took_s": recovery.total_s}
-    return {"event": "group_rejoined", "group": replaced.group, **facts}
+
+
+def _rejoined_event(rejoined: Rejoined, recovery: Recovery) -> Event:
+    facts = {"step": recovery.resumed_step, "took_s": recovery.total_s}
+    return {"event": "group_rejoined", "group": rejoined.replaced.group, **facts}
 
 
 def rows_replayed(

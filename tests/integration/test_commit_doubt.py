@@ -151,11 +151,12 @@ def snapshot_of(response: CommitTableResponse) -> int:
     return snapshot_id
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("fault", [replayed, landed_but_refused, landed_but_unanswered, lost_before_landing])
 def test_a_recovery_in_doubt_is_written_once(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Commit, Any], CommitTableResponse]
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Commit, Any], CommitTableResponse], is_new: bool
 ) -> None:
-    """What is appended beside the ledger is looked for before it is appended again."""
+    """A row of another table than the ledger is looked for before it is appended again, also one that is new."""
     durations: dict[str, Any] = dict.fromkeys(
         ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s"), 0.0
     )
@@ -174,7 +175,7 @@ def test_a_recovery_in_doubt_is_written_once(
         **durations,
     )
     once(monkeypatch, fault)
-    write_recovery(arena.lakehouse, recovery)
+    write_recovery(arena.lakehouse, recovery, is_new=is_new)
     assert recoveries_of(arena.lakehouse, RUN) == [recovery]
 
 

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger import ledger as ledgers
+from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_rows
 from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.commits import (
     Attempt,
@@ -21,6 +23,7 @@ from dlac_pipeline.lakehouse.ledger.commits import (
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, out_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    HEAD_KINDS,
     AdvanceRow,
     CheckpointRow,
     ClaimRow,
@@ -291,3 +294,21 @@ def test_rows_between_are_noticed(arena: Arena) -> None:
     with pytest.raises(RowsBetween, match="expected 2 to be the last seq of run 'r1', found 3"):
         commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=2)
     assert commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=3).fence.head == "b"
+
+
+def test_reads_of_snapshot_share_rows(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a snapshot that was read before are not parsed again. A read after an append by others has its rows."""
+    ledger, parsed = Ledger(arena.lakehouse), list[int]()
+    claimed(ledger)
+
+    def parse(table: Any) -> list[LedgerRow]:
+        parsed.append(table.num_rows)
+        return parse_rows(table)
+
+    monkeypatch.setattr(ledgers, "parse_rows", parse)
+    ledger.rows(RUN, kinds=HEAD_KINDS).clear()  # the caller owns the list
+    assert [row.attempt for row in ledger.rows(RUN, kinds=HEAD_KINDS)] == [1]
+    assert parsed == [1]
+    claimed(Ledger(connect(arena.lakehouse.config)), "n2", replaces=1)
+    assert [row.attempt for row in ledger.rows(RUN, kinds=HEAD_KINDS)] == [1, 2]
+    assert ledger.rows("another", kinds=HEAD_KINDS) == []

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -10,11 +14,25 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 
 from dlac_pipeline.dagster.assets.pages import model_page
-from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerError
+from dlac_pipeline.lakehouse.iceberg import own_rows
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect, equals
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import PHASES, Recovery, recoveries_of, write_recovery
+from dlac_pipeline.lakehouse.ledger.recoveries import (
+    PHASES,
+    Recovery,
+    recoveries_of,
+    recoveries_to_arrow,
+    write_recovery,
+)
 from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
+from dlac_pipeline.supervise import recovery_recorder
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.failure import planned_end
+from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
+from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:
@@ -83,3 +101,135 @@ def test_phases_are_recorded_in_order(arena: Arena) -> None:
         assert [name for name in columns if name.removesuffix("_s") in PHASES] == [
             f"{phase.replace(' ', '_')}_s" for phase in happen
         ]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The data files of own tables that were opened since the list was cleared."""
+    made, opened = own_rows._FORMAT.make_fragment, list[str]()
+
+    def make_fragment(stream: Any) -> Any:
+        opened.append(str(stream))
+        return made(stream)
+
+    monkeypatch.setattr(own_rows, "_FORMAT", SimpleNamespace(make_fragment=make_fragment))
+    return opened
+
+
+def test_small_files_are_opened_once(arena: Arena, opened: list[str]) -> None:
+    """A run with many recoveries is read in turns of several filters, each of which needs all files."""
+    files, filters = 120, [equals("outcome", name) for name in "abcdefghij"]
+    table = arena.lakehouse.own("recoveries")
+    table.append(recoveries_to_arrow(recovery(f"r{number}", seq=1) for number in range(files)))
+    for expected in (files * len(filters), 0):
+        opened.clear()
+        assert [arena.lakehouse.read_own("recoveries", each).num_rows for each in filters] == [0] * len(filters)
+        assert len(opened) == expected
+
+
+def test_least_recent_rows_are_dropped(arena: Arena, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for the rows of two filters. The third replaces those that were not read for the longest time."""
+    write_recovery(arena.lakehouse, recovery("r", seq=1))
+    size = own_rows._bytes_of(arena.lakehouse.read_own("recoveries", equals("outcome", "")))
+    monkeypatch.setattr(own_rows, "_ROWS", own_rows._KeptRows(2 * size))
+    opened.clear()
+    counts = []
+    for name in "abacab":
+        arena.lakehouse.read_own("recoveries", equals("outcome", name))
+        counts.append(len(opened))
+    assert counts == [1, 2, 2, 3, 3, 4]
+
+
+def test_new_recovery_needs_no_look(arena: Arena, opened: list[str]) -> None:
+    """Its first append reads none of the recoveries before it. Any other one is looked for, and written once."""
+    first, second = recovery("r", seq=1), replace(recovery("r", seq=2), attempt=4)
+    write_recovery(arena.lakehouse, first)
+    opened.clear()
+    write_recovery(arena.lakehouse, second, is_new=True)
+    assert opened == []
+    write_recovery(arena.lakehouse, second)
+    assert len(opened) == 2
+    assert recoveries_of(arena.lakehouse, "r") == [first, second]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Event without which the ledger answers no read."""
+    answers, rows = threading.Event(), Ledger.rows
+
+    def wait_for_rows(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        answers.wait(20)
+        return rows(self, *args, **kwargs)
+
+    monkeypatch.setattr(Ledger, "rows", wait_for_rows)
+    return answers
+
+
+def end_recovery(arena: Arena, recorder: RecoveryRecorder, events: list[dict[str, Any]]) -> None:
+    """Have a monitor observe the first new step after a failure of attempt 1."""
+    for number in (1, 2):
+        claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
+    spec, point = arena.spec("r"), ResumePoint(attempt=2, nonce="n2", leg="{}", leg_is_new=False, replaces=1)
+    monitor = AttemptMonitor(recorder, spec.launch, events.append)
+    monitor.incident = Incident(spec, point, planned_end("it died", step=0))
+    monitor.observe([RankHeartbeat(1, Phase.TRAINING, time.time(), 0, 0.0)] * 2)
+
+
+def test_slow_catalog_delays_no_watch(arena: Arena, answers: threading.Event) -> None:
+    """The ranks are watched while the row of a recovery is written. Its event follows the row."""
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    end_recovery(arena, recorder, events)
+    recorder.publish_written()
+    assert (events, recoveries_of(arena.lakehouse)) == ([], [])
+    answers.set()
+    recorder.close()
+    assert [(each["event"], each["attempt"]) for each in events] == [("recovered", 2)]
+    assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]
+
+
+def test_outage_loses_no_recovery(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog that is unavailable when a recovery ends is asked again."""
+    rows, outages = Ledger.rows, [CatalogUnreachable("the catalog is away")]
+
+    def fail_once(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        if outages:
+            raise outages.pop()
+        return rows(self, *args, **kwargs)
+
+    monkeypatch.setattr(Ledger, "rows", fail_once)
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    end_recovery(arena, recorder, events)
+    recorder.close()
+    assert [each["event"] for each in events] == ["recovered"]
+    assert len(recoveries_of(arena.lakehouse, "r")) == 1
+
+
+def test_recoveries_are_recorded_in_order(arena: Arena, answers: threading.Event) -> None:
+    """A row that cannot be written is a warning in its place."""
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+
+    def refuse(lakehouse: Lakehouse) -> Recovery:
+        raise LedgerError("the ledger is damaged")
+
+    def wait(lakehouse: Lakehouse) -> Recovery:
+        answers.wait(20)
+        return recovery("r", seq=1)
+
+    for build in (wait, refuse, lambda _: replace(recovery("r", seq=2), attempt=4)):
+        recorder.record(build, lambda row: {"event": "recovered", "attempt": row.attempt}, events.append)
+    answers.set()
+    recorder.close()
+    assert [each.get("attempt", each["event"]) for each in events] == [3, "warning", 4]
+    assert events[1]["message"] == "the recovery could not be recorded: the ledger is damaged"
+    assert [each.attempt for each in recoveries_of(arena.lakehouse, "r")] == [3, 4]
+
+
+def test_outage_ends_wait_for_rows(arena: Arena, answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that ends during an outage does not wait for long, and warns."""
+    monkeypatch.setattr(recovery_recorder, "_CLOSE_WITHIN_S", 0.1)
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    end_recovery(arena, recorder, events)
+    recorder.close()
+    answers.set()
+    assert [each["event"] for each in events] == ["warning"]
+    assert "could not be recorded" in events[0]["message"]

@@ -22,6 +22,7 @@ from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, modes_of, si
 from benchmarks.paper_parts.page import program_tables
 from benchmarks.paper_parts.programs import PROGRAMS
 from benchmarks.paper_parts.summary import band_of, seconds_to, steps_worth, summarize
+from benchmarks.recovery_lab.stamps import Stamp, StampFile
 
 CALM = {10: 4.0, 20: 3.0, 30: 2.0}
 
@@ -237,3 +238,18 @@ def test_programs_exist() -> None:
     for name, program in PROGRAMS.items():
         assert (folder / f"{name}.py").is_file()
         assert len(set(program.rows)) == len(program.rows)
+
+
+def test_stamp_is_parsed_once(tmp_path: Path) -> None:
+    """A poll parses only the stamps that were completed since the last one. A part of a line waits for its rest."""
+    path = tmp_path / "stamps"
+    stamps = StampFile(path)
+    assert stamps.read() == []
+    path.write_text("7 1 10.0 10.5\n7 2 11.0 11.5\n7 3 12")
+    assert [each.step for each in stamps.read()] == [1, 2]
+    with path.open("r+") as stream:
+        stream.write("broken")  # a second look at the first stamp would fail
+    assert [each.step for each in stamps.read(after=1)] == [2]
+    with path.open("a") as stream:
+        stream.write(".0 12.5\n8 3 13.0 13.5\n")
+    assert stamps.read(after=2) == [Stamp(7, 3, 12.0, 12.5), Stamp(8, 3, 13.0, 13.5)]

@@ -7,6 +7,8 @@ once, and a file of which few rows are wanted, too. Of many rows in local files 
 
 import os
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,13 +30,55 @@ LARGE_ROWS = 250_000
 """Rows in data files from which on a table is not loaded."""
 _GLOBBING = re.compile(r"[*?\[\]]")  # for these DuckDB looks for other files than the named one
 _RELATIONS = {EqualTo: "=", expressions.GreaterThan: ">", expressions.LessThanOrEqual: "<="}
-_SMALL_BYTES, _KEPT_FILES = 64 << 10, 1024
+_SMALL_BYTES, _KEPT_BYTES = 64 << 10, 64 << 20
+_COLUMN_BYTES = 1 << 10
+"""Estimated memory of a column of a small table in addition to its values: Arrow's objects, and buffers of 64 bytes."""
 _MANIFESTS = 4096
 _FORMAT = ds.ParquetFileFormat()
 _FILES: dict[str, list[DataFile]] = {}
 """The data files of manifests, which never change, by path. The first ones are forgotten first."""
-_ROWS: dict[tuple[str, int, str, tuple[str, ...]], pa.Table] = {}
-"""Few rows of data files, which never change, by path, schema, filter and columns. The first ones are forgotten first."""
+_Key = tuple[str, int, str, tuple[str, ...]]
+"""Path of a data file, schema, filter and columns."""
+
+
+class _KeptRows:
+    """Few rows of data files, which never change. The least recently used are dropped first.
+
+    A long run has thousands of small files, and its supervisor reads all of them at each recovery. The bound is in bytes, because
+    a bound in files below their number would drop each file before its next read.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._rows: OrderedDict[_Key, pa.Table] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: _Key) -> pa.Table | None:
+        """Return the rows of a key, or None if they are not kept."""
+        with self._lock:
+            if key in self._rows:
+                self._rows.move_to_end(key)
+            return self._rows.get(key)
+
+    def keep(self, key: _Key, rows: pa.Table) -> None:
+        """Keep rows if they are few. Drop others until all fit."""
+        if rows.nbytes > _SMALL_BYTES:
+            return
+        with self._lock:
+            if key not in self._rows:  # another thread may have read them, too
+                self._rows[key] = rows
+                self._bytes += _bytes_of(rows)
+            while self._bytes > self._most_bytes:
+                self._bytes -= _bytes_of(self._rows.popitem(last=False)[1])
+
+
+def _bytes_of(rows: pa.Table) -> int:
+    """Return the estimated memory of a small table."""
+    return int(rows.nbytes) + _COLUMN_BYTES * rows.num_columns
+
+
+_ROWS = _KeptRows(_KEPT_BYTES)
 
 
 def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[str] = ("*",)) -> pa.Table:
@@ -58,19 +102,18 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
         bound = bind(table.schema(), row_filter, case_sensitive=True)
         wanted["filter"] = expression_to_pyarrow(bound, table.schema())
 
+    described = (table.schema().schema_id, repr(row_filter), columns)
+
     def read(file: DataFile) -> pa.Table:
-        key = (file.file_path, table.schema().schema_id, repr(row_filter), columns)
-        rows = _ROWS.get(key)
-        if rows is None:
-            with table.io.new_input(file.file_path).open() as stream:
-                rows = _FORMAT.make_fragment(stream).to_table(schema, **wanted)
-            if rows.nbytes <= _SMALL_BYTES:
-                _ROWS[key] = rows
+        with table.io.new_input(file.file_path).open() as stream:
+            rows = _FORMAT.make_fragment(stream).to_table(schema, **wanted)
+        _ROWS.keep((file.file_path, *described), rows)
         return rows
 
-    parts = list(ExecutorFactory.get_or_create().map(read, files))
-    for key in list(_ROWS)[:-_KEPT_FILES]:
-        _ROWS.pop(key, None)
+    known = [_ROWS.get((file.file_path, *described)) for file in files]
+    unread = [file for file, rows in zip(files, known, strict=True) if rows is None]
+    found = iter(map(read, unread) if len(unread) < 2 else ExecutorFactory.get_or_create().map(read, unread))
+    parts = [next(found) if rows is None else rows for rows in known]
     return pa.concat_tables([schema.empty_table().select(wanted["columns"]), *parts])
 
 

@@ -1,5 +1,6 @@
 """The `recoveries` table: one row per recovery, with its phases, and one where a run was given up."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -68,10 +69,13 @@ class Recovery:
         return self.total_s - self.down_s
 
 
-def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
-    """Append one recovery, once."""
+def write_recovery(lakehouse: Lakehouse, recovery: Recovery, *, is_new: bool = False) -> None:
+    """Append one recovery, once. `is_new`: no other call has tried to write it, so that the first try needs no look."""
+    tries = itertools.count()
 
     def is_written() -> bool:
+        if is_new and next(tries) == 0:
+            return False
         known = recoveries_of(lakehouse, recovery.run)
         wanted = (recovery.attempt, recovery.outcome, recovery.failed_at)
         return any((found.attempt, found.outcome, found.failed_at) == wanted for found in known)
