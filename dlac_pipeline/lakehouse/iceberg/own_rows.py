@@ -75,7 +75,7 @@ class _KeptRows:
 
 def _bytes_of(rows: pa.Table) -> int:
     """Return the estimated memory of a small table."""
-    return int(rows.nbytes) + _COLUMN_BYTES * rows.num_columns
+    return int(rows.nbytes + _COLUMN_BYTES * rows.num_columns)
 
 
 _ROWS = _KeptRows(_KEPT_BYTES)
