@@ -64,6 +64,8 @@ def _rest(found: dict[str, Any]) -> dict[str, Figure]:
         "demo_holds": Figure(value=found["ok"], unit="of 1", bar=">= 1"),
         "recoveries": Figure(value=len(found["recoveries"]), unit="recoveries", bar=">= 2"),
     }
+    if not found["recoveries"]:
+        return figures
     faults = (found["recoveries"][0], found["recoveries"][-1])  # the sensor recovers last
     for fault, recovery in zip(("rank_killed", "dagster_run_killed"), faults, strict=True):
         figures[f"{fault}_recovery_s"] = Figure(value=Recovery(**recovery).recovered_s, unit="s")

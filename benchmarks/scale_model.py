@@ -109,7 +109,7 @@ def main() -> None:
     """Measure the parts, combine them, and report."""
     options = ArgumentParser()
     options.add_argument("--quick", action="store_true")
-    options.add_argument("--control", type=Path, help="what benchmarks.control_plane printed")
+    options.add_argument("--control", type=Path, help="the kept result of benchmarks.control_plane")
     chosen = options.parse_args()
     quick = chosen.quick
     control = _control_plane() if chosen.control is None else _read_points(chosen.control)

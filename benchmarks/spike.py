@@ -8,7 +8,7 @@ each from the newest checkpoint before it.
 - `hidden`: a small GPT. Bad rows are random bytes that no text has (128 to 255). The loss of their step hardly rises.
 
 `first` counts the steps in which the bad row has the largest loss, `alone_to_blame` those in which the command would exclude it
-alone, `found` those that the ledger's losses show without being asked for, and `false_alarms` the spikes in steps without a bad
+alone, `found` those that the ledger's losses show without being asked for, and `false_alarms` the steps of spikes without a bad
 row.
 """
 

@@ -4,7 +4,7 @@ The plan has 655,360 row groups of 8,192 rows (10 TB in row groups of 16 MB), th
 and a checkpoint every 300 steps. Units and ledger are synthetic, and written to a lakehouse. Random steps are computed by
 `supervise/steps/step_rows.py` in one process, and compared with SQL over the table `slices`, which repeats the order in integers
 and uses none of its code. `dlac rows RUN --step N --json` is timed as a process, from its start to its end. The ledger has no row
-per step: `bytes_per_step` is what the ledger grew by while steps were asked for.
+per step: `ledger_growth` is what the ledger grew by while steps were asked for.
 """
 
 from __future__ import annotations

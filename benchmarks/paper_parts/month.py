@@ -69,7 +69,7 @@ def modes_of(found: Found) -> list[Mode]:
                 overhead=max(0.0, intervals["30s_overhead"] / 100),
             )
         )
-    if memory.get(f"{_SIZE}_at_risk_s"):  # 0: too few states were seen
+    if f"{_SIZE}_at_risk_s" in memory:
         modes.append(
             Mode(
                 name="DLAC, states in memory",

@@ -35,6 +35,8 @@ _COLORS = {
     "restart": "#c8553d",
     "deepspeed": "#8b5a8c",
 }
+_CELL_CHARACTERS = 45
+"""Longest line of a cell in the PDF."""
 _WINDOW = 12
 """Steps whose mean training loss is drawn as one point."""
 _SETTINGS = {
@@ -96,8 +98,11 @@ def _sections(found: Found) -> Iterator[Found]:
         "text": ["Each claim has a section below, which says how it was measured, on what, and what was modelled."],
         "tables": [(CLAIM_HEADS, claim_rows(found)), (TABLE_1_HEADS, table_1_rows(found))],
     }
-    if "divergence" in found:
+    if "outcomes" in found.get("divergence", {}):
         yield from _divergence(found["divergence"])
+    elif "divergence" in found:
+        failed = f"**It failed:** {found['divergence']['failed']}"
+        yield {"title": "Training under faults", "text": [failed], "tables": []}
     for name, program in PROGRAMS.items():
         if name in found:
             yield _program(name, program.title, found[name])
@@ -226,7 +231,8 @@ def program_tables(figures: Found, rows: Sequence[str]) -> list[Table]:
         if row is None:
             others.append((_words(key), _value(figure), figure["unit"], figure["bar"] or "", _verdict(figure)))
         else:
-            cells[row][key.removeprefix(f"{row}_").removesuffix(f"_{row}")] = figure
+            begins = key.startswith(f"{row}_")
+            cells[row][key.removeprefix(f"{row}_") if begins else key.removesuffix(f"_{row}")] = figure
     tables: list[Table] = [(("figure", "value", "unit", "bar", ""), others)] if others else []
     measured = {row: found for row, found in cells.items() if found}
     if not measured:
@@ -373,7 +379,9 @@ def _risk(figures: Found, rows: Sequence[str]) -> Figure:
 
 
 def _draw(axes: Axes, label: str, key: str, curves: Sequence[dict[int, float]]) -> None:
-    """Draw the mean of curves, and its 95 % confidence interval."""
+    """Draw the mean of curves, if there are any, and its 95 % confidence interval."""
+    if not curves:
+        return
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = np.array([[curve[step] for step in steps] for curve in curves])
     mean = values.mean(axis=0)
@@ -395,20 +403,28 @@ def _sheets(section: Found) -> Iterator[Figure]:
     if "figure" in section:
         yield section["figure"]
     for heads, rows in section["tables"]:
+        folded = [tuple(textwrap.fill(cell, _CELL_CHARACTERS) for cell in row) for row in rows]
         for first in range(0, len(rows), 24):
-            part = rows[first : first + 24]
-            sheet = Drawing(figsize=(11, 1.8 + 0.26 * len(part)), layout="constrained")
-            axes = sheet.subplots()
-            axes.axis("off")
-            table = axes.table(
-                cellText=part, colLabels=[_folded(head) for head in heads], loc="upper left", cellLoc="left"
-            )
-            table.auto_set_font_size(False)
-            table.set_fontsize(6.5)
-            table.auto_set_column_width(list(range(len(heads))))
-            for column in range(len(heads)):
-                table[0, column].set_height(table[0, column].get_height() * 2.6)
-            yield sheet
+            yield _sheet_of_table(heads, folded[first : first + 24])
+
+
+def _sheet_of_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Figure:
+    from matplotlib.figure import Figure as Drawing
+
+    lines = [1 + max(cell.count("\n") for cell in row) for row in rows]
+    sheet = Drawing(figsize=(11, 1.8 + 0.2 * sum(lines)), layout="constrained")
+    axes = sheet.subplots()
+    axes.axis("off")
+    table = axes.table(cellText=rows, colLabels=[_folded(head) for head in heads], loc="upper left", cellLoc="left")
+    table.auto_set_font_size(False)
+    table.set_fontsize(6.5)
+    table.auto_set_column_width(list(range(len(heads))))
+    for column in range(len(heads)):
+        height = table[0, column].get_height()
+        table[0, column].set_height(height * 2.6)
+        for number, count in enumerate(lines, start=1):
+            table[number, column].set_height(height * count)
+    return sheet
 
 
 def _plain(text: str) -> str:

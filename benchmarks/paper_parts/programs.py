@@ -76,7 +76,8 @@ PROGRAMS = {
     "resume": Program(
         title="Positioning: from resuming to the first batch",
         paper="tracking saves 87.3 % of the positioning (5.1)",
-        about="The table has 1,000 row groups of 8 MB in the page cache. Seconds are medians of 10",
+        about="The table has 1,000 row groups of 8 MB in the page cache. Seconds to the first batch are medians "
+        "of 10, those of a replay the lesser of two",
         modelled="one rank on one node. The table is a folder of it",
         quick=False,
         rows=("in_order", "shuffled"),

@@ -28,7 +28,9 @@ def main() -> None:
     reader = open_reader(home, kind, shuffle=shuffle)
     rows, wanted = 0, 3 * kind.groups * kind.group_rows // 2
     for batch in reader:
-        rows += sum(advance.rows_consumed for _, _, advance in batch.moved)  # a batch of text has parts of documents
+        # A batch of text has parts of documents, which its advances count.
+        moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
+        rows += moved if name == "text" else batch.rows
         if rows >= wanted:
             break
     print(json.dumps({"peak_bytes": _status("VmHWM") - before, "before_bytes": before}))

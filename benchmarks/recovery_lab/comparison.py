@@ -11,6 +11,8 @@ from benchmarks.figures import Figure
 
 def compare_with_bare(measured: Mapping[str, Sequence[float]], side: str, *, most: float) -> dict[str, Figure]:
     """Return medians and worst of all sides, and the ratio (at most `most`) and difference of `side` to the side "bare"."""
+    if not measured["bare"]:
+        raise SystemExit("expected the bare side to recover at least once, found no recovery: run the program again")
     medians = {name: statistics.median(found) for name, found in measured.items()}
     figures = {f"{name}_recovery_s": Figure(value=value, unit="s") for name, value in medians.items()}
     figures |= {f"{name}_recovery_worst_s": Figure(value=max(found), unit="s") for name, found in measured.items()}

@@ -185,7 +185,11 @@ class MemoryRun(StampedRun):
         overhead = sum(max(0.0, spent[step] - usual) for step in kept) / total
         return {
             f"{name}_overhead": Figure(value=overhead, unit="share of the time", bar="<= 0.02" if is_chosen else None),
-            f"{name}_at_risk_s": Figure(value=max(gaps, default=0.0), unit="s", bar="<= 10" if is_chosen else None),
+            **(
+                {f"{name}_at_risk_s": Figure(value=max(gaps), unit="s", bar="<= 10" if is_chosen else None)}
+                if gaps
+                else {}
+            ),
             f"{name}_step_s": Figure(value=total / (len(lines) - 1), unit="s"),
             f"{name}_state_s": Figure(value=statistics.median([spent[step] for step in kept] or [0.0]), unit="s"),
         }

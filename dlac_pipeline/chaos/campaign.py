@@ -23,7 +23,7 @@ _FOLLOWS_WITHIN_S = 0.5
 _ENDS_WITHIN_S = 60.0
 """Seconds for the other nodes to end once the run is finished."""
 _TARGETS = {"checkpoint": "two checkpoints of the lineage", "store": "the run's folder in the checkpoint store"}
-"""What a kind of fault needs, other than ranks that train."""
+"""Kind of a fault -> its target, of the kinds that need more than ranks that train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

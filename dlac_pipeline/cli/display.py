@@ -190,10 +190,10 @@ class TrainingDisplay(Progress):
         elif kind in _LINES:
             if "step" in event:
                 self.update(self._task, completed=event["step"])
-            self.attempt = event.get("attempt", self.attempt)
+            self.attempt = max(self.attempt, event.get("attempt", 0))
             self._print(_LINES[kind], _format_event(event))
         elif kind == "failure":
-            self.attempt = event.get("attempt", self.attempt)
+            self.attempt = max(self.attempt, event.get("attempt", 0))
             self.update(self._task, completed=event["step"])
             lines = (event.get("traceback") or event.get("log_tail", "")).splitlines()[-_FAILURE_LINES:]
             self._print(_FAILURE, {"log": "", **event, "excerpt": "".join(f"\n{line}" for line in lines)})

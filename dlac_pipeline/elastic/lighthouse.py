@@ -34,9 +34,7 @@ _LOOK_S = 1.0
 _ANSWERS_WITHIN_S = 5.0
 """Seconds within which a lighthouse answers. One that does not twice in a row hangs, and is killed."""
 _START_SHARE = 0.5
-"""Limit for the start of a lighthouse, as a share of that for groups: they still wait when another lighthouse replaces it."""
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opener without the proxies of the environment, which have no way to an address of this node."""
+"""Limit for the start of a lighthouse, as a share of that for groups, which wait for the lighthouse that replaces it."""
 
 
 class Lighthouse:
@@ -48,6 +46,8 @@ class Lighthouse:
             raise SpecInvalid("expected torchft for launch.replicas, found none: pip install 'dlac-pipeline[torchft]'")
         self._spec, self._folder = spec, folder
         self._process: BaseProcess | None = None
+        self._is_killed = False
+        """True if the process was killed because it did not start or answer."""
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class Lighthouse:
         process = context.Process(target=_serve, args=(self._spec.run, str(self._folder), stragglers_s), daemon=True)
         with held_signals(), without_main_module():
             process.start()
-        self._process = process
+        self._process, self._is_killed = process, False
         threading.Thread(target=self._kill_hung, args=(process,), name="watch of the lighthouse", daemon=True).start()
 
     @property
@@ -72,13 +72,14 @@ class Lighthouse:
         process = self._process
         if process is None or process.exitcode is None:
             return ""
-        had_started = self.has_started
+        had_started, was_killed = self.has_started, self._is_killed
         self.start()
         if not had_started:
-            raise TrainingFailed(
-                f"expected torchft's lighthouse to start, found that it ended with exit status {process.exitcode}: see the fork "
-                "server's log"
+            within_s = _start_limit_s(self._spec)
+            ended = (
+                f"not started after {within_s:.0f} s" if was_killed else f"ended with exit status {process.exitcode}"
             )
+            raise TrainingFailed(f"expected torchft's lighthouse to start, found it {ended}: see the fork server's log")
         return f"exit status {process.exitcode}"
 
     def end(self) -> None:
@@ -91,10 +92,9 @@ class Lighthouse:
     def _kill_hung(self, process: BaseProcess) -> None:
         """Kill a lighthouse that does not start or answer, so that `restart_dead` finds it dead. No group would step until then.
 
-        Its start is measured in looks, of which there are none while this process is suspended.
+        The time of its start is the number of looks: this process makes none while it is suspended.
         """
-        launch, silent, starting_s = self._spec.launch, 0, 0.0
-        starts_within_s = _START_SHARE * max(launch.hang_timeout_s, launch.start_timeout_s)
+        silent, starting_s, starts_within_s = 0, 0.0, _start_limit_s(self._spec)
         while silent < 2 and starting_s < starts_within_s:
             if self._ended.wait(_LOOK_S) or self._process is not process:
                 return
@@ -104,7 +104,12 @@ class Lighthouse:
             else:
                 silent = 0 if _answers(found.address) else silent + 1
         if self._process is process:
+            self._is_killed = True
             process.kill()
+
+
+def _start_limit_s(spec: JobSpec) -> float:
+    return _START_SHARE * max(spec.launch.hang_timeout_s, spec.launch.start_timeout_s)
 
 
 def make_server(*, port: int = 0, stragglers_s: float) -> Any:
@@ -128,7 +133,10 @@ def address_of(server: Any) -> str:
 
 def _answers(address: str) -> bool:
     """Return whether a lighthouse answers in time. The system accepts connections for one that hangs."""
-    with suppress(OSError, HTTPException), _OPENER.open(f"{address}/status", timeout=_ANSWERS_WITHIN_S):
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # a proxy has no way to an address of this node
+    with suppress(OSError, HTTPException), opener.open(f"{address}/status", timeout=_ANSWERS_WITHIN_S):
         return True
     return False
 

@@ -27,8 +27,6 @@ from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_rank
 from dlac_pipeline.supervise.supervision import Supervision
 
 POLL_S = 0.05
-_RECORD_WITHIN_S = 3.0
-"""Seconds for which the end of an attempt waits for the rows of recoveries, so that their events precede the next attempt."""
 _LEAVE_MARGIN_S = 2.0
 """Extra seconds for ranks past their deadline. Ranks enforce the deadline themselves and report what was lost."""
 
@@ -109,7 +107,7 @@ class SupervisedAttempt:
             finally:  # copies end even if the kernel keeps a rank
                 self._supervision.memory.end()
                 self._forward_events()
-                self._supervision.recorder.publish_written(within_s=_RECORD_WITHIN_S)
+                self._supervision.recorder.end_attempt()
 
     def end_before_training(self) -> Ending | Rescale:
         """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""

@@ -73,6 +73,7 @@ class FollowerAttempt:
                 self._resume()
                 for message in self._supervision.memory.take_warnings():
                     self._publish({"event": "warning", "message": message})
+                self._supervision.recorder.publish_written()
                 for observation in self._observe(ranks):
                     verdict = self._apply(observation, ranks)
                     if verdict is not None:

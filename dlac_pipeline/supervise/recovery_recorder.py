@@ -1,5 +1,6 @@
 """Recorder of recoveries: a thread writes their rows, because a supervisor that waits for the catalog notices no dead rank."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,8 +15,13 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 
+_LOGGER = logging.getLogger(__name__)
 _CLOSE_WITHIN_S = 10.0
 """Seconds for which the end of a launch waits for rows. A catalog that answers needs far less."""
+_ATTEMPT_WITHIN_S = 3.0
+"""The same for the end of an attempt."""
+_STOPPED_WITHIN_S = 2.0
+"""The same after a stop request, whose sender kills this process soon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +37,13 @@ class RecoveryRecorder:
     """Writer of rows of `recoveries`, in the order of the calls of `record`. All methods are called in one thread."""
 
     def __init__(self, lakehouse: Lakehouse, *, stop: threading.Event | None = None) -> None:
-        """Once `stop` is set, no read of an unavailable ledger is repeated."""
+        """Once `stop` is set, no read of an unavailable ledger is repeated, and no end waits for long."""
         self._lakehouse = lakehouse
-        self._retry = retrying(RETRY_WITHIN_S, stop=stop)
+        self._stop = stop or threading.Event()
+        self._closed = threading.Event()
+        self._retry = retrying(RETRY_WITHIN_S, stop=self._stop)
         self._waiting: SimpleQueue[_Record | None] = SimpleQueue()
-        self._results: SimpleQueue[Event | Exception] = SimpleQueue()
+        self._results: SimpleQueue[Event] = SimpleQueue()
         self._unpublished: deque[_Record] = deque()
         self._thread: threading.Thread | None = None
 
@@ -45,7 +53,7 @@ class RecoveryRecorder:
         to_event: Callable[[Recovery], Event],
         publish: Callable[[Event], None],
     ) -> None:
-        """Have a recovery written, and return at once. `build` reads the ledger, and is repeated while it is unavailable."""
+        """Queue a recovery, and return at once. `build` reads the ledger, and is repeated while the ledger is unavailable."""
         record = _Record(build=build, to_event=to_event, publish=publish)
         self._unpublished.append(record)
         self._waiting.put(record)
@@ -54,35 +62,39 @@ class RecoveryRecorder:
             self._thread.start()
 
     def publish_written(self, *, within_s: float = 0.0) -> None:
-        """Publish the events of rows that are written within a time, by default until now. Errors of the catalog are warnings."""
+        """Publish the events of rows that are written within a time, by default until now. Errors are warnings."""
         deadline = time.monotonic() + within_s
         while self._unpublished:
             try:
-                result = self._results.get(timeout=max(0.0, deadline - time.monotonic()))
+                event = self._results.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 return
-            record = self._unpublished.popleft()
-            if isinstance(result, Exception):
-                raise result
-            record.publish(result)
+            self._unpublished.popleft().publish(event)
+
+    def end_attempt(self) -> None:
+        """Wait a short time for rows, so that their events precede the next attempt. Do not wait after a stop request."""
+        self.publish_written(within_s=0.0 if self._stop.is_set() else _ATTEMPT_WITHIN_S)
 
     def close(self) -> None:
-        """Wait until all rows are written, for 10 s at most. Warn of the others."""
-        self.publish_written(within_s=_CLOSE_WITHIN_S)
+        """Wait until all rows are written, for 10 s at most, or 2 s after a stop request. Warn of the others."""
+        within_s = _STOPPED_WITHIN_S if self._stop.is_set() else _CLOSE_WITHIN_S
+        self.publish_written(within_s=within_s)
+        self._closed.set()
         self._waiting.put(None)
         while self._unpublished:
-            self._unpublished.popleft().publish(_warning(f"found no answer of the catalog for {_CLOSE_WITHIN_S:.0f} s"))
+            self._unpublished.popleft().publish(_warning(f"found no answer of the catalog for {within_s:.0f} s"))
 
     def _write_all(self) -> None:
-        while (record := self._waiting.get()) is not None:
+        while (record := self._waiting.get()) is not None and not self._closed.is_set():
             try:
                 recovery = self._retry(record.build, self._lakehouse)
                 write_recovery(self._lakehouse, recovery, is_new=True)
                 self._results.put(record.to_event(recovery))
             except DlacError as err:
                 self._results.put(_warning(str(err)))
-            except Exception as err:  # raised in the thread of the caller
-                self._results.put(err)
+            except Exception as err:  # a run must not end because of the record of its recovery
+                _LOGGER.exception("the recovery could not be recorded")
+                self._results.put(_warning(f"{type(err).__name__}: {err}"))
 
 
 def _warning(reason: str) -> Event:

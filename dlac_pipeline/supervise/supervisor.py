@@ -119,7 +119,7 @@ class Supervisor:
         )
         memory, recorder, policy = supervision.memory, supervision.recorder, RestartPolicy(supervision)
         membership = Membership.of_job(self._spec, ledger=ledger, serve_memory=memory.serve)
-        with closing(memory), closing(membership), closing(recorder), closing(Takeover(supervision)) as takeover:
+        with closing(memory), closing(recorder), closing(membership), closing(Takeover(supervision)) as takeover:
             launch = _Launch(supervision=supervision, membership=membership, takeover=takeover, restart_policy=policy)
             while True:
                 try:

@@ -52,8 +52,8 @@ def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
     if state is None or trained is None:
         place = f"in {point.folder!r}" if point.folder else "on this node"
         raise MemoryStateLost(
-            f"expected the memory state of step {point.step} {place}, found another one or none: start the run again, unless a "
-            "supervisor does"
+            f"expected the memory state of step {point.step} {place}, found another one or none: start the run again with "
+            "`dlac train`, unless a supervisor does"
         )
     with _losing(state):
         cursors = agreed_reader_state(order, state.votes(), point.step)

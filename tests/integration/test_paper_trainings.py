@@ -35,7 +35,7 @@ def test_only_dlac_ignores_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_dead_trainer_ends_its_training_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go on in a new process."""
+    """The others continue in a new process."""
     script = "import sys; sys.stdin.readline(); sys.exit(3)"
     start, started = divergence._start, []
 

@@ -189,7 +189,7 @@ def test_slow_catalog_delays_no_watch(arena: Arena, answers: threading.Event) ->
 
 def test_outage_loses_no_recovery(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A catalog that is unavailable when a recovery ends is asked again."""
-    rows, outages = Ledger.rows, [CatalogUnreachable("the catalog is away")]
+    rows, outages = Ledger.rows, [CatalogUnreachable("the catalog is unavailable")]
 
     def fail_once(self: Ledger, *args: Any, **kwargs: Any) -> Any:
         if outages:
@@ -233,3 +233,37 @@ def test_outage_ends_wait_for_rows(arena: Arena, answers: threading.Event, monke
     answers.set()
     assert [each["event"] for each in events] == ["warning"]
     assert "could not be recorded" in events[0]["message"]
+    assert recorder._thread is not None
+    recorder._thread.join(20)  # it writes no other row
+    assert not recorder._thread.is_alive()
+
+
+def test_stop_request_shortens_the_wait(
+    arena: Arena, answers: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender kills the supervisor soon."""
+    monkeypatch.setattr(recovery_recorder, "_STOPPED_WITHIN_S", 0.1)
+    stop = threading.Event()
+    stop.set()
+    recorder, events = RecoveryRecorder(arena.lakehouse, stop=stop), list[dict[str, Any]]()
+    end_recovery(arena, recorder, events)
+    began = time.monotonic()
+    recorder.end_attempt()
+    recorder.close()
+    assert time.monotonic() < began + 2
+    answers.set()
+    assert "found no answer of the catalog" in events[0]["message"]
+
+
+def test_unexpected_error_is_warning(arena: Arena) -> None:
+    """A run that has ended well must not fail because of the record of its recovery. Later rows are written."""
+    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+
+    def fail(lakehouse: Lakehouse) -> Recovery:
+        raise TypeError("unknown column")
+
+    for build in (fail, lambda _: recovery("r", seq=1)):
+        recorder.record(build, lambda row: {"event": "recovered"}, events.append)
+    recorder.close()
+    assert [each["event"] for each in events] == ["warning", "recovered"]
+    assert events[0]["message"] == "the recovery could not be recorded: TypeError: unknown column"

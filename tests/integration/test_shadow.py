@@ -121,7 +121,7 @@ def test_other_ranks_and_pass_in_progress(arena: Arena) -> None:
 @pytest.mark.parametrize(
     ("begin", "ranks", "reason"),
     [
-        (2, 2, "it would begin with the first row of a pass, and not with the rows of step 3"),
+        (2, 2, "the record begins after step 2, and does not say with which row of a pass"),
         (0, 3, "order.batch_size is 20, which the 3 ranks of launch 1 do not divide: set another order.batch_size"),
     ],
     ids=["begun", "ranks"],

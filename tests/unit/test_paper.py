@@ -187,6 +187,13 @@ def test_figures_of_rows_share_table() -> None:
     assert others[1] == [("step s", "0.5", "s", "", "")]
 
 
+def test_name_of_row_is_removed_once() -> None:
+    """A figure of a row may end with the row's name as well."""
+    measured = {"bare_over_bare": Figure(value=1.25, unit="ratio"), "bare_s": Figure(value=4.5, unit="s")}
+    (table,) = program_tables({name: each.to_json() for name, each in measured.items()}, ("bare", "forked"))
+    assert table == (("", "over bare (ratio)", "s"), [("bare", "1.25", "4.5")])
+
+
 def test_claims_are_filled_in_from_parts() -> None:
     """A ratio has no unit and a share is a percentage. A part that did not run, or failed, is named as not measured."""
     figures = {
@@ -199,7 +206,9 @@ def test_claims_are_filled_in_from_parts() -> None:
     }
     cells = {row[0]: row[2:] for row in claim_rows({**found, "overhead": {"failed": "out of memory"}})}
     assert cells["positioning"][0] == "99.3 % less in order, not measured shuffled"
-    assert cells["reader state for 10 TB and 128 workers"][1] == "StatefulDataLoader's over it: 271"
+    assert cells["reader state for 10 TB and 128 workers"][1].startswith(
+        "StatefulDataLoader's over it: 271, not measured with"
+    )
     assert " at 1.62 % with states in memory" in cells["recovery point objective, overhead"][0]
     assert cells["tracking"][0].startswith("not measured")
     assert cells["training loss under faults"] == ("not measured", "not measured")
@@ -217,6 +226,13 @@ def test_training_loss_is_a_claim() -> None:
     _, _, ours, others = claim_rows(found)[0]
     assert ours == "DLAC, training_run of one rank: 0.00%"
     assert others == "StatefulDataLoader: 10.00%"
+    failed = [
+        *(replace(each, setting="passes", failed="no such rank" if each.faulted else "") for each in outcomes),
+        replace(outcomes[-1], seed=1, failed="no such rank"),
+    ]
+    _, _, ours, others = claim_rows({"divergence": {"outcomes": [asdict(each) for each in [*outcomes, *failed]]}})[0]
+    assert ours == "DLAC, training_run of one rank: 0.00% and failed"
+    assert others == "StatefulDataLoader: 10.00% (1 of its seeds failed) and failed"
 
 
 def test_program_without_end_is_killed(tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ def test_lighthouse_that_cannot_start_ends_attempt(groups: Groups) -> None:
     assert "no port left" in str(groups.ranks.failures()[0])
 
 
-def test_running_lighthouse_ends_the_row(groups: Groups) -> None:
-    """Failed starts count only in a row. A lighthouse that runs between them ends it, also one that does not die."""
+def test_running_lighthouse_resets_the_count(groups: Groups) -> None:
+    """Only consecutive failed starts count. A lighthouse that runs between them resets the count, also one that does not die."""
     for _ in range(2):
         groups.fails = TrainingFailed("no port left")
         for _ in range(2):

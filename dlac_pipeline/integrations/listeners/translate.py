@@ -124,7 +124,9 @@ class EventTranslator:
             phases.append(events.RecoveryPhase(name=name, start=start, end=end))
             start = end
         facts = {name: event[name] for name in ("outcome", "cause", "noticed_by", "rows_replayed")}
-        return events.RecoveryEnded(**self._facts(event), **facts, phases=tuple(phases))
+        # A slow catalog may have delayed it into the next attempt.
+        about = {**self._facts(event), "attempt": event["attempt"]}
+        return events.RecoveryEnded(**about, **facts, phases=tuple(phases))
 
     def _quarantine(self, event: Event) -> events.RunEvent:
         facts = {"reason": event["reason"], "path": event.get("path", ""), "row_group": event.get("row_group")}

@@ -70,7 +70,7 @@ class Ledger:
         self._deadline_s = deadline_s
         self._stop = stop or threading.Event()
         self._head_rows: tuple[Any, list[Any]] = ((), [])
-        """The last read of the rows that define the state of a run: the run and its snapshot, and the rows."""
+        """Key (run, table, snapshot) and rows of the last read of what defines the state of a run."""
 
     @property
     def table_uuid(self) -> str:
@@ -189,8 +189,8 @@ class Ledger:
         read = (run, table.metadata.table_uuid, table.metadata.current_snapshot_id)
         is_shared = kinds == typed_rows.HEAD_KINDS and columns == ("*",) and not after
         known, rows_known = self._head_rows
-        if is_shared and known == read:  # a snapshot never changes, and a claim reads it several times
-            return list(rows_known)
+        if is_shared and known == read:
+            return list(rows_known)  # a snapshot never changes, and a claim reads it several times
         wanted = equals("run", run)
         if kinds:
             wanted = And(wanted, among("kind", typed_rows.names_of_kinds(kinds)))

@@ -110,7 +110,8 @@ def check_store(ledger: Ledger, run: str, folder: str, files: StoreFiles) -> Non
     A few entries that the journal lacks are written.
     """
     check_journal(ledger.lakehouse, run, fill=_FILLED_BY_CLAIM)
-    rows = ledger.rows(run, kinds=HEAD_KINDS)  # not fewer columns: a claim reads these rows of the same snapshot again
+    # All columns, because a claim reads these rows of the same snapshot again.
+    rows = ledger.rows(run, kinds=HEAD_KINDS)
     _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)
 
 

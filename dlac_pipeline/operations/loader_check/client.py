@@ -104,6 +104,7 @@ class LoaderProcess:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as err:
+            self._kill_group()
             self._is_ended = True
             raise LoaderEnded(f"the process of {self.name!r} has ended") from err
         ranks: list[dict[str, Any]] = self._answer(limit_s + 30)["ranks"]
@@ -123,13 +124,18 @@ class LoaderProcess:
             line = ""
         self._is_busy = False
         if not line:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
             errors = Path(self._errors.name).read_text(errors="replace").split("\n")
             last = next((f": {each}" for each in reversed(errors) if each.strip()), "")
             self._is_ended = True
             raise LoaderEnded(f"the process of {self.name!r} did not answer{last}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _kill_group(self) -> None:
+        """Kill what the process has left: the next one uses the same folder. Its number is its own until it is waited for."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

@@ -58,7 +58,7 @@ class Restart:
     trained: list[int]
     trained_before: list[int]
     with_dlac: list[int] | None
-    """None: DLAC's reader was not run, and a note says why."""
+    """None: DLAC's reader was not run, and a note has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class ShadowReport:
     rows_trained: int
     """Rows of the steps that are in the model, each time that they were read."""
     dlac_rows: int | None
-    """None, as all counts of DLAC: its reader was not run, and a note says why."""
+    """None, as all counts of DLAC: its reader was not run, and a note has the reason."""
     repeated: int
     missing: int
     outside: int
@@ -281,7 +281,7 @@ class _Comparison:
     def _obstacle(self) -> str:
         """Reason for which DLAC's reader cannot run through the launches. Empty if it can."""
         if self.begin:
-            return f"it would begin with the first row of a pass, and not with the rows of step {self.begin + 1}"
+            return f"the record begins after step {self.begin}, and does not say with which row of a pass"
         size = self.pinned.spec.order.batch_size
         for launch, _ in _launches_in_model(self.launches, finished=self._is_finished(self.passes[-1])):
             if size % launch.world_size:

@@ -411,7 +411,7 @@ class ReplicaGroup:
         """Reduce tensors in place, one after another, and add the works. The quorum is used up.
 
         Return False if one failed, and drop the step. Gloo closes the connections of a failed reduction only when no other one is
-        under way. With two, a peer may wait for this group in the first while this group waits for the peer in the second.
+        under way. If two were, group A might wait for group B in reduction 1, and B, where that has failed, for A in reduction 2.
         """
         self.has_met = False
         for tensor, operation in tensors:
@@ -419,9 +419,8 @@ class ReplicaGroup:
             works[-1].wait()
             error = self._manager.errored()
             if error is not None:
-                error.original_exception.__traceback__ = (
-                    None  # its frames refer to the reductions, and they to connections
-                )
+                # Its frames refer to the reductions, and they to connections.
+                error.original_exception.__traceback__ = None
                 self._drop(works)
                 return False
         return True
