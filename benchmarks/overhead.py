@@ -5,7 +5,8 @@ with segments of the same loop on the same tensors without it. The untracked seg
 the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint.
 They are the mean over a segment, and the median of the segments.
 With `--step-ms`, steps of 16 rows and 16 key groups follow, in which each rank computes until so many milliseconds have passed.
-Checkpoints are saved between segments. Their ledger bytes are those of the ledger's data files.
+States in memory are off: `benchmarks.memory_recovery` has their cost. Checkpoints are saved between segments. Their ledger bytes
+are those of the ledger's data files.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def measure(home: Path, load: Load) -> dict[str, Figure]:
             "run": "overhead",
             "source": {"table": "src.tokens", "columns": ["tokens"]},
             "order": {"batch_size": batch_size, "key_groups": load.key_groups, "block_slices": 4},
-            "checkpoint": {"every_steps": steps},
+            "checkpoint": {"every_steps": steps, "memory": ""},
             "launch": {"script": str(_SCRIPT), "world_size": 2},
             "params": {
                 "steps": str(steps),

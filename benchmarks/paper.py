@@ -1,8 +1,8 @@
 """The paper's experiments, ours beside theirs and the peers': `python -m benchmarks.paper [--quick] [--only PART,...]`.
 
-`divergence` trains one model with several loaders under the same faults. The other
-parts are programs of this folder, most of them in their short form. The folder of `--out` gets one page with every experiment as HTML and as
-PDF, and `paper.json`, which keeps the parts of earlier calls. `--docs FILE` only makes docs/paper.md and its pictures of one.
+`divergence` trains one model with several loaders under the same faults. The other parts are programs of this folder, most of
+them in their short form. The folder of `--out` gets one page with every experiment as HTML and as PDF, and `paper.json`, which
+keeps the parts of earlier calls. `--docs FILE` only makes docs/paper.md and its pictures of one.
 """
 
 from __future__ import annotations

@@ -412,7 +412,7 @@ def _sheet_of_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Figu
     from matplotlib.figure import Figure as Drawing
 
     lines = [1 + max(cell.count("\n") for cell in row) for row in rows]
-    sheet = Drawing(figsize=(11, 1.8 + 0.2 * sum(lines)), layout="constrained")
+    sheet = Drawing(figsize=(13, 1.8 + 0.2 * sum(lines)), layout="constrained")
     axes = sheet.subplots()
     axes.axis("off")
     table = axes.table(cellText=rows, colLabels=[_folded(head) for head in heads], loc="upper left", cellLoc="left")

@@ -91,6 +91,7 @@ PROGRAMS = {
     "overhead": Program(
         title="Cost of tracking",
         paper="0.3 to 1.0 % of the training time (4.2)",
+        about="States in memory are off: their cost is in the section on recoveries from them",
         modelled="steps of 10, 50 and 500 ms: each rank computes until so much time has passed",
         arguments=("--step-ms", "10", "50", "500"),
         rows=("g64", "g1024", "10ms", "50ms", "500ms"),
