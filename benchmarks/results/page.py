@@ -2,8 +2,8 @@
 
 A section is a Jinja template. `result("NAME")` reads measured/NAME.json. Of a result `r`, `r.about` says when and on what it was
 measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage,
-`r.bar("FIGURE")` its bar and whether it holds, and `r.has("FIGURE")` whether there is one. A section that reads no
-result was written by hand, and the page says so.
+`r.bar("FIGURE")` its bar and whether it holds, and `r.has("FIGURE")` whether there is one. A section whose
+result was never kept is that of sections/by_hand/, and the page says so.
 """
 
 from __future__ import annotations
@@ -96,16 +96,12 @@ def page() -> str:
 
 
 def _section(name: str) -> str:
-    """Return the text of a section, with a remark if it reads no result."""
-    read: list[Result] = []
-
-    def read_result(of: str) -> Result:
-        read.append(Result(of))
-        return read[-1]
-
-    text = _render(name, result=read_result).strip()
-    heading, rest = text.split("\n", 1)
-    return f"{text}\n" if read else f"{heading}\n\n{_BY_HAND}\n{rest}\n"
+    """Return the text of a section, with a remark if it has no result."""
+    try:
+        return f"{_render(name, result=Result).strip()}\n"
+    except FileNotFoundError:
+        heading, rest = (_SECTIONS / "by_hand" / f"{name}.md").read_text().strip().split("\n", 1)
+        return f"{heading}\n\n{_BY_HAND}\n{rest}\n"
 
 
 def _render(template: str, **names: Any) -> str:

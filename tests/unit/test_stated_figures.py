@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper_parts.page import write_docs
-from benchmarks.results.page import PAGE, Result, page
+from benchmarks.results.page import PAGE, Result, _render, page
 from benchmarks.results.record import MEASURED, record
 from benchmarks.soak_faults.page import faults_of, page_of
 
@@ -114,6 +114,15 @@ def test_sections_state_no_measured_value_themselves() -> None:
     for section in sections:
         text = re.sub(r"\{[{%].*?[%}]\}", "", section.read_text(), flags=re.DOTALL)
         assert not re.findall(r"(?<![\w.])\d+\.\d+ (?:s|ms|%)", text), section.name
+
+
+@pytest.mark.parametrize(
+    "section", sorted((MEASURED.parent / "sections" / "by_hand").glob("*.md")), ids=lambda each: each.stem
+)
+def test_section_by_hand_has_no_result(section: Path) -> None:
+    """Remove the text by hand once a result is kept: the section is made of it then."""
+    with pytest.raises(FileNotFoundError, match="record --name"):
+        _render(section.stem, result=Result)
 
 
 def test_unknown_figures_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
