@@ -25,7 +25,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
-from dlac_pipeline.supervise.memory_choice import ClaimedState, FindStates, MemoryChoice, states_here
+from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, FindStates, MemoryChoice, states_here
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""

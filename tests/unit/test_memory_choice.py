@@ -14,7 +14,7 @@ from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState,
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.supervise.claims import attempts_without_progress
-from dlac_pipeline.supervise.memory_choice import MemoryChoice, may_resume
+from dlac_pipeline.supervise.memory.memory_choice import MemoryChoice, may_resume
 
 _HEAD = CheckpointRow(seq=2, attempt=1, nonce="a", checkpoint_id="c10", step=10)
 _ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow(seq=3, attempt=2, nonce="b")]
