@@ -133,9 +133,8 @@ def address_of(server: Any) -> str:
 
 def _answers(address: str) -> bool:
     """Return whether a lighthouse answers in time. The system accepts connections for one that hangs."""
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # a proxy has no way to an address of this node
+    # A proxy of the environment has no way to an address of this node.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with suppress(OSError, HTTPException), opener.open(f"{address}/status", timeout=_ANSWERS_WITHIN_S):
         return True
     return False
