@@ -232,7 +232,10 @@ def _trainers(folder: Path) -> Iterator[Any]:
 
     def ask(environment: Environment, training: Training) -> dict[str, Any]:
         process = started.get(environment.folder)
-        if process is None or process.poll() is not None:
+        if process is not None and process.poll() is not None:
+            _end(started.pop(environment.folder))
+            process = None
+        if process is None:
             process = started[environment.folder] = _start(environment, folder)
         file = folder / "training.json"
         training.write(file)
@@ -250,8 +253,13 @@ def _trainers(folder: Path) -> Iterator[Any]:
         yield ask
     finally:
         for process in started.values():
-            with suppress(BrokenPipeError):
-                process.communicate()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Close the pipes of a trainer, which tells it to end, and wait for it."""
+    with suppress(BrokenPipeError):
+        process.communicate()
 
 
 def _start(environment: Environment, folder: Path) -> subprocess.Popen[str]:
