@@ -57,11 +57,11 @@ class Membership:
         *,
         batch_size: int,
         config: str,
-        serve_memory: Callable[[str], int] = lambda address: 0,
+        serve_memory: Callable[[str, str], int] = lambda address, secret: 0,
     ) -> None:
         """`name`: the run among all at one address. `config`: digest of its job. Raise `SpecInvalid` without a shared secret.
 
-        `serve_memory` serves this node's states in memory at its address, and returns the port, or 0.
+        `serve_memory` serves this node's states in memory at its address to nodes with the secret, and returns the port, or 0.
         """
         self._launch = launch
         self._batch_size = batch_size
@@ -81,7 +81,7 @@ class Membership:
 
     @classmethod
     def of_job(
-        cls, spec: JobSpec, *, ledger: str, serve_memory: Callable[[str], int] = lambda address: 0
+        cls, spec: JobSpec, *, ledger: str, serve_memory: Callable[[str, str], int] = lambda address, secret: 0
     ) -> Membership:
         """Return the membership in a job's run. `ledger` identifies it among runs of the same name in other lakehouses."""
         # torch imports this module with its rendezvous, in programs that use neither a ledger nor DLAC.
@@ -212,7 +212,7 @@ class Membership:
             config=self._config,
             ranks=_ranks_here(self._launch),
             attempt=attempt,
-            memory_port=self._serve_memory(address),
+            memory_port=self._serve_memory(address, self._secret),
         )
 
     def _missing(self, beat: NodeHeartbeat | None, problem: str) -> NodesMissing:

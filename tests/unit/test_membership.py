@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -507,3 +509,21 @@ def test_several_nodes_need_a_key(monkeypatch: pytest.MonkeyPatch, secret: str) 
     with pytest.raises(SpecInvalid, match="openssl rand -hex 32"):
         Membership.of_job(job(1), ledger="l")
     membership.Membership.of_job(job(1, nodes="", rendezvous=""), ledger="l").close()
+
+
+def test_key_file_is_read_once(tmp_path: Path) -> None:
+    """It can be a pipe. The node's memory is served with the same secret."""
+    key, served = tmp_path / "key", []
+    os.mkfifo(key)
+
+    def serve(address: str, secret: str) -> int:
+        served.append(secret)
+        return 1
+
+    spec = job(own_port(), rendezvous_key_file=str(key))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(key.write_text, "a secret of two nodes\n")
+        node = Membership.of_job(spec, ledger="l", serve_memory=serve)
+    with closing(node):
+        assert next_round(node).leads
+    assert served == ["a secret of two nodes"]

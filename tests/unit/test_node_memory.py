@@ -82,7 +82,7 @@ def nodes(home: Path, count: int) -> Iterator[Nodes]:
     folders = [folder for spec in specs if (folder := states.memory_folder(spec)) is not None]
     with ExitStack() as stack:
         memories = [stack.enter_context(closing(NodeMemory(spec, name="r@ledger"))) for spec in specs]
-        ports = [each.serve(HERE) for each in memories]
+        ports = [each.serve(HERE, "a secret of two nodes") for each in memories]
         offers = [Offer(host=f"h{port}", address=HERE, ranks=1, memory_port=port) for port in ports]
         members = tuple(
             Member(slot=place + 1, id="i", place=place, offer=offer, first_rank=place, ranks=1)
@@ -313,12 +313,6 @@ def offer_parts(slot: Path, seals: Sequence[bytes], *, content: bytes = b"") -> 
             pass
     thread.join()
     return str(problem[0])
-
-
-@pytest.fixture(autouse=True)
-def shared_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the nodes the secret of the tests' key."""
-    monkeypatch.setenv("DLAC_RENDEZVOUS_KEY", "a secret of two nodes")
 
 
 def test_truncated_copy_is_not_sealed(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from socket import gethostname
@@ -25,7 +24,6 @@ from dlac_pipeline.checkpoint.memory.transfer import (
 )
 from dlac_pipeline.elastic.rank_assignment import Member, Share
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.elastic.sealed_store import shared_secret
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
@@ -104,18 +102,23 @@ class NodeMemory:
         self._folder = states.memory_folder(spec)
         self._launch = spec.launch
         self._name = name
+        self._key = b""
         self._server: MemoryServer | None = None
         self._warned_of_host = False
         self._turns = WriteTurn()
         self._current: _Attempt | None = None
         self._warnings: SimpleQueue[str] = SimpleQueue()
 
-    def serve(self, address: str) -> int:
-        """Serve the memory states at an address of this node. Return the port, or 0 if this node keeps none."""
+    def serve(self, address: str, secret: str) -> int:
+        """Serve the memory states at an address of this node. Return the port, or 0 if this node keeps none.
+
+        `secret` is that of the nodes of the run. They authenticate each other with a key that is derived from it.
+        """
         if self._folder is None or self._launch.max_nodes == 1:
             return 0
         if self._server is None or self._server.address[0] != address:
             self.close()
+            self._key = key_of(secret, self._name)
             with suppress(OSError):
                 self._server = MemoryServer(address, self._folder, self._key)
         return 0 if self._server is None else self._server.address[1]
@@ -207,10 +210,6 @@ class NodeMemory:
         if self._server is not None:
             self._server.close()
             self._server = None
-
-    @cached_property
-    def _key(self) -> bytes:
-        return key_of(shared_secret(self._launch), self._name)
 
     def _room(self) -> int:
         return 0 if self._folder is None else states.room_for_states(self._folder.parents[1])
