@@ -86,8 +86,8 @@ _CLAIMS = (
         "reader state for 10 TB and 128 workers",
         "35 to 45 MB (4.1), up to 20 times smaller than generic encoding (5.3)",
         "{state:reader_state_bytes}",
-        "StatefulDataLoader's over it: {state:torchdata_state_over_ours}, {state:torchdata_seed_only_state_over_ours} with a "
-        "sampler that keeps its seed only",
+        "StatefulDataLoader's is {state:torchdata_state_over_ours} times as large, "
+        "{state:torchdata_seed_only_state_over_ours} times with a sampler that keeps its seed only",
     ),
     (
         "tracking",
@@ -118,8 +118,8 @@ _CLAIMS = (
         "bytes from the store per recovery of a rank",
         "a factor of 5 less network traffic, of erasure-coded storage (3.3)",
         "{traffic:memory_from_store_per_recovery} with states in memory, {traffic:per_step_from_store_per_recovery} with replica "
-        "groups",
-        "from the last checkpoint: {traffic:relaunch_from_store_per_recovery}",
+        "groups: rows of the table, which each new process reads again",
+        "from the last checkpoint, on the node's disk: {traffic:relaunch_from_store_per_recovery}",
     ),
 )
 
@@ -162,4 +162,4 @@ def _distance(each: Summary) -> str:
     """Return the distance over the seeds that did not fail."""
     if not each.seeds:
         return "failed"
-    return f"{each.loss_distance:.2%}" + (f" ({len(each.failed)} of its seeds failed)" if each.failed else "")
+    return f"{100 * each.loss_distance:.2f} %" + (f" ({len(each.failed)} of its seeds failed)" if each.failed else "")

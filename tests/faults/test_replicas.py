@@ -63,8 +63,9 @@ def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: s
         assert recorded[checkpoint.step] == sorted(row for step in steps for row in calm.journal[step])
         last = checkpoint.step
     assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1]
-    died = [event["group"] for event in trained.launch.of("group_died")]
-    assert len(died) == (2 if "healing" in death else 1)
+    deaths = trained.launch.of("group_died")
+    died = [event["group"] for event in deaths]
+    assert len(died) == (2 if "healing" in death else 1), deaths
     assert {rank for rank, pids in trained.processes.items() if len(pids) > 1} <= set(died)
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
     checkpoints = {folder_of(row.manifest_uri) for row in campaign.lineage(run)}

@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import (
     write_recovery,
 )
 from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
+from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, run_upkeep
 from dlac_pipeline.supervise import recovery_recorder
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import planned_end
@@ -150,6 +151,18 @@ def test_new_recovery_needs_no_look(arena: Arena, opened: list[str]) -> None:
     write_recovery(arena.lakehouse, second)
     assert len(opened) == 2
     assert recoveries_of(arena.lakehouse, "r") == [first, second]
+
+
+def test_upkeep_merges_recoveries(arena: Arena, opened: list[str]) -> None:
+    """A reader then opens one file for each run."""
+    written = [replace(recovery("r", seq=number), attempt=number) for number in range(1, MIN_FILES + 1)]
+    for each in written:
+        write_recovery(arena.lakehouse, each, is_new=True)
+    (done,) = (each for each in run_upkeep(arena.lakehouse) if each.table == "recoveries")
+    assert (done.merged_files, done.into_files) == (MIN_FILES, 1)
+    opened.clear()
+    assert recoveries_of(connect(arena.lakehouse.config), "r") == written
+    assert len(opened) == 1
 
 
 @pytest.fixture

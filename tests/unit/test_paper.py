@@ -224,15 +224,15 @@ def test_training_loss_is_a_claim() -> None:
     ]
     found = {"divergence": {"outcomes": [asdict(each) for each in outcomes]}}
     _, _, ours, others = claim_rows(found)[0]
-    assert ours == "DLAC, training_run of one rank: 0.00%"
-    assert others == "StatefulDataLoader: 10.00%"
+    assert ours == "DLAC, training_run of one rank: 0.00 %"
+    assert others == "StatefulDataLoader: 10.00 %"
     failed = [
         *(replace(each, setting="passes", failed="no such rank" if each.faulted else "") for each in outcomes),
         replace(outcomes[-1], seed=1, failed="no such rank"),
     ]
     _, _, ours, others = claim_rows({"divergence": {"outcomes": [asdict(each) for each in [*outcomes, *failed]]}})[0]
-    assert ours == "DLAC, training_run of one rank: 0.00% and failed"
-    assert others == "StatefulDataLoader: 10.00% (1 of its seeds failed) and failed"
+    assert ours == "DLAC, training_run of one rank: 0.00 % and failed"
+    assert others == "StatefulDataLoader: 10.00 % (1 of its seeds failed) and failed"
 
 
 def test_program_without_end_is_killed(tmp_path: Path) -> None:

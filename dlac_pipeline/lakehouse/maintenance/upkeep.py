@@ -31,6 +31,8 @@ SMALL_BYTES = 16 * 2**20
 MIN_FILES = 8
 """Fewer are not worth a snapshot."""
 _MAX_FILES = 512
+_MERGED = ("consumption", "recoveries", "row_keys")
+"""Tables of which each commit appends a small file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +209,7 @@ def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upke
 def _upkeep_of(lakehouse: Lakehouse, name: str, keep: int) -> Upkept:
     done = Upkept(table=name)
     try:
-        if name in ("consumption", "row_keys"):
+        if name in _MERGED:
             merged = compact(lakehouse, name)
             done = replace(done, merged_files=merged.files, into_files=merged.into)
         done = replace(done, expired_snapshots=expire(lakehouse, name, keep=keep))
