@@ -182,7 +182,7 @@ def _summary_row(each: Summary) -> tuple[str, ...]:
         f"{each.final_variance:.2g}",
         f"{each.excess:+.4f} ± {_band(each, each.excess_band)}",
         f"{each.area:.4f}",
-        f"{each.loss_distance:.2%}",
+        f"{100 * each.loss_distance:.2f} %",
         f"{each.identical} of {each.seeds}",
         f"{each.repeated:,.0f} of {each.rows:,}",
         f"{each.missing:,.0f}",
@@ -216,30 +216,33 @@ def _program(name: str, title: str, part: Found) -> Found:
     if "failed" in part:
         return {"title": title, "text": [*text, "", f"**It failed:** {part['failed']}"], "tables": []}
     figures = part["figures"]
-    section = {"title": title, "text": text, "tables": program_tables(figures, program.rows)}
+    section = {"title": title, "text": text, "tables": program_tables(figures, program.sides)}
     if name != "intervals":
         return section
-    return {**section, "figure": _risk(figures, program.rows), "picture": "intervals"}
+    return {**section, "figure": _risk(figures, program.sides), "picture": "intervals"}
 
 
-def program_tables(figures: Found, rows: Sequence[str]) -> list[Table]:
-    """Return the tables of a program's figures: of those whose names begin or end with a row's name, and of the others."""
-    cells: dict[str, dict[str, Found]] = {row: {} for row in rows}
+def program_tables(figures: Found, sides: Sequence[str]) -> list[Table]:
+    """Return the tables of a program's figures: of those whose names begin or end with a side's name, and of the others.
+
+    The first table has a column for each side.
+    """
+    cells: dict[str, dict[str, Found]] = {side: {} for side in sides}
     others: list[tuple[str, ...]] = []
     for key, figure in figures.items():
-        row = next((row for row in rows if key.startswith(f"{row}_") or key.endswith(f"_{row}")), None)
-        if row is None:
+        side = next((side for side in sides if key.startswith(f"{side}_") or key.endswith(f"_{side}")), None)
+        if side is None:
             others.append((_words(key), _value(figure), figure["unit"], figure["bar"] or "", _verdict(figure)))
         else:
-            begins = key.startswith(f"{row}_")
-            cells[row][key.removeprefix(f"{row}_") if begins else key.removesuffix(f"_{row}")] = figure
+            begins = key.startswith(f"{side}_")
+            cells[side][key.removeprefix(f"{side}_") if begins else key.removesuffix(f"_{side}")] = figure
     tables: list[Table] = [(("figure", "value", "unit", "bar", ""), others)] if others else []
-    measured = {row: found for row, found in cells.items() if found}
+    measured = {side: found for side, found in cells.items() if found}
     if not measured:
         return tables
     units = {key: figure["unit"] for found in measured.values() for key, figure in found.items()}
-    heads = ("", *(_head(key, unit) for key, unit in units.items()))
-    table = [(_words(row), *(_cell(found.get(key)) for key in units)) for row, found in measured.items()]
+    heads = ("figure", *map(_words, measured))
+    table = [(_head(key, unit), *(_cell(found.get(key)) for found in measured.values())) for key, unit in units.items()]
     return [(heads, table), *tables]
 
 
@@ -282,7 +285,7 @@ def _month(modes: Sequence[Mode]) -> Found:
             mode.about,
             f"{mode.restart_s:.1f} s",
             f"{mode.at_risk_s:.0f} s",
-            f"{mode.overhead:.1%}",
+            f"{100 * mode.overhead:.1f} %",
             *(_share(simulate(mode, start_s=start)) for start in STARTS_S),
         )
         for mode in modes
@@ -298,7 +301,7 @@ def _month(modes: Sequence[Mode]) -> Found:
 
 
 def _share(found: Goodput) -> str:
-    return f"{found.mean:.2%} ({found.low:.2%} to {found.high:.2%})"
+    return f"{100 * found.mean:.2f} % ({100 * found.low:.2f} to {100 * found.high:.2f})"
 
 
 def _verdict(figure: Found) -> str:

@@ -26,8 +26,8 @@ class Program:
     quick: bool = True
     """Its short run. False: the claim needs the full size."""
     arguments: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
-    """Begins or ends of the names of figures that make one table, with a row for each."""
+    sides: tuple[str, ...] = ()
+    """Begins or ends of the names of figures that make one table, with a column for each."""
 
     def command(self, name: str) -> tuple[str, ...]:
         """Return the arguments of `python` that run it."""
@@ -41,7 +41,7 @@ PROGRAMS = {
         about="Two kills per side, of one of two ranks with 1.1 M parameters. States in memory are off. The first step may "
         "repeat one that was finished",
         modelled="both ranks are on one node, and the store is a folder of it",
-        rows=("forked", "spawned", "bare"),
+        sides=("forked", "spawned", "bare"),
     ),
     "memory_recovery": Program(
         title="Recovery from states in memory, and work at risk",
@@ -49,7 +49,7 @@ PROGRAMS = {
         about="Six kills with 1.1 M parameters and two with 100 M, in turn of a rank and of all ranks",
         modelled="all ranks of a node are killed in place of the node: its shared memory and the supervisor survive",
         arguments=("--sizes", "1.1M", "100M"),
-        rows=("1.1M", "100M"),
+        sides=("1.1M", "100M"),
     ),
     "failures": Program(
         title="Recovery time by failure, with a state of 1 GB",
@@ -60,7 +60,7 @@ PROGRAMS = {
         " failures without progress are raised. Each failure was made once, so a figure has no spread",
         modelled="processes of one node in place of nodes: shared memory and the supervisor survive, a death is noticed at "
         "once, and the store is a folder of this node. A frozen table makes the state of a small model large",
-        rows=tuple(
+        sides=tuple(
             f"{source}_{kind}" for source in ("memory", "store") for kind in ("single", "concurrent", "cascading")
         ),
     ),
@@ -71,7 +71,7 @@ PROGRAMS = {
         " much. An overhead is judged only if blocks without checkpoints differ from each other by less than 2 %",
         modelled="rows named so: the cost of a checkpoint over the interval, and the interval plus the longest commit",
         arguments=("--intervals", "5", "10", "30", "--pairs", "3", "--model", "99M"),
-        rows=("5s", "10s", "30s", "modelled_60s", "modelled_300s"),
+        sides=("5s", "10s", "30s", "modelled_60s", "modelled_300s"),
     ),
     "resume": Program(
         title="Positioning: from resuming to the first batch",
@@ -80,7 +80,7 @@ PROGRAMS = {
         "of 10, those of a replay the lesser of two",
         modelled="one rank on one node. The table is a folder of it",
         quick=False,
-        rows=("in_order", "shuffled"),
+        sides=("in_order", "shuffled"),
     ),
     "state": Program(
         title="Size of the reader's state",
@@ -94,7 +94,7 @@ PROGRAMS = {
         about="States in memory are off: their cost is in the section on recoveries from them",
         modelled="steps of 10, 50 and 500 ms: each rank computes until so much time has passed",
         arguments=("--step-ms", "10", "50", "500"),
-        rows=("g64", "g1024", "10ms", "50ms", "500ms"),
+        sides=("g64", "g1024", "10ms", "50ms", "500ms"),
     ),
     "checkpoint": Program(
         title="Storage in addition to checkpoints without DLAC",
@@ -114,14 +114,14 @@ PROGRAMS = {
         about="Each time contains the intended waits of `node_timeout_s` and `last_call_s`",
         modelled="all nodes are processes of one machine, and their ranks are stubs without PyTorch",
         arguments=("--nodes", "8", "32", "128"),
-        rows=("one_8", "one_32", "one_128"),
+        sides=("one_8", "one_32", "one_128"),
     ),
     "traffic": Program(
         title="Bytes over the network, in normal operation and per recovery",
         paper="erasure-coded storage elsewhere reduces traffic by a factor of 5 (3.3)",
         about="Three kills of a rank of four",
         modelled="four ranks are on one network namespace, catalog and store on another one",
-        rows=("relaunch", "memory", "per_step"),
+        sides=("relaunch", "memory", "per_step"),
     ),
 }
 

@@ -179,19 +179,19 @@ def test_figures_of_rows_share_table() -> None:
         "5s_at_risk_s": Figure(value=7.0, unit="s"),
         "step_s": Figure(value=0.5, unit="s"),
     }
-    rows, others = program_tables({name: each.to_json() for name, each in measured.items()}, ("5s", "10s", "30s"))
-    assert rows == (
-        ("", "overhead (share)", "bytes", "at risk (s)"),
-        [("5s", "0.0567 (<= 0.02: missed)", "123,456", "7"), ("10s", "0.01", "", "")],
+    sides, others = program_tables({name: each.to_json() for name, each in measured.items()}, ("5s", "10s", "30s"))
+    assert sides == (
+        ("figure", "5s", "10s"),
+        [("overhead (share)", "0.0567 (<= 0.02: missed)", "0.01"), ("bytes", "123,456", ""), ("at risk (s)", "7", "")],
     )
     assert others[1] == [("step s", "0.5", "s", "", "")]
 
 
-def test_name_of_row_is_removed_once() -> None:
-    """A figure of a row may end with the row's name as well."""
+def test_name_of_side_is_removed_once() -> None:
+    """A figure of a side may end with the side's name as well."""
     measured = {"bare_over_bare": Figure(value=1.25, unit="ratio"), "bare_s": Figure(value=4.5, unit="s")}
     (table,) = program_tables({name: each.to_json() for name, each in measured.items()}, ("bare", "forked"))
-    assert table == (("", "over bare (ratio)", "s"), [("bare", "1.25", "4.5")])
+    assert table == (("figure", "bare"), [("over bare (ratio)", "1.25"), ("s", "4.5")])
 
 
 def test_claims_are_filled_in_from_parts() -> None:
@@ -207,7 +207,7 @@ def test_claims_are_filled_in_from_parts() -> None:
     cells = {row[0]: row[2:] for row in claim_rows({**found, "overhead": {"failed": "out of memory"}})}
     assert cells["positioning"][0] == "99.3 % less in order, not measured shuffled"
     assert cells["reader state for 10 TB and 128 workers"][1].startswith(
-        "StatefulDataLoader's over it: 271, not measured with"
+        "StatefulDataLoader's is 271 times as large, not measured times"
     )
     assert " at 1.62 % with states in memory" in cells["recovery point objective, overhead"][0]
     assert cells["tracking"][0].startswith("not measured")
@@ -253,7 +253,7 @@ def test_programs_exist() -> None:
     folder = Path(__file__).parents[2] / "benchmarks"
     for name, program in PROGRAMS.items():
         assert (folder / f"{name}.py").is_file()
-        assert len(set(program.rows)) == len(program.rows)
+        assert len(set(program.sides)) == len(program.sides)
 
 
 def test_stamp_is_parsed_once(tmp_path: Path) -> None:
