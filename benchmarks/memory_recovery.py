@@ -6,12 +6,12 @@ spare takes the place of the node. Then nodes are lost with their buddies in a r
 
 `--dlrover` compares with DLRover's flash checkpoint instead, on one node. It makes an environment for it on the first run.
 
-Two ranks train a model of 1.1 M parameters (replicated), of 100 M, or of 400 M (FSDP2; the state of the last one has 4.8 GB). In
-turns a rank is killed, or all ranks of the node. The restart is the time to the next step, and the recovery that to a step
-beyond the last one before the kill. The files of each checkpoint are destroyed once it is committed: a recovery
-that read one would fail. An undisturbed run of as many steps follows, whose losses must be the same. Work at risk is the longest
-time between two states, and overhead the time of `step_done` in steps that keep a state, beyond its median in other steps, as a
-share of all steps. Both are of the undisturbed run. Steps are timed by the ranks, kills by this process.
+Two ranks train a model of 1.1 M parameters (replicated), of 100 M, or of 400 M (FSDP2; its state has 4.8 GB), or a small one
+with a frozen table of 5 GB (FSDP2). In turns a rank is killed, or all ranks of the node. The restart is the time to the next
+step, and the recovery that to a step beyond the last one before the kill. The files of each checkpoint are destroyed once it is
+committed: a recovery that read one would fail. An undisturbed run of as many steps follows, whose losses must be the same. Work
+at risk is the longest time between two states, and overhead the time of `step_done` in steps that keep a state, beyond its median
+in other steps, as a share of all steps. Both are of the undisturbed run. Steps are timed by the ranks, kills by this process.
 """
 
 from __future__ import annotations
@@ -85,8 +85,6 @@ def _measure(name: str, size: Size, home: Path, kills: int) -> dict[str, Figure]
     with calm.running(to_the_end=True):
         pass
     print(json.dumps({"size": name, "recovery_s": found}), flush=True)
-    phases = {each: statistics.median(one[each] for one in killed.recovered) for each in _PHASES}
-    print(json.dumps({"size": name, "phases": phases}), flush=True)
     losses, undisturbed = (each.losses() for each in (killed, calm))
     claims = [row for row in Ledger(lakehouse).rows("killed", kinds=(ClaimRow,)) if row.replaces]
     figures = {
@@ -112,6 +110,10 @@ def _measure(name: str, size: Size, home: Path, kills: int) -> dict[str, Figure]
         ),
         f"{name}_losses_compared": Figure(value=min(len(losses), len(undisturbed)), unit="steps"),
         f"{name}_exact": Figure(value=audit_run(lakehouse, "killed").exact, unit="of 1", bar=">= 1"),
+        **{
+            f"{name}_{phase}": Figure(value=statistics.median(each[phase] for each in killed.recovered), unit="s")
+            for phase in _PHASES
+        },
     }
     return figures if not size.calm_steps else figures | calm.costs(name, is_chosen=not size.memory_steps)
 

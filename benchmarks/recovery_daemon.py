@@ -2,9 +2,9 @@
 
 Like benchmarks/recovery.py, but the starter of the two ranks is killed with them. With DLAC the process of the Dagster run starts
 another supervisor. The other side is a Dagster job whose only op runs `torchrun` on the same script with DeepSpeed's own resume,
-which reads from the first row. The op's `RetryPolicy` starts it again in the same process, and Dagster's run retries start a run
-again that fails. The process of the Dagster run stays alive on both sides: plain Dagster does not start a run again whose process
-is lost.
+which reads from the first row. The op asks Dagster for a retry in the same process (`RetryRequested`), and Dagster's run retries
+start a run again that fails. The process of the Dagster run stays alive on both sides: plain Dagster does not start a run again
+whose process is lost.
 
 Plain Dagster can fail to recover at all, for a reason that was not found: its run makes no step for `_GIVES_UP_S`. Then the round
 ends for that side, and `bare_stuck` counts it. Such a kill is in no median.

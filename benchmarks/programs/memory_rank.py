@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -17,30 +18,44 @@ from torch.distributed.fsdp import fully_shard
 import dlac_pipeline as dlac
 
 
+class Model(torch.nn.Module):
+    """Layers, and a frozen table of so many bytes, which no step uses."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module], table_bytes: int, *, is_loaded: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers)
+        self.frozen = torch.nn.Module()
+        fill = torch.empty if is_loaded else torch.rand
+        self.frozen.table = torch.nn.Parameter(fill(table_bytes // 4), requires_grad=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Return an output for each row."""
+        output: torch.Tensor = self.layers(features).squeeze(-1)
+        return output
+
+
 def main() -> None:
     """Train until a signal ends it, or to the last step."""
     with dlac.training_run() as run:
         params = run.spec.params
         hidden, layers = int(params["hidden"]), int(params["layers"])
         # weights and a table that are loaded need no random values before
-        linear = partial(torch.nn.utils.skip_init, torch.nn.Linear) if run.resume_point.step else torch.nn.Linear
+        is_loaded = run.resume_point.step > 0
+        linear = partial(torch.nn.utils.skip_init, torch.nn.Linear) if is_loaded else torch.nn.Linear
         blocks = [linear(64, hidden), *(linear(hidden, hidden) for _ in range(layers))]
-        model = torch.nn.Sequential(*blocks, linear(hidden, 1))
-        if table_bytes := int(params.get("table_bytes", "0")):
-            fill = torch.empty if run.resume_point.step else torch.rand
-            model.register_buffer("table", fill(table_bytes // 4))
+        model = Model([*blocks, linear(hidden, 1)], int(params.get("table_bytes", "0")), is_loaded=is_loaded)
         sharded = params["sharded"] == "True"
-        for layer in (*model, model) if sharded else ():
-            fully_shard(layer)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        for part in (*model.layers, model.frozen, model) if sharded else ():
+            fully_shard(part)
+        optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-4)
         run.restore((dlac.DistributedState if sharded else dlac.TorchState)(model=model, optimizer=optimizer))
         stamps = Path(params["stamps"]).open("a")  # noqa: SIM115 - until the process ends
         for batch in run.batches():
             features = batch["x"].to(torch.float32)
-            loss = batch.mean((model(features).squeeze(-1) - features.mean(-1)).square())
+            loss = batch.mean((model(features) - features.mean(-1)).square())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            for parameter in () if sharded else model.parameters():
+            for parameter in () if sharded else model.layers.parameters():
                 dist.all_reduce(parameter.grad)
                 assert parameter.grad is not None, "every parameter is used"
                 parameter.grad /= run.world_size

@@ -15,12 +15,15 @@ class BareTraining(dg.Config):
     arguments: list[str]
 
 
-@dg.op(retry_policy=dg.RetryPolicy(max_retries=1_000))
+@dg.op
 def train(config: BareTraining) -> None:
-    """Fail if torchrun does."""
+    """Ask for a retry if torchrun fails. A `RetryPolicy` would also retry an op that is cancelled."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    subprocess.run([*command, config.script, *config.arguments], env=environment, check=True)
+    try:
+        subprocess.run([*command, config.script, *config.arguments], env=environment, check=True)
+    except subprocess.CalledProcessError as err:
+        raise dg.RetryRequested(max_retries=1_000) from err
 
 
 @dg.job

@@ -123,8 +123,12 @@ def incidents(
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome."""
+    """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome.
+
+    For one run, list also the replica groups that were present, if it has such groups.
+    """
     from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+    from dlac_pipeline.lakehouse.ledger.typed_rows import MembershipRow
 
     ledger = ui.ledger_of(spec, home)
     if run is not None:
@@ -137,6 +141,10 @@ def incidents(
         ui.show_text(f"no incident of {'any run' if run is None else f'run {run}'}")
     for each in found:
         ui.OUT.print(ui.facts_table(describe_incident(each)), "", sep="")
+    if run is not None and (changes := ledger.rows(run, kinds=(MembershipRow,))):
+        names = ("from step", "attempt", "replica groups present")
+        present = [(f"{row.first_step:,}", str(row.attempt), ", ".join(map(str, row.groups))) for row in changes]
+        ui.show_table(names, present, right=names[:2], empty="")
 
 
 def describe_incident(recovery: "Recovery") -> dict[str, str | None]:

@@ -38,6 +38,8 @@ _NOT_WANTED = "-"
 """No states are kept, and no warning says so."""
 _MORE_ROOM = 'start the container with a larger --shm-size, free memory of the node, or set checkpoint.memory = ""'
 """What a user can do if memory is too small."""
+_FIRST = states.SLOTS + 2
+"""States that are saved before their cost sets the pace. The first one of a slot takes longer, because its memory is new."""
 _COSTS = 3
 """Number of last costs whose median counts. After a single high one no state would be saved, and so none measured, for long."""
 _SMOOTHING = 0.2
@@ -116,7 +118,7 @@ class MemorySaves:
         """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept."""
         steps = 0
         if self._communicator.rank == 0 and not self._fixed and self._costs and math.isfinite(self._step_s):
-            steps = math.ceil(statistics.median(self._costs) / (MOST_OVERHEAD * self._step_s))
+            steps = math.ceil(statistics.median_low(self._costs) / (MOST_OVERHEAD * self._step_s))
         return replace(report, memory_steps=steps, memory_failed=self._failed, memory_copied=self._is_copied())
 
     def on_sync(self, sync: StepSync) -> None:
@@ -138,12 +140,11 @@ class MemorySaves:
             return False
         if self._fixed:
             return self._number == 0 or step % self._fixed == 0
-        # The first state of a slot takes longer, because its memory is new. The next one shows the cost.
-        if self._has_buddy and 0 < self._number <= states.SLOTS and not self._copied:
+        if self._has_buddy and 0 < self._number < _FIRST and not self._copied:
             return False  # to ask in each step until the copy is done would cost more than a late state
         passed = step - self._saved_step
         is_time = 0 < self._every <= passed and (passed % self._every == 0 or not self._has_buddy)
-        return self._number <= states.SLOTS or is_time
+        return self._number < _FIRST or is_time
 
     def save(self, engine: Engine, *, rows: int) -> None:
         """Save this rank's part of the state after the last step, if the one before is copied. All losses up to it are known."""
@@ -180,7 +181,6 @@ class MemorySaves:
             self._give_up(slot, failure)
         self._number, self._saved_step, self._copied = self._number + 1, self._attempt.step, False
         self._stepped_at = time.monotonic()
-        # the first state of a slot is written to new memory, which takes longer
         if self._number <= states.SLOTS + 1:
             self._costs.clear()
         self._costs.append(self._stepped_at - self._due_at)

@@ -9,8 +9,10 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.dagster.assets.pages import model_page
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
+from tests.integration.test_cli import dlac
 from tests.replica_runs import STEPS, Trained, launch_groups, train
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ def test_same_memberships_give_identical_losses(campaign: Arena) -> None:
 
 
 def test_death_is_an_incident(campaign: Arena) -> None:
-    """`dlac incidents` reads the cause, the step from which the group takes part again, and the time from its recoveries."""
+    """`dlac incidents` shows its cause, the step from which the group takes part again, and the groups present."""
     run = "incident"
     train(campaign, run, dies_forward="2:23", awaits="2:40")
     (found,) = recoveries_of(campaign.lakehouse, run)
@@ -112,6 +114,11 @@ def test_death_is_an_incident(campaign: Arena) -> None:
     assert found.cause == "group 2: rank 2 was killed by SIGKILL, while computing"
     assert 41 <= found.resumed_step <= STEPS
     assert found.total_s > found.detect_s > 0
+    shown = dlac("incidents", run, home=campaign.home).stdout
+    changes = [tuple(line.split(maxsplit=2)) for line in shown.splitlines()[-3:]]
+    assert changes == [("1", "1", "0, 1, 2"), ("23", "1", "0, 1"), ("41", "1", "0, 1, 2")]
+    records = model_page(campaign.lakehouse, run)["replica_groups"].value.records
+    assert [record.data["groups"] for record in records] == ["0, 1, 2", "0, 1", "0, 1, 2"]
 
 
 @pytest.mark.soak

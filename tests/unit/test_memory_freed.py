@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,11 @@ import torch
 
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
-from dlac_pipeline.checkpoint.step_sync import StepSync
+from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.train.memory_saves import MemorySaves
+from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves
 from dlac_pipeline.train.restored_state import _losing, read_memory
 from tests.unit.test_node_memory import keep, part_of, spec_of
 
@@ -94,6 +95,23 @@ def test_first_states_wait_for_copies(tmp_path: Path, monkeypatch: pytest.Monkey
     saves = saves_of(tmp_path, monkeypatch, fixed=2)
     save(saves)
     assert [saves.is_due(step) for step in (2, 3, 4)] == [True, False, True]
+
+
+def test_two_costs_set_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are saved in each step until two have shown their cost. The lower one counts, as a machine has slow moments."""
+    saves = saves_of(tmp_path, monkeypatch)
+    moments = iter(range(100))
+    monkeypatch.setattr("dlac_pipeline.train.memory_saves.time.monotonic", lambda: float(next(moments)))
+    for number, cost_s in enumerate((5, 7, 1, 9)):
+        assert saves.is_due(4 + number)
+        saves.step_done()
+        for _ in range(cost_s - 1):
+            next(moments)
+        save(saves)
+        saves.on_sync(sync(copied=True))
+    saves._step_s = 100.0
+    assert saves.report(RankReport()).memory_steps == math.ceil(1 / (MOST_OVERHEAD * 100.0))
+    assert not saves.is_due(8)
 
 
 def test_failed_state_has_no_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ from dlac_pipeline.audit import audit, goodput, lakehouse_sql, losses, plots
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.metadata import picture, sql_metadata, table
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+from dlac_pipeline.lakehouse.ledger.typed_rows import MembershipRow
 from dlac_pipeline.operations.status import run_status
 
 _SHOWN = 10
@@ -39,6 +41,11 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     ettr = (status["goodput"] or {}).get("ettr")
     incidents = [Recovery(**row) for row in found]
     checkpoints = [asdict(each) for each in reversed(list_checkpoints(lakehouse, run)[-_SHOWN:])]
+    changes = Ledger(lakehouse).rows(run, kinds=(MembershipRow,))[: -_SHOWN - 1 : -1]
+    memberships = [
+        {"first_step": row.first_step, "attempt": row.attempt, "groups": ", ".join(map(str, row.groups))}
+        for row in changes
+    ]
     return {
         "run": run,
         "step": status["step"],
@@ -51,6 +58,7 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         **pictures,
         **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
         **table("last_attempts", times[::-1]),
+        **table("replica_groups", memberships),
         **table("incidents", [{name: getattr(each, name) for name in _INCIDENT} for each in incidents]),
         "sql": sql_metadata(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
     }
