@@ -27,14 +27,14 @@ from benchmarks.paper_parts.summary import summarize
 from benchmarks.results.record import about_here
 
 _DOCS = Path(__file__).parents[1] / "docs"
-_QUICK_PARTS = ("divergence", "overhead", "state")
+_QUICK_PARTS = ("divergence", "checkpoint", "coordination", "state")
 
 
 def main() -> int:
     """Measure, write the page, and report. Return 1 if a part failed, or DLAC trained otherwise than undisturbed."""
     parts = ("divergence", *PROGRAMS)
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="one seed, one setting, ten faults, and two programs")
+    parser.add_argument("--quick", action="store_true", help="one seed, one setting, ten faults, and three programs")
     parser.add_argument("--only", help=f"some of {','.join(parts)}")
     parser.add_argument(
         "--out", type=Path, default=Path("paper"), help="folder of paper.html, paper.pdf and paper.json"

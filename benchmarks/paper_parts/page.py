@@ -40,15 +40,16 @@ _CELL_CHARACTERS = 45
 _WINDOW = 12
 """Steps whose mean training loss is drawn as one point."""
 _SETTINGS = {
-    "stream": "A stream, read once in the table's order",
+    "stream": "A stream, read once, without shuffle",
     "passes": "A small table, read five times and shuffled",
 }
 _ABOUT = (
     "One process trains on the shares of all ranks, so that sums do not depend on the number of ranks: that is modelled. Each "
     "fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every {save_every} steps. "
     "{changes} of the {faults} faults change the number of ranks (1, 2 and 4). Loaders that keep a state per rank give rank r of "
-    "the new number that of rank r modulo the old one, as none of them documents a change. `training_run` of one process is one "
-    "rank in all its launches: of DLAC, the dataset alone changes the number. A training whose pass ends early "
+    "the new number that of rank r modulo the old one, as none of them documents a change. So a part of their distance may come "
+    "of these changes alone. `training_run` of one process is one rank in all its launches: of DLAC, the dataset alone changes "
+    "the number. DeepSpeed's own loader has no state, so it starts with the first rows again. A training whose pass ends early "
     "begins another one, until it has had {steps} steps of {batch} rows. Seconds to a loss are its steps at the mean time of a "
     "step of that training, with restarts and repeated steps, while two trainings share the node."
 )
@@ -148,7 +149,7 @@ _SUMMARY_HEADS = (
     "final validation loss (± 95 %)",
     "its variance",
     "beyond its own undisturbed training (± 95 %)",
-    "area between the curves",
+    "mean distance of the validation curves",
     "mean distance of its training loss",
     "identical to it, bit by bit",
     "rows repeated",
@@ -316,8 +317,8 @@ def _curves(outcomes: Sequence[Outcome]) -> Figure:
     trained, losses, beyond = figure.subplots(1, 3)
     setting = outcomes[0].setting
     undisturbed = [*calm_of(outcomes, setting, "dlac").values()]
-    _draw(trained, "undisturbed", "calm", [_smoothed(each.losses) for each in undisturbed])
-    _draw(losses, "undisturbed", "calm", [each.validation for each in undisturbed])
+    _draw(trained, "undisturbed, in DLAC's order", "calm", [_smoothed(each.losses) for each in undisturbed])
+    _draw(losses, "undisturbed, in DLAC's order", "calm", [each.validation for each in undisturbed])
     for key, method in METHODS.items():
         calm = calm_of(outcomes, setting, key)
         faulted = [

@@ -69,7 +69,7 @@ PROGRAMS = {
         paper="recovery point objectives below 30 s at an overhead below 2 %, for frequent checkpoints (5.1)",
         about="At risk is the longest time from the moment of a state to the next commit. A failure just before it loses so"
         " much. An overhead is judged only if blocks without checkpoints differ from each other by less than 2 %",
-        modelled="rows named so: the cost of a checkpoint over the interval, and the interval plus the longest commit",
+        modelled="columns named so: the cost of a checkpoint over the interval, and the interval plus the longest commit",
         arguments=("--intervals", "5", "10", "30", "--pairs", "3", "--model", "99M"),
         sides=("5s", "10s", "30s", "modelled_60s", "modelled_300s"),
     ),
@@ -91,8 +91,9 @@ PROGRAMS = {
     "overhead": Program(
         title="Cost of tracking",
         paper="0.3 to 1.0 % of the training time (4.2)",
-        about="States in memory are off: their cost is in the section on recoveries from them",
-        modelled="steps of 10, 50 and 500 ms: each rank computes until so much time has passed",
+        about="Two ranks of 330 k parameters, in alternated segments with and without tracking. States in memory are off: their "
+        "cost is in the section on recoveries from them",
+        modelled="steps of 10, 50 and 500 ms: each rank computes until so much time has passed. The shortest step is longer",
         arguments=("--step-ms", "10", "50", "500"),
         sides=("g64", "g1024", "10ms", "50ms", "500ms"),
     ),
@@ -111,15 +112,17 @@ PROGRAMS = {
     "control_plane": Program(
         title="Recovery as nodes are added (weak scaling)",
         paper="near-constant recovery time regardless of cluster size (5.3)",
-        about="Each time contains the intended waits of `node_timeout_s` and `last_call_s`",
+        about="One node that does not lead is killed, once for each number of nodes. Each time contains the intended waits of "
+        "`node_timeout_s` and `last_call_s`",
         modelled="all nodes are processes of one machine, and their ranks are stubs without PyTorch",
-        arguments=("--nodes", "8", "32", "128"),
-        sides=("one_8", "one_32", "one_128"),
+        arguments=("--nodes", "8", "32", "128", "256"),
+        sides=("one_8", "one_32", "one_128", "one_256"),
     ),
     "traffic": Program(
         title="Bytes over the network, in normal operation and per recovery",
         paper="erasure-coded storage elsewhere reduces traffic by a factor of 5 (3.3)",
-        about="Three kills of a rank of four",
+        about="Three kills of a rank of four. A recovery is the difference to a run without kills. Three groups send less than "
+        "four, so it can be negative",
         modelled="four ranks are on one network namespace, catalog and store on another one",
         sides=("relaunch", "memory", "per_step"),
     ),

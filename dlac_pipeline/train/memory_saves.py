@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 MOST_OVERHEAD = 0.018
 """Share of the training time that memory states may take."""
 _STATE_PER_WEIGHT = 4
-"""Bytes of a state for each byte of its weights, before the first one has shown them."""
+"""Bytes of a state for each byte of the weights that are trained, before the first one has shown them. Frozen ones have 1."""
 _NOT_WANTED = "-"
 """No states are kept, and no warning says so."""
 _MORE_ROOM = 'start the container with a larger --shm-size, free memory of the node, or set checkpoint.memory = ""'
 """What a user can do if memory is too small."""
 _FIRST = states.SLOTS + 2
 """States that are saved before their cost sets the pace. The first one of a slot takes longer, because its memory is new."""
-_COSTS = 3
+_COSTS = 5
 """Number of last costs whose median counts. After a single high one no state would be saved, and so none measured, for long."""
 _SMOOTHING = 0.2
 """Share of the newest time in a mean."""
@@ -223,7 +223,7 @@ class MemorySaves:
             states.forget_old_states(folder.parent)
             states.forget_other_slots(folder.parent, None if loaded is None else loaded.state, before=number)
             earlier = sum(map(states.bytes_in, states.earlier_slots(folder.parent, before=number)))
-            state = _STATE_PER_WEIGHT * self._weights_here(engine)
+            state = self._state_here(engine)
             needed = max(state, states.SLOTS * state - earlier)
             if needed <= (room := states.room_for_states(folder)):
                 return ""
@@ -265,9 +265,9 @@ class MemorySaves:
         )
         return copied >= self._saved_step
 
-    def _weights_here(self, engine: Engine) -> int:
-        """Return the bytes of the weights whose states this node may keep, with those of the node whose buddy it is."""
-        whole, shard = _bytes_of_weights(engine)
+    def _state_here(self, engine: Engine) -> int:
+        """Return about the bytes of a state on this node, with those of the node whose buddy it is."""
+        whole, shard = _bytes_of_state(engine)
         return whole + shard * self._communicator.ranks_here * (1 + self._has_buddy)
 
     def _sealed(self, engine: Engine, files: list[tuple[str, int]], rows: int) -> states.RankState:
@@ -302,8 +302,8 @@ def _trained(trackers: list[ReaderStateTracker]) -> Iterator[states.Trained]:
         )
 
 
-def _bytes_of_weights(engine: Engine) -> tuple[int, int]:
-    """Return the bytes of a model's parameters that each rank has whole, and those of this rank's shards of the others.
+def _bytes_of_state(engine: Engine) -> tuple[int, int]:
+    """Return about the bytes of a state for the parameters that each rank has whole, and for this rank's shards of the others.
 
     A user's adapter may name no parameters.
     """
@@ -312,10 +312,11 @@ def _bytes_of_weights(engine: Engine) -> tuple[int, int]:
     for each in (each for part in modules().values() if isinstance(part, Module) for each in part.parameters()):
         # DeepSpeed leaves an empty tensor where it has partitioned one.
         local = each.to_local() if hasattr(each, "to_local") else getattr(each, "ds_tensor", None)
+        per_weight = _STATE_PER_WEIGHT if each.requires_grad else 1
         if local is None:
-            whole += each.numel() * each.element_size()
+            whole += per_weight * each.numel() * each.element_size()
         else:
-            shard += local.numel() * local.element_size()
+            shard += per_weight * local.numel() * local.element_size()
     return whole, shard
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves
+from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves, _bytes_of_state
 from dlac_pipeline.train.restored_state import _losing, read_memory
 from tests.unit.test_node_memory import keep, part_of, spec_of
 
@@ -157,7 +158,7 @@ def test_only_the_loaded_state_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (folder / "000002-b" / slot).mkdir(parents=True)
         (folder / "000002-b" / slot / "state.pt").write_bytes(bytes(3_000))
     loaded = states.MemoryState(folder / "000002-b" / "1-000002-b", ())
-    monkeypatch.setattr(MemorySaves, "_weights_here", lambda self, engine: 1_000)
+    monkeypatch.setattr(MemorySaves, "_state_here", lambda self, engine: 4_000)
     monkeypatch.setattr(states, "room_for_states", lambda memory: 5_000)
     saves = saves_of(tmp_path, monkeypatch, memory_of=2, loaded=loaded)
     assert saves._folder is not None
@@ -172,7 +173,7 @@ def test_fetched_state_of_killed_attempt_is_freed(tmp_path: Path, monkeypatch: p
     assert folder is not None
     fetched = states.fetched_folder(folder / "000002-b", 0)
     (fetched / "000001-a" / "0-000001-a").mkdir(parents=True)
-    monkeypatch.setattr(MemorySaves, "_weights_here", lambda self, engine: 1_000)
+    monkeypatch.setattr(MemorySaves, "_state_here", lambda self, engine: 4_000)
     monkeypatch.setattr(states, "room_for_states", lambda memory: 7_999 if fetched.exists() else 8_000)
     assert saves_of(tmp_path, monkeypatch)._folder is not None
     assert not fetched.exists()
@@ -204,3 +205,10 @@ def test_lost_peer_leaves_states(tmp_path: Path, failure: Exception, stays: bool
     with pytest.raises(type(failure) if stays else MemoryStateLost), _losing(state):
         raise failure
     assert bool(states.read_states(folder)) == stays
+
+
+def test_frozen_weights_need_no_optimizer_state() -> None:
+    """The memory that a state needs is estimated: with adapters, most of a model's weights are frozen."""
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1, bias=False))
+    model[0].requires_grad_(False)
+    assert _bytes_of_state(TorchState(model=model)) == (400 + 4 * 40, 0)

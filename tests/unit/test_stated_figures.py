@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.paper import figures_of
 from benchmarks.paper_parts.page import write_docs
+from benchmarks.paper_parts.programs import PROGRAMS
 from benchmarks.results.page import PAGE, Result, _render, page
 from benchmarks.results.record import MEASURED, record
 from benchmarks.soak_faults.page import faults_of, page_of
@@ -123,6 +125,20 @@ def test_section_by_hand_has_no_result(section: Path) -> None:
     """Remove the text by hand once a result is kept: the section is made of it then."""
     with pytest.raises(FileNotFoundError, match="record --name"):
         _render(section.stem, result=Result)
+
+
+def test_paper_proves_exact_resumes() -> None:
+    """The kept result of `make paper` is whole, and DLAC equals the undisturbed training in all seeds of both settings."""
+    found = json.loads((MEASURED / "paper.json").read_text())
+    effort = found["divergence"]["effort"]
+    assert (effort["seeds"], effort["faults"], len(effort["settings"]), found["divergence"]["quick"]) == (
+        5,
+        20,
+        2,
+        False,
+    )
+    assert {name for name, figure in figures_of(found).items() if not figure.holds} == set()
+    assert [name for name in PROGRAMS if "figures" not in found.get(name, {})] == []
 
 
 def test_unknown_figures_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
