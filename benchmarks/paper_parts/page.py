@@ -17,7 +17,7 @@ from benchmarks.paper_parts.claims import CLAIM_HEADS, TABLE_1_HEADS, claim_rows
 from benchmarks.paper_parts.divergence import BATCH, METHODS, WORLDS, Outcome
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, MONTHS, STARTS_S, Goodput, Mode, modes_of, simulate
 from benchmarks.paper_parts.programs import PROGRAMS
-from benchmarks.paper_parts.summary import Summary, band_of, calm_of, summarize
+from benchmarks.paper_parts.summary import Summary, band_of, calm_of, summarize, summarize_undisturbed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,7 +140,7 @@ def _divergence(part: Found) -> Iterator[Found]:
                 *(line for failure in failures for line in ("", failure)),
             ],
             "figure": _curves(own),
-            "tables": [_summary_table(summaries)],
+            "tables": [_summary_table(summarize_undisturbed(own, BATCH), summaries)],
         }
 
 
@@ -160,8 +160,9 @@ _SUMMARY_HEADS = (
 )
 
 
-def _summary_table(summaries: Sequence[Summary]) -> Table:
-    return _SUMMARY_HEADS, [_summary_row(each) for each in summaries]
+def _summary_table(undisturbed: Sequence[Summary], faulted: Sequence[Summary]) -> Table:
+    rows = [_summary_row(each, f"no failure, the order of {METHODS[each.method].name}") for each in undisturbed]
+    return _SUMMARY_HEADS, [*rows, *(_summary_row(each, METHODS[each.method].name) for each in faulted)]
 
 
 def _when(part: Found) -> str:
@@ -173,8 +174,8 @@ def _when(part: Found) -> str:
     )
 
 
-def _summary_row(each: Summary) -> tuple[str, ...]:
-    name = METHODS[each.method].name + (" (failed)" if each.failed else "")
+def _summary_row(each: Summary, name: str) -> tuple[str, ...]:
+    name += " (failed)" if each.failed else ""
     if not each.seeds:
         return (name, *("-",) * (len(_SUMMARY_HEADS) - 1))
     return (

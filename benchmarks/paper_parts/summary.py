@@ -68,6 +68,17 @@ def summarize(outcomes: Sequence[Outcome], batch: int) -> list[Summary]:
     return found
 
 
+def summarize_undisturbed(outcomes: Sequence[Outcome], batch: int) -> list[Summary]:
+    """Return the summaries of the trainings without faults, each compared with itself, in the same order."""
+    found = []
+    for setting in dict.fromkeys(each.setting for each in outcomes):
+        for method in METHODS:
+            calm = calm_of(outcomes, setting, method)
+            if calm and not METHODS[method].calm:
+                found.append(_summary(setting, method, [*calm.values()], calm, (), batch))
+    return found
+
+
 def calm_of(outcomes: Sequence[Outcome], setting: str, method: str) -> dict[int, Outcome]:
     """Return the undisturbed trainings that a method is compared with, by seed."""
     of = METHODS[method].calm or method

@@ -21,7 +21,7 @@ from benchmarks.paper_parts.divergence import BATCH, Outcome, fault_steps
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, modes_of, simulate
 from benchmarks.paper_parts.page import program_tables
 from benchmarks.paper_parts.programs import PROGRAMS
-from benchmarks.paper_parts.summary import band_of, seconds_to, steps_worth, summarize
+from benchmarks.paper_parts.summary import band_of, seconds_to, steps_worth, summarize, summarize_undisturbed
 from benchmarks.recovery_lab.stamps import Stamp, StampFile
 
 CALM = {10: 4.0, 20: 3.0, 30: 2.0}
@@ -192,6 +192,16 @@ def test_name_of_side_is_removed_once() -> None:
     measured = {"bare_over_bare": Figure(value=1.25, unit="ratio"), "bare_s": Figure(value=4.5, unit="s")}
     (table,) = program_tables({name: each.to_json() for name, each in measured.items()}, ("bare", "forked"))
     assert table == (("figure", "bare"), [("over bare (ratio)", "1.25"), ("s", "4.5")])
+
+
+def test_undisturbed_trainings_have_summaries() -> None:
+    """A method that is compared with the undisturbed training of another one has none of its own."""
+    outcomes = [outcome(method, seed=seed, faulted=False) for method in ("dlac", "stateful") for seed in (0, 1)]
+    found = summarize_undisturbed([*outcomes, outcome("restart", faulted=True)], BATCH)
+    assert [(each.method, each.seeds, each.final, each.identical) for each in found] == [
+        ("dlac", 2, 2.0, 2),
+        ("stateful", 2, 2.0, 2),
+    ]
 
 
 def test_claims_are_filled_in_from_parts() -> None:
