@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from benchmarks.paper_parts.claims import CLAIM_HEADS, TABLE_1_HEADS, claim_rows, table_1_rows
+from benchmarks.paper_parts.claims import (
+    CLAIM_HEADS,
+    TABLE_1_HEADS,
+    TABLE_2_HEADS,
+    claim_rows,
+    table_1_rows,
+    table_2_rows,
+)
 from benchmarks.paper_parts.divergence import BATCH, METHODS, WORLDS, Outcome
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, MONTHS, STARTS_S, Goodput, Mode, modes_of, simulate
 from benchmarks.paper_parts.programs import PROGRAMS
@@ -95,9 +102,13 @@ _HEAD = (
 
 def _sections(found: Found) -> Iterator[Found]:
     yield {
-        "title": "The paper's claims and its table 1",
+        "title": "The paper's claims and its tables",
         "text": ["Each claim has a section below, which says how it was measured, on what, and what was modelled."],
-        "tables": [(CLAIM_HEADS, claim_rows(found)), (TABLE_1_HEADS, table_1_rows(found))],
+        "tables": [
+            (CLAIM_HEADS, claim_rows(found)),
+            (TABLE_1_HEADS, table_1_rows(found)),
+            (TABLE_2_HEADS, table_2_rows(found)),
+        ],
     }
     if "outcomes" in found.get("divergence", {}):
         yield from _divergence(found["divergence"])

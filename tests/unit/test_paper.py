@@ -16,7 +16,7 @@ from benchmarks.figures import Figure
 from benchmarks.gpu_parts.node import run_program
 from benchmarks.intervals import Measured, cost_of, measured_of
 from benchmarks.intervals import figures_of as interval_figures
-from benchmarks.paper_parts.claims import claim_rows
+from benchmarks.paper_parts.claims import claim_rows, table_2_rows
 from benchmarks.paper_parts.divergence import BATCH, Outcome, fault_steps
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, modes_of, simulate
 from benchmarks.paper_parts.page import program_tables
@@ -222,6 +222,18 @@ def test_claims_are_filled_in_from_parts() -> None:
     assert " at 1.62 % with states in memory" in cells["recovery point objective, overhead"][0]
     assert cells["tracking"][0].startswith("not measured")
     assert cells["training loss under faults"] == ("not measured", "not measured")
+
+
+def test_table_2_is_filled_in_from_parts() -> None:
+    """Its last two columns are measured, or say that they are not."""
+    figures = {"one_8_wall": Figure(value=16.6, unit="s"), "one_256_wall": Figure(value=22.3, unit="s")}
+    rows = table_2_rows({"control_plane": {"figures": {name: each.to_json() for name, each in figures.items()}}})
+    cells = {category: measured for category, _, _, *measured in rows}
+    assert cells["Scaling efficiency"][1].endswith(": 16.6 s with 8 nodes, 22.3 s with 256")
+    assert cells["Resource utilization"] == [
+        "not measured to read again what was consumed, at 99 % of a pass",
+        "not measured less",
+    ]
 
 
 def test_training_loss_is_a_claim() -> None:
