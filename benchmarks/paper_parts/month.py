@@ -62,7 +62,7 @@ def modes_of(found: Found) -> list[Mode]:
         modes.append(
             Mode(
                 name="DLAC, a checkpoint every 30 s",
-                about="the cost of a checkpoint is fitted to all intervals. The restart is that of 1.1 M parameters, two kills",
+                about="its cost is fitted to intervals that are long enough. The restart is that of 1.1 M parameters, two kills",
                 restart_s=recovery["forked_recovery_s"],
                 at_risk_s=intervals["30s_at_risk_s"],
                 least_s=intervals["commit_most_s"],

@@ -125,7 +125,7 @@ def incidents(
 ) -> None:
     """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome.
 
-    For one run, list also the replica groups that were present, if it has such groups.
+    For one run, a table of the replica groups that were present follows, if it has such groups. JSON has the recoveries only.
     """
     from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
     from dlac_pipeline.lakehouse.ledger.typed_rows import MembershipRow

@@ -41,7 +41,8 @@ _MORE_ROOM = 'start the container with a larger --shm-size, free memory of the n
 _FIRST = states.SLOTS + 2
 """States that are saved before their cost sets the pace. The first one of a slot takes longer, because its memory is new."""
 _COSTS = 5
-"""Number of last costs whose median counts. After a single high one no state would be saved, and so none measured, for long."""
+"""Number of last costs whose median counts, of an even number the lower one. After a single high cost no state would be saved,
+and so none measured, for long."""
 _SMOOTHING = 0.2
 """Share of the newest time in a mean."""
 

@@ -126,12 +126,14 @@ def test_cost_fits_steady_intervals() -> None:
 
 
 def test_longer_intervals_are_modelled() -> None:
-    """Overhead is the cost over the interval. At risk is the interval and the longest commit. Only 30 s has the paper's bound."""
+    """Overhead is the cost over the interval. At risk is the interval and the longest commit. Noise hides an overhead only."""
     figures = interval_figures([at_interval(10, overhead=0.06, commit_s=8), at_interval(30, overhead=0.02, commit_s=7)])
     assert figures["modelled_60s_overhead"].value == pytest.approx(1)
     assert figures["modelled_300s_at_risk_s"].value == 308
     assert figures["modelled_at_risk_at_2_percent_s"].value == pytest.approx(38)
     assert (figures["10s_overhead"].bar, figures["30s_at_risk_s"].bar) == ("<= 2", "<= 30")
+    noisy = interval_figures([replace(at_interval(30, overhead=0.02, commit_s=7), noise=(0.96, 1.09))])
+    assert (noisy["30s_overhead"].bar, noisy["30s_at_risk_s"].bar) == (None, "<= 30")
 
 
 def test_blocks_become_overhead() -> None:

@@ -137,7 +137,13 @@ def test_paper_proves_exact_resumes() -> None:
         2,
         False,
     )
-    assert {name for name, figure in figures_of(found).items() if not figure.holds} == set()
+    figures = figures_of(found)
+    assert {name for name, figure in figures.items() if not figure.holds} == set()
+    identical = {
+        name: figure.value for name, figure in figures.items() if name.endswith("_identical") and "_dlac" in name
+    }
+    assert {name.partition("_")[0] for name in identical} == {"stream", "passes"}
+    assert set(identical.values()) == {5}
     assert [name for name in PROGRAMS if "figures" not in found.get(name, {})] == []
 
 

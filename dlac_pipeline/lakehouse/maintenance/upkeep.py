@@ -32,7 +32,7 @@ MIN_FILES = 8
 """Fewer are not worth a snapshot."""
 _MAX_FILES = 512
 _MERGED = ("consumption", "recoveries", "row_keys")
-"""Tables of which each commit appends a small file."""
+"""Tables to which checkpoints, recoveries and plans with row keys append small files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
