@@ -117,13 +117,15 @@ class ReplicaRanks(RankGroup):
             self.lighthouse.end()
 
     def restart_lighthouse(self) -> str:
-        """Start a dead lighthouse again, and return how it died. Empty: it runs, or could not be started this time."""
+        """Start a dead lighthouse again, and return how it died, or why an earlier start failed once it runs. Empty: no news."""
         try:
             died = self.lighthouse.restart_dead()
         except (OSError, DlacError) as err:
             self._lighthouse_failures.append(str(err))
             return ""
-        if died or (self._lighthouse_failures and self.lighthouse.has_started):  # it ran, or runs
+        if not died and self._lighthouse_failures and self.lighthouse.has_started:
+            died = self._lighthouse_failures[-1]
+        if died:
             self._lighthouse_failures = []
         return died
 
