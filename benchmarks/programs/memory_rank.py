@@ -25,8 +25,9 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.Sequential(*layers)
         self.frozen = torch.nn.Module()
-        fill = torch.empty if is_loaded else torch.rand
-        self.frozen.table = torch.nn.Parameter(fill(table_bytes // 4), requires_grad=False)
+        if table_bytes:
+            fill = torch.empty if is_loaded else torch.rand
+            self.frozen.table = torch.nn.Parameter(fill(table_bytes // 4), requires_grad=False)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return an output for each row."""
@@ -46,7 +47,8 @@ def main() -> None:
         model = Model([*blocks, linear(hidden, 1)], int(params.get("table_bytes", "0")), is_loaded=is_loaded)
         sharded = params["sharded"] == "True"
         for part in (*model.layers, model.frozen, model) if sharded else ():
-            fully_shard(part)
+            if any(True for _ in part.parameters()):
+                fully_shard(part)
         optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-4)
         run.restore((dlac.DistributedState if sharded else dlac.TorchState)(model=model, optimizer=optimizer))
         stamps = Path(params["stamps"]).open("a")  # noqa: SIM115 - until the process ends
