@@ -4,6 +4,7 @@
 - demo: the demo's training with a rank killed in the middle. Its losses are compared with those of an undisturbed run,
   bit by bit. demo-default does it with PyTorch's default kernels, on an accelerator only.
 - loading: batches copied from page-locked memory on their own stream, compared with plain ones, and with no reader.
+- memory: a training with states in memory, killed.
 - checkpoints: the wait of training for asynchronous checkpoints, and its throughput with and without them.
 
 At most 40 minutes on an accelerator. Without one the same program measures the CPU, and reports this. `--out FILE` keeps the
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from benchmarks.gpu_parts.checkpoints import measure_checkpoints
 from benchmarks.gpu_parts.identity import measure_identity
 from benchmarks.gpu_parts.kernels import find_kernels
 from benchmarks.gpu_parts.loading import measure_loading
+from benchmarks.gpu_parts.memory import measure_memory
 from benchmarks.gpu_parts.node import MeasuredNode, find_node
 from benchmarks.gpu_parts.page import page_of
 from benchmarks.gpu_parts.sizes import sizes_for
 
-PARTS = ("kernels", "demo", "demo-default", "loading", "checkpoints")
+PARTS = ("kernels", "demo", "memory", "demo-default", "loading", "checkpoints")
 _PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 _LAST_BEGIN_S = 30 * 60
 """Seconds after which no part begins: the longest takes ten minutes."""
@@ -44,6 +46,7 @@ def main() -> int:
     """Measure, or write the page, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="small models and few steps: under three minutes")
+    parser.add_argument("--pairs", type=int, help="of segments, and of blocks, in place of the usual number")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part to measure; may be repeated")
     parser.add_argument("--out", type=Path, help="JSON file of what is found")
     parser.add_argument("--docs", type=Path, help="JSON file of a measurement, of which docs/gpu.md is made")
@@ -51,7 +54,7 @@ def main() -> int:
     if asked.docs:
         _PAGE.write_text(page_of(json.loads(asked.docs.read_text())))
         return 0
-    measurement = Measurement(find_node(), quick=asked.quick, out=asked.out)
+    measurement = Measurement(find_node(), quick=asked.quick, pairs=asked.pairs, out=asked.out)
     measurement.run(asked.only or PARTS)
     return measurement.report()
 
@@ -59,9 +62,10 @@ def main() -> int:
 class Measurement:
     """All parts on one node."""
 
-    def __init__(self, node: MeasuredNode, *, quick: bool, out: Path | None) -> None:
+    def __init__(self, node: MeasuredNode, *, quick: bool, pairs: int | None, out: Path | None) -> None:
         self._node = node
-        self._sizes = sizes_for(accelerated=node.accelerated, quick=quick)
+        sizes = sizes_for(accelerated=node.accelerated, quick=quick)
+        self._sizes = replace(sizes, pairs=pairs, block_pairs=pairs + 1) if pairs else sizes
         self._out = out
         self._began = time.time()
         self._figures: dict[str, Figure] = {}
@@ -80,6 +84,7 @@ class Measurement:
         measures: dict[str, Callable[[Path], dict[str, Figure]]] = {
             "kernels": self._find_kernels,
             "demo": lambda home: measure_identity(home, node, sizes, kernels="deterministic"),
+            "memory": lambda home: measure_memory(home, node, sizes),
             "demo-default": lambda home: measure_identity(home, node, sizes, kernels="default"),
             "loading": lambda home: measure_loading(home, sizes),
             "checkpoints": lambda home: measure_checkpoints(node, sizes),

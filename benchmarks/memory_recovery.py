@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.figures import Figure, report
 from benchmarks.recovery_lab.dlrover import COURSES, compare_with_dlrover
@@ -60,14 +61,15 @@ def main() -> None:
         size = SIZES[name]
         with tempfile.TemporaryDirectory(prefix="dlac-memory-") as home:
             kills = chosen.kills or (size.quick_kills if chosen.quick else size.kills)
-            figures |= _measure(name, size, Path(home), kills)
+            figures |= measure_size(name, size, Path(home), kills)
     figures["load_average_1min"] = Figure(value=os.getloadavg()[0], unit="processes")
     report("memory_recovery", figures)
 
 
-def _measure(name: str, size: Size, home: Path, kills: int) -> dict[str, Figure]:
+def measure_size(name: str, size: Size, home: Path, kills: int, **settings: Any) -> dict[str, Figure]:
+    """Kill a run so often, and compare it with an undisturbed one. `settings` are those of `MemoryRun`."""
     lakehouse = make_source(home)
-    killed = MemoryRun(home, "killed", size)
+    killed = MemoryRun(home, "killed", size, **settings)
     found: dict[str, list[float]] = {"rank": [], "node": []}
     restarts: dict[str, list[float]] = {"rank": [], "node": []}
     chance = random.Random(7)
@@ -81,7 +83,7 @@ def _measure(name: str, size: Size, home: Path, kills: int) -> dict[str, Figure]
             found[kind].append(recovery_s)
             killed.wait_for_steps(3)
     steps = max(size.calm_steps, killed.last_step)
-    calm = MemoryRun(home, "calm", size, steps=steps)
+    calm = MemoryRun(home, "calm", size, steps=steps, **settings)
     with calm.running(to_the_end=True):
         pass
     print(json.dumps({"size": name, "recovery_s": found}), flush=True)

@@ -19,7 +19,8 @@ from dlac_pipeline.dagster.heartbeat import beats_of
 from dlac_pipeline.dagster.sensors.recovery import decide_recoveries
 from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.spec.job_spec import JobSpec
-from examples.demo.local_dagster import LiveRun, LocalDagster
+from examples.demo.live_run import LiveRun
+from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.forked import Forked
 

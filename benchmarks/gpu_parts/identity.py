@@ -20,7 +20,7 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 from examples.corpus.corpus import ingest_stdlib_corpus
 from examples.corpus.tokens import tokenize_corpus
-from examples.demo.local_dagster import LiveRun
+from examples.demo.live_run import LiveRun
 
 _KILL_AT = 0.5
 """Share of the run's steps after which a rank is killed."""

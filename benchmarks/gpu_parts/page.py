@@ -23,6 +23,23 @@ _LOADING = (
     ("data_share_of_step", "share of the step beyond one with a batch that is on the device already"),
     ("host_waits_for_batch", "share of the step in which the host asks for a batch"),
 )
+_MEMORY = (
+    ("kills", "kills"),
+    ("rank_restart_s", "from the kill of a rank to the next step, median"),
+    ("rank_recovery_s", "from that kill to the first new step, median"),
+    ("node_recovery_s", "from the kill of all ranks to the first new step, median"),
+    ("load_s", "loading of the state, median"),
+    ("first_step_s", "first step, median"),
+    ("from_memory", "resumed from memory"),
+    ("replayed", "batches repeated, at the most"),
+    ("losses_differing", "losses that differ from those of an undisturbed run"),
+    ("losses_compared", "losses compared"),
+    ("exact", "audit exact"),
+    ("overhead", "states, as a share of the time of the undisturbed run"),
+    ("at_risk_s", "longest time between two states, in that run"),
+    ("step_s", "a step, undisturbed"),
+    ("state_s", "a state"),
+)
 _CHECKPOINTS = (
     ("checkpoint_parameters", "parameters of the model"),
     ("checkpoint_bytes", "bytes of a checkpoint"),
@@ -55,6 +72,10 @@ def page_of(found: Found) -> str:
         "## The demo, killed",
         "",
         *_demo(found),
+        "",
+        "## States in memory, killed",
+        "",
+        *_memory(found),
         "",
         "## Batches of the reader",
         "",
@@ -107,6 +128,16 @@ def _demo(found: Found) -> list[str]:
     for kernels in ("deterministic", "default"):
         named = [(f"{name}_{kernels}", f"{what}, {kernels} kernels") for name, what in _DEMO]
         lines += [line for line in _table(figures, named) if kernels == "deterministic" or not line.startswith(_HEAD)]
+    return lines
+
+
+def _memory(found: Found) -> list[str]:
+    lines = [
+        "The files of each checkpoint are destroyed once it is committed, so that only memory can restore the state."
+    ]
+    for size in found["sizes"]["memory"]:
+        named = [(f"memory_{size}_{name}", what) for name, what in _MEMORY]
+        lines += ["", f"A model of {size} parameters:", "", *_table(found["figures"], named)]
     return lines
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from benchmarks.recovery_lab.memory_run import SIZES, Size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,9 @@ class Sizes:
     """Params of the training with and without checkpoints."""
     block_s: float
     block_pairs: int
+    memory: dict[str, Size]
+    """Trainings that keep states in memory."""
+    memory_kills: int
 
 
 _SMALL = ModelSize(vocab_size=1024, d_model=64, layers=2, heads=4, length=129, batch=16)
@@ -48,6 +53,11 @@ ACCELERATOR = Sizes(
     training={"width": "768", "layers": "10", "vocabulary": "18432", "tokens": "256"},
     block_s=15.0,
     block_pairs=11,
+    memory={
+        "100M": replace(SIZES["100M"], batch=2048, calm_steps=600),
+        "400M": replace(SIZES["400M"], batch=1024, sharded=False),
+    },
+    memory_kills=6,
 )
 CPU = Sizes(
     corpus="asyncio",
@@ -59,6 +69,8 @@ CPU = Sizes(
     training={"width": "384", "layers": "4", "vocabulary": "4096", "tokens": "32"},
     block_s=5.0,
     block_pairs=11,
+    memory={"1.1M": SIZES["1.1M"]},
+    memory_kills=6,
 )
 QUICK = Sizes(
     corpus="asyncio",
@@ -70,6 +82,8 @@ QUICK = Sizes(
     training={"width": "96", "layers": "1", "vocabulary": "512", "tokens": "16"},
     block_s=0.5,
     block_pairs=3,
+    memory={"1.1M": SIZES["1.1M"]},
+    memory_kills=2,
 )
 
 

@@ -45,6 +45,8 @@ def main() -> None:
         linear = partial(torch.nn.utils.skip_init, torch.nn.Linear) if is_loaded else torch.nn.Linear
         blocks = [linear(64, hidden), *(linear(hidden, hidden) for _ in range(layers))]
         model = Model([*blocks, linear(hidden, 1)], int(params.get("table_bytes", "0")), is_loaded=is_loaded)
+        device = torch.accelerator.current_accelerator() if params.get("on_accelerator") == "True" else None
+        model.to(device)
         sharded = params["sharded"] == "True"
         for part in (*model.layers, model.frozen, model) if sharded else ():
             if any(True for _ in part.parameters()):
@@ -52,7 +54,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-4)
         run.restore((dlac.DistributedState if sharded else dlac.TorchState)(model=model, optimizer=optimizer))
         stamps = Path(params["stamps"]).open("a")  # noqa: SIM115 - until the process ends
-        for batch in run.batches():
+        for batch in run.batches(device=device):
             features = batch["x"].to(torch.float32)
             loss = batch.mean((model(features) - features.mean(-1)).square())
             optimizer.zero_grad()

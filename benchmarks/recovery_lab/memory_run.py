@@ -85,6 +85,10 @@ class MemoryRun(StampedRun):
     """Its checkpoints stay whole, and it may resume from them."""
     cascade: int = 1
     """Kills in a row before the first new step, at most."""
+    world_size: int = RANKS
+    on_accelerator: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the ranks."""
     recovered: list[dict[str, Any]] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     saved_at: dict[int, float] = field(default_factory=dict)
@@ -113,7 +117,8 @@ class MemoryRun(StampedRun):
             },
             "launch": {
                 "script": str(PROGRAMS / "memory_rank.py"),
-                "world_size": RANKS,
+                "world_size": self.world_size,
+                "env": self.environment,
                 "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
                 "attempts_without_progress": 2 + self.cascade,
                 **({"deaths_at_same_rows": 0} if self.cascade > 1 else {}),
@@ -124,6 +129,7 @@ class MemoryRun(StampedRun):
                 "layers": str(size.layers),
                 "sharded": str(size.sharded),
                 "table_bytes": str(size.table_bytes),
+                "on_accelerator": str(self.on_accelerator),
             },
         }
         self.spec: JobSpec = parse_spec(raw, origin="the benchmark").resolved(self.home)

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow, QuarantinedCheckpointRow, RetireRow
 from dlac_pipeline.spec.job_spec import JobSpec
-from examples.demo.local_dagster import LiveRun
+from examples.demo.live_run import LiveRun
 
 R = TypeVar("R", bound=LedgerRow)
 Entry = dict[str, Any]

@@ -29,7 +29,8 @@ from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, Tra
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
-from examples.demo.local_dagster import WORKSPACE, LiveRun, LocalDagster
+from examples.demo.live_run import LiveRun
+from examples.demo.local_dagster import WORKSPACE, LocalDagster
 from examples.demo.report import write_report
 from examples.demo.runs import Fault, FollowedRun, Screen, Training, check_success
 

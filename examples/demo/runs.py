@@ -14,7 +14,7 @@ from rich.text import Text
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from examples.demo.events import RunEvents, describe, rows_of_plan
-from examples.demo.local_dagster import LiveRun
+from examples.demo.live_run import LiveRun
 
 _RECOVERY_WITHIN_S = 120.0
 

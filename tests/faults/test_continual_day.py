@@ -28,7 +28,8 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
-from examples.demo.local_dagster import LiveRun, LocalDagster
+from examples.demo.live_run import LiveRun
+from examples.demo.local_dagster import LocalDagster
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.programs.source_day import Day, Source, day_json
 

@@ -13,7 +13,8 @@ from dlac_pipeline.dagster.assets.training import POOL
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from examples.demo.local_dagster import LiveRun, LocalDagster
+from examples.demo.live_run import LiveRun
+from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import (
     check_healed,

@@ -17,7 +17,8 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPP
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
-from examples.demo.local_dagster import LiveRun, LocalDagster
+from examples.demo.live_run import LiveRun
+from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import (
     check_healed,

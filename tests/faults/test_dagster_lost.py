@@ -8,7 +8,8 @@ import dagster as dg
 import psutil
 import pytest
 
-from examples.demo.local_dagster import LiveRun, LocalDagster
+from examples.demo.live_run import LiveRun
+from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import check_healed, events_of, have_ended, train_to
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from examples.demo.local_dagster import LiveRun, LocalDagster
+from examples.demo.live_run import LiveRun
+from examples.demo.local_dagster import LocalDagster
 from tests.browser import Page, browsing
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import sensor_ticks, wait_for_step

@@ -27,7 +27,7 @@ def result_on(machine: dict[str, Any], **figures: Figure) -> dict[str, Any]:
     return {
         "machine": machine,
         "quick": False,
-        "sizes": {"model": {"layers": 2, "d_model": 64, "batch": 16, "length": 129}},
+        "sizes": {"model": {"layers": 2, "d_model": 64, "batch": 16, "length": 129}, "memory": {"100M": {}}},
         "day": "2026-11-23",
         "minutes": 12.3,
         "kernels": {"kernels": ["cumsum_cuda_kernel"], "differing_gradients": ["token.weight"], "parameters": 28},
@@ -55,10 +55,13 @@ def test_page_shows_what_failed() -> None:
     """The page shows a failed part, a missed bar, and kernels by name."""
     missed = Figure(value=3, unit="steps", bar="<= 0")
     kept = Figure(value=1.01, unit="ratio", bar="<= 1.02")
-    page = page_of(result_on(_ON_GPU, demo_differing_losses_deterministic=missed, checkpoint_with_over_without=kept))
+    repeated = Figure(value=4, unit="batches", bar="<= 2")
+    found = {"checkpoint_with_over_without": kept, "memory_100M_replayed": repeated}
+    page = page_of(result_on(_ON_GPU, demo_differing_losses_deterministic=missed, **found))
     assert "- **checkpoints failed:** RuntimeError: no room" in page
     assert "| 3 | <= 0, **missed** |" in page
     assert "| 1.01 | <= 1.02 |" in page
+    assert "| batches repeated, at the most | 4 | <= 2, **missed** |" in page
     assert "- `cumsum_cuda_kernel`" in page
     assert "Of 28 parameters 1 have another gradient when the step is repeated: token.weight." in page
 
