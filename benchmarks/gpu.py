@@ -36,7 +36,7 @@ from benchmarks.gpu_parts.node import MeasuredNode, find_node
 from benchmarks.gpu_parts.page import page_of
 from benchmarks.gpu_parts.sizes import sizes_for
 
-PARTS = ("kernels", "demo", "memory", "demo-default", "loading", "checkpoints")
+PARTS = ("kernels", "demo", "memory", "checkpoints", "demo-default", "loading")
 _PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 _LAST_BEGIN_S = 30 * 60
 """Seconds after which no part begins: the longest takes ten minutes."""

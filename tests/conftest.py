@@ -38,7 +38,6 @@ from tests.launches import Launch, wait_until
 
 __all__ = ["Launch", "wait_until"]  # test modules import them from here
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
-fork_the_fork_server()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
@@ -53,6 +52,11 @@ RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
 R = TypeVar("R", bound=LedgerRow)
 Steps = dict[int, list[int]]
 """Optimizer step -> row ids of its global batch, in slot order."""
+
+
+def pytest_configure() -> None:
+    """Fork the fork servers of this process. A benchmark that imports this module measures real ones."""
+    fork_the_fork_server()
 
 
 def pytest_collection_finish() -> None:

@@ -57,7 +57,7 @@ ACCELERATOR = Sizes(
         "100M": replace(SIZES["100M"], batch=2048, calm_steps=600),
         "400M": replace(SIZES["400M"], batch=1024, sharded=False),
     },
-    memory_kills=6,
+    memory_kills=4,
 )
 CPU = Sizes(
     corpus="asyncio",
