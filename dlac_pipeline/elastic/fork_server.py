@@ -26,6 +26,8 @@ _ENDS_WITHIN_S = 5.0
 _POLL_S = 0.01
 _OF_REPLICAS = ("torchft", "dlac_pipeline.train.replicas.run")
 """Modules that the ranks of a job with replica groups import."""
+_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Variables that keep imports from beginning threads: OpenBLAS would, and so would CUDA's driver when it is asked for devices."""
 _LOCK = threading.Lock()
 _RUNNING: dict[str, object] = {}
 """Purpose of the running server, and its process id."""
@@ -69,8 +71,7 @@ def start_server(spec: JobSpec) -> None:
         multiprocessing.set_forkserver_preload(["dlac_pipeline.elastic.preload"])
         with held_signals():
             resource_tracker.ensure_running()  # it unblocks signals
-        # OpenBLAS would begin threads at import.
-        own = {"OPENBLAS_NUM_THREADS": "1", PRELOAD_VARIABLE: json.dumps(_preload_of(spec))}
+        own = {**_NO_THREADS, PRELOAD_VARIABLE: json.dumps(_preload_of(spec))}
         with held_signals(), set_environment({**environment_of(spec), **own}):
             forkserver.ensure_running()
         _RUNNING.update({"for": wanted, "pid": _pid()})

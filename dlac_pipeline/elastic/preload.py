@@ -48,7 +48,8 @@ def _import(name: str, problem: Path, *, advice: str) -> None:
         if threads:
             raise RuntimeError(f"it began the threads {threads}, which do not survive a fork")
         torch = sys.modules["torch"]
-        if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
+        accelerator = torch.accelerator.current_accelerator()  # "is_available" would begin a thread of its driver
+        if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
             raise RuntimeError("it opened the accelerator, which does not survive a fork")
     except Exception as err:
         problem.write_text(

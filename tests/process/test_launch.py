@@ -242,6 +242,17 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
     assert 'launch.start = "spawn"' in failure.message
 
 
+def test_check_of_imports_asks_no_driver(tmp_path: Path) -> None:
+    """CUDA's driver begins a thread when it is asked for devices. A module stands for it here."""
+    driver = f"import torch\ndef ask():\n    exec({THREAD!r})\n    return True\n"
+    (tmp_path / "driver.py").write_text(driver + "torch.accelerator.is_available = torch.cuda.is_available = ask")
+    (tmp_path / "own_library.py").touch()
+    script = "import os, sys\nsys.exit(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] != '1')"
+    with run_ranks(spec_of(tmp_path, script, preload=["driver", "own_library"]), tmp_path, ranks=2) as ranks:
+        wait_until(ranks.all_exited, what="the ranks' end")
+        assert ranks.failures() == []
+
+
 @pytest.mark.soak
 def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
     """A module next to the script is imported once, in the fork server."""
