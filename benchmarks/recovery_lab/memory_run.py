@@ -21,6 +21,7 @@ from benchmarks.figures import Figure
 from benchmarks.recovery_lab.stamps import StampedRun
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS
 from dlac_pipeline.checkpoint.memory.states import SLOTS, memory_folder, read_states
+from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
@@ -156,7 +157,7 @@ class MemoryRun(StampedRun):
     def running(self, *, to_the_end: bool = False) -> Iterator[None]:
         """Run it, until the end of the block or of the run."""
         ended = threading.Event()
-        thread = threading.Thread(target=self._supervisor.run)
+        thread = threading.Thread(target=self._supervise)
         watch = threading.Thread(target=self._watch, args=(ended,))
         thread.start()
         watch.start()
@@ -170,6 +171,14 @@ class MemoryRun(StampedRun):
             watch.join()
             if (folder := memory_folder(self.spec)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+        if self.failure is not None:
+            raise self.failure
+
+    def _supervise(self) -> None:
+        try:
+            self._supervisor.run()
+        except DlacError as err:
+            self.failure = err
 
     def _watch(self, ended: threading.Event) -> None:
         folder = memory_folder(self.spec)

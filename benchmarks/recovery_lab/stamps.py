@@ -60,6 +60,8 @@ class StampedRun(ABC):
     """A run that stamps its steps."""
 
     stamps: Path
+    failure: Exception | None = None
+    """Why the run has ended, if it failed."""
 
     @abstractmethod
     def ranks(self) -> list[int]:
@@ -79,10 +81,10 @@ class StampedRun(ABC):
         return max((each.step for each in self.lines()), default=0)
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait for further steps. Raise `TimeoutError` if there are none in time."""
+        """Wait for further steps. Raise `TimeoutError` if there are none in time, or the failure of the run."""
         before, deadline = len(self.lines()), time.monotonic() + _LIMIT_S
         while len(self.lines()) < before + count:
-            _check(deadline, self.stamps)
+            self._check(deadline)
             time.sleep(0.01)
 
     def kill(self, victim: int | None) -> tuple[float, float]:
@@ -104,10 +106,11 @@ class StampedRun(ABC):
             new = [after_s for step, after_s in later if step > reached]
             if new:
                 return later[0][1], new[0]
-            _check(deadline, self.stamps)
+            self._check(deadline)
             time.sleep(0.005)
 
-
-def _check(deadline: float, stamps: Path) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"expected further steps within {_LIMIT_S:.0f} s, found none in {str(stamps)!r}")
+    def _check(self, deadline: float) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"expected further steps within {_LIMIT_S:.0f} s, found none in {str(self.stamps)!r}")

@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -18,8 +19,11 @@ from setproctitle import setproctitle
 PRELOAD_VARIABLE = "DLAC_PRELOAD"
 """Set for the fork server alone: `title`, `log`, `problem` (two files), `folder` of the script, `modules` of the job spec."""
 _ALWAYS = ("torch.distributed.elastic.multiprocessing.api", "dlac_pipeline.train.training_run", "dlac_pipeline.dataset")
-_FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
-"""Threads of libraries that begin them again in a forked process."""
+_FORKABLE_THREADS = re.compile("jemalloc_bg_thd|cuda[0-9a-f]{11}")
+"""Threads that a forked process begins again, or does not need: of Arrow's allocator, and of NVML, which reads CUDA's devices
+without opening them. The driver has threads of the same name, but has opened a device then."""
+_CUDA_NOT_INITIALIZED = 3
+"""Answer of CUDA's driver to each question before it is initialized."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,13 +48,11 @@ def preload(wanted: dict[str, str | list[str]]) -> None:
 def _import(name: str, problem: Path, *, advice: str) -> None:
     try:
         importlib.import_module(name)
+        if _has_opened_accelerator():
+            raise RuntimeError("it opened the accelerator, which does not survive a fork")
         threads = _threads()
         if threads:
             raise RuntimeError(f"it began the threads {threads}, which do not survive a fork")
-        torch = sys.modules["torch"]
-        accelerator = torch.accelerator.current_accelerator()  # "is_available" would begin a thread of its driver
-        if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
-            raise RuntimeError("it opened the accelerator, which does not survive a fork")
     except Exception as err:
         problem.write_text(
             f"expected to import {name!r} before ranks are forked, found {type(err).__name__}: {err}; {advice}set "
@@ -59,13 +61,26 @@ def _import(name: str, problem: Path, *, advice: str) -> None:
         os._exit(1)
 
 
+def _has_opened_accelerator() -> bool:
+    """Ask PyTorch and CUDA's driver, in ways that open nothing: "is_available" would."""
+    torch = sys.modules["torch"]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_INITIALIZED)
+
+
 def _threads() -> list[str]:
     """Return the names of threads that a forked process would miss."""
     found = []
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended since
             name = (task / "comm").read_text().strip()
-            if int(task.name) != os.getpid() and name not in _FORKABLE_THREADS:
+            if int(task.name) != os.getpid() and not _FORKABLE_THREADS.fullmatch(name):
                 found.append(name)
     return found
 

@@ -242,15 +242,26 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
     assert 'launch.start = "spawn"' in failure.message
 
 
-def test_check_of_imports_asks_no_driver(tmp_path: Path) -> None:
-    """CUDA's driver begins a thread when it is asked for devices. A module stands for it here."""
-    driver = f"import torch\ndef ask():\n    exec({THREAD!r})\n    return True\n"
-    (tmp_path / "driver.py").write_text(driver + "torch.accelerator.is_available = torch.cuda.is_available = ask")
-    (tmp_path / "own_library.py").touch()
+@pytest.mark.parametrize(("answer", "is_forked"), [(3, True), (0, False)])
+def test_opened_driver_is_not_forked(tmp_path: Path, answer: int, is_forked: bool) -> None:
+    """A stand-in for CUDA's driver answers 3 until it is initialized. NVML has a thread. Nothing asks for devices."""
+    (tmp_path / "driver.c").write_text(f"int cuDeviceGetCount(int *count) {{ return {answer}; }}\n")
+    library = tmp_path / "libcuda.so.1"
+    source = str(tmp_path / "driver.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), source], check=True)
+    (tmp_path / "own_library.py").write_text(
+        f"import ctypes, os, torch\nctypes.CDLL({str(library)!r}, mode=ctypes.RTLD_GLOBAL)\n{THREAD}\n"
+        "task = next(each for each in os.listdir('/proc/self/task') if int(each) != os.getpid())\n"
+        "open(f'/proc/self/task/{task}/comm', 'w').write('cuda00001800007')\n"
+        "def ask():\n    os._exit(9)\n"
+        "torch.accelerator.is_available = torch.cuda.is_available = ask\n"
+    )
+    (tmp_path / "other_library.py").touch()
     script = "import os, sys\nsys.exit(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] != '1')"
-    with run_ranks(spec_of(tmp_path, script, preload=["driver", "own_library"]), tmp_path, ranks=2) as ranks:
-        wait_until(ranks.all_exited, what="the ranks' end")
-        assert ranks.failures() == []
+    with run_ranks(spec_of(tmp_path, script, preload=["own_library", "other_library"]), tmp_path, ranks=1) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end")
+        failures = ranks.failures()
+    assert ["it opened the accelerator" in failure.message for failure in failures] == [True] * (not is_forked)
 
 
 @pytest.mark.soak
