@@ -19,7 +19,7 @@ from dlac_pipeline.elastic.handler import DlacRendezvous
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks import rank
 from dlac_pipeline.elastic.ranks.environment import environment_of_attempt, set_environment
-from dlac_pipeline.elastic.ranks.processes import Processes
+from dlac_pipeline.elastic.ranks.processes import Processes, is_running
 from dlac_pipeline.elastic.ranks.rank import held_signals, without_main_module
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -56,6 +56,8 @@ class RankAgent(LocalElasticAgent):
         self._environment: Mapping[str, str] = {}
         self._first_local_rank = 0
         self._has_started = False
+        self._contexts: list[Any] = []
+        """torch's contexts of the processes that run. Its end removes semaphores, which a process opens after its start."""
 
     def start_processes(self, spec: JobSpec, folder: Path, share: Share, *, first_local_rank: int = 0) -> Processes:
         """Start this node's ranks, or some of them.
@@ -78,6 +80,8 @@ class RankAgent(LocalElasticAgent):
                 process.kill()
             raise (fork_server.why_gone(spec, within_s=_SERVER_ENDS_S) or err) from err
         started: Any = self._pcontext
+        self._contexts = [each for each in self._contexts if any(map(is_running, each.pids().values()))]
+        self._contexts.append(started)
         return {share.first_rank + local: process for local, process in enumerate(started._pc.processes)}
 
     def _note_share(self, share: Share) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -13,6 +14,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import psutil
 import pytest
 
 from dlac_pipeline.elastic import fork_server
+from dlac_pipeline.elastic.agent import RankAgent
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks import processes
 from dlac_pipeline.elastic.ranks.addresses import free_port
@@ -262,6 +265,27 @@ def test_opened_driver_is_not_forked(tmp_path: Path, answer: int, is_forked: boo
         wait_until(ranks.all_exited, what="the rank's end")
         failures = ranks.failures()
     assert ["it opened the accelerator" in failure.message for failure in failures] == [True] * (not is_forked)
+
+
+def test_slow_process_outlives_start_of_next(tmp_path: Path) -> None:
+    """Replica groups start one after another. A loaded node forks a rank long before that rank reads its arguments."""
+    (tmp_path / "slow_library.py").write_text(
+        "import os, time\nos.register_at_fork(after_in_child=lambda: time.sleep(1))\n"
+    )
+    spec = spec_of(tmp_path, "pass", preload=["slow_library"])
+    fork_server.start_server(spec)
+    agent = RankAgent(spec)
+    try:
+        started: list[BaseProcess] = []
+        for _ in range(2):
+            share = Share(world_size=1, ranks=1, port=free_port())
+            started += agent.start_processes(spec, tmp_path, share).values()
+            gc.collect()
+        for process in started:
+            process.join(30)
+        assert [process.exitcode for process in started] == [0, 0]
+    finally:
+        fork_server.end_server()
 
 
 @pytest.mark.soak
