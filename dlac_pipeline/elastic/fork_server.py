@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 from dlac_pipeline.elastic.ranks.environment import environment_of, set_environment
+from dlac_pipeline.elastic.ranks.launch_folder import server_log_file
 from dlac_pipeline.elastic.ranks.rank import held_signals
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -115,7 +115,7 @@ def _preload_of(spec: JobSpec) -> dict[str, str | list[str]]:
 
 
 def _files_of(spec: JobSpec) -> tuple[Path, Path]:
-    log = Path(spec.checkpoint.local) / spec.run / f"fork-server-{socket.gethostname()}.log"
+    log = server_log_file(Path(spec.checkpoint.local) / spec.run)
     return log, log.with_suffix(f".{os.getpid()}")
 
 

@@ -288,6 +288,21 @@ def test_slow_process_outlives_start_of_next(tmp_path: Path) -> None:
         fork_server.end_server()
 
 
+def test_rank_without_log_shows_that_of_server(tmp_path: Path) -> None:
+    """A rank that dies between its fork and its script has written into the fork server's log."""
+    (tmp_path / "own_library.py").write_text(
+        "import os\nos.register_at_fork(after_in_child=lambda: (os.write(2, b'no semaphore'), os._exit(1)))\n"
+    )
+    folder = tmp_path / "r" / "launch"
+    folder.mkdir(parents=True)
+    with run_ranks(spec_of(tmp_path, "pass", preload=["own_library"]), folder) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end")
+        assert [str(failure) for failure in ranks.failures()] == ["rank 0 died with exit status 1"]
+        end = ranks.log_end(0)
+    assert end["log_tail"].splitlines()[-1] == "no semaphore"
+    assert Path(end["log"]).name.startswith("fork-server-")
+
+
 @pytest.mark.soak
 def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
     """A module next to the script is imported once, in the fork server."""

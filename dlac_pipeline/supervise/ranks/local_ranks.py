@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file, server_log_file
 from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
 from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -113,9 +113,10 @@ class RankGroup:
         return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
 
     def log_end(self, rank: int) -> dict[str, str]:
-        """Return the path of a rank's log, and its last lines."""
-        path = log_file(self.folder, rank)
-        raw = b""
+        """Return the path of a rank's log, and its last lines, or of the fork server's if the rank ended before it had a log."""
+        path, raw = log_file(self.folder, rank), b""
+        if not path.exists() and self.processes.exit_code(rank) is not None:
+            path = server_log_file(self.folder.parent)
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # the rank may never have started
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
             raw = stream.read(_TAIL_BYTES)
