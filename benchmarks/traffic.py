@@ -9,7 +9,10 @@ ranks (loopback) from what comes from and goes to catalog and store (eth0). Head
   between ranks, 2 (n - 1) times the gradients are those of any ring all-reduce: the rest is stated as well.
 - A recovery: the bytes of a run of as many steps in which ranks were killed, less those of the run without faults, per kill.
 
-It needs root and iproute2.
+`--nodes` measures the bytes between two nodes that keep states in memory for each other, per step and per recovery, beside a run
+without states. There a recovery is all that the nodes send between the kill and the first new step.
+
+It needs root and iproute2, and PostgreSQL with `--nodes`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 
 from benchmarks.figures import Figure, report
 from benchmarks.programs.recovery_sizes import WIDTH
+from benchmarks.recovery_lab.node_traffic import measure_between_nodes
 from benchmarks.recovery_lab.training import fill_source
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.elastic.ranks.launch_folder import pid_file
@@ -181,10 +185,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--nodes", action="store_true", help="two nodes with states in memory instead")
     parser.add_argument("--at", default="", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.at:
         _on_node(chosen.at, 3 if chosen.quick else 10, chosen.modes)
+        return
+    if chosen.nodes:
+        steps, kills = (20, 1) if chosen.quick else (200, 5)
+        report("traffic", measure_between_nodes(steps, kills))
         return
     with open_switch() as address, network_node("dlac-traffic") as node:
         command = [*node.command, sys.executable, "-m", "benchmarks.traffic", "--at", address, *sys.argv[1:]]

@@ -46,7 +46,7 @@ def measure_nodes(kills: int, pairs: int) -> dict[str, Figure]:
 
 
 def _kill(network: Network, kills: int) -> dict[str, Figure]:
-    run = _Run(network, "killed", nodes=_NODES, ranks=_RANKS // _NODES, spares=1)
+    run = NodesRun(network, "killed", nodes=_NODES, ranks=_RANKS // _NODES, spares=1)
     chance = random.Random(7)
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     run.wait_for_steps(6)
@@ -54,7 +54,7 @@ def _kill(network: Network, kills: int) -> dict[str, Figure]:
         time.sleep(chance.uniform(0.0, 0.5))
         kind = KINDS[number % len(KINDS)]
         victim = chance.choice(run.training())
-        found[kind].append(run.kill(kind, victim, chance))
+        found[kind].append(run.kill(kind, victim))
         run.wait_for_steps(4)
     run.stop()
     print(json.dumps({"recovery_s": found}), flush=True)
@@ -88,7 +88,7 @@ def _kill(network: Network, kills: int) -> dict[str, Figure]:
 
 
 def _lose_together(network: Network, pairs: int) -> dict[str, Figure]:
-    run = _Run(network, "together", nodes=3, ranks=1, spares=2, keeps_checkpoints=True)
+    run = NodesRun(network, "together", nodes=3, ranks=1, spares=2, keeps_checkpoints=True)
     for _ in range(pairs):
         run.wait_for_checkpoint()
         run.wait_for_steps(3)
@@ -105,7 +105,7 @@ def _lose_together(network: Network, pairs: int) -> dict[str, Figure]:
 
 
 @dataclass
-class _Run:
+class NodesRun:
     """One run on nodes of a network, with spares that wait."""
 
     network: Network
@@ -116,6 +116,10 @@ class _Run:
     spares: int
     keeps_checkpoints: bool = False
     """False: the files of each checkpoint are destroyed once it is committed, so that a recovery that read one would fail."""
+    keeps_states: bool = True
+    """True: nodes keep states in memory for each other, one per step if the copies are fast enough."""
+    joined: list[NetworkNode] = field(default_factory=list)
+    """All nodes that ever took part or waited."""
     destroyed: set[Path] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -132,7 +136,12 @@ class _Run:
             "run": name,
             "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
             "order": {"batch_size": _BATCH, "key_groups": _BATCH, **order},
-            "checkpoint": {"every_s": 10, "keep_last": 2, "mode": "asynchronous", "memory_every_steps": 1},
+            "checkpoint": {
+                "every_s": 10,
+                "keep_last": 2,
+                "mode": "asynchronous",
+                **({"memory_every_steps": 1} if self.keeps_states else {"memory": ""}),
+            },
             "launch": {
                 "script": str(PROGRAMS / "memory_rank.py"),
                 "nodes": str(self.nodes),
@@ -150,7 +159,7 @@ class _Run:
         return spec.model_copy(update={"lakehouse": self.network.catalog})
 
     def _join(self) -> None:
-        self.network.join(f"dlac-{self.name[0]}{next(self._numbers)}", self.spec)
+        self.joined.append(self.network.join(f"dlac-{self.name[0]}{next(self._numbers)}", self.spec))
 
     def training(self) -> list[NetworkNode]:
         """Return the nodes of the last attempt, once all of them have reported it."""
@@ -169,9 +178,8 @@ class _Run:
         """Return the node that leads the last attempt."""
         return next(node for node in self.training() if "leader" not in self.network.launches[node].of("attempt")[-1])
 
-    def kill(self, kind: str, *victims: Any) -> float:
+    def kill(self, kind: str, *nodes: NetworkNode) -> float:
         """Kill a rank, all ranks of a node, or nodes. Return the seconds to the first step that is new."""
-        nodes = [victim for victim in victims if isinstance(victim, NetworkNode)]
         pids = [pid for node in nodes for pid in self.network.launches[node].of("attempt")[-1]["pids"]]
         # not while the recovery is measured: the look takes longer with each attempt
         self.destroy_checkpoints()
