@@ -3,9 +3,9 @@
 - kernels: nondeterministic kernels of a training step, by name.
 - demo: the demo's training with a rank killed in the middle. Its losses are compared with those of an undisturbed run,
   bit by bit. demo-default does it with PyTorch's default kernels, on an accelerator only.
-- loading: batches copied from page-locked memory on their own stream, compared with plain ones, and with no reader.
 - memory: a training with states in memory, killed.
 - checkpoints: the wait of training for asynchronous checkpoints, and its throughput with and without them.
+- loading: batches copied from page-locked memory on their own stream, compared with plain ones, and with no reader.
 
 At most 40 minutes on an accelerator. Without one the same program measures the CPU, and reports this. `--out FILE` keeps the
 results as JSON, rewritten after every part. `--docs FILE` only makes docs/gpu.md of such a file. A failed part does not stop
@@ -46,7 +46,7 @@ def main() -> int:
     """Measure, or write the page, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="small models and few steps: under three minutes")
-    parser.add_argument("--pairs", type=int, help="of segments, and of blocks, in place of the usual number")
+    parser.add_argument("--pairs", type=int, help="pairs of segments, and of blocks, in place of the usual number")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part to measure; may be repeated")
     parser.add_argument("--out", type=Path, help="JSON file of what is found")
     parser.add_argument("--docs", type=Path, help="JSON file of a measurement, of which docs/gpu.md is made")
@@ -65,7 +65,8 @@ class Measurement:
     def __init__(self, node: MeasuredNode, *, quick: bool, pairs: int | None, out: Path | None) -> None:
         self._node = node
         sizes = sizes_for(accelerated=node.accelerated, quick=quick)
-        self._sizes = replace(sizes, pairs=pairs, block_pairs=pairs + 1) if pairs else sizes
+        # the first pair of blocks is reported separately
+        self._sizes = sizes if pairs is None else replace(sizes, pairs=pairs, block_pairs=pairs + 1)
         self._out = out
         self._began = time.time()
         self._figures: dict[str, Figure] = {}

@@ -18,7 +18,7 @@ import json
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders import environments, timing
 from benchmarks.peer_loaders.timing import Resume, Speed
 from dlac_pipeline.operations.loader_check.client import LoaderFailed
-from dlac_pipeline.operations.loader_check.scenarios import SCENARIOS, Bench, Count, Size, outcome
+from dlac_pipeline.operations.loader_check.scenarios import SCENARIOS, Bench, Count, Scenario, Size, run_and_count
 from dlac_pipeline.operations.loader_check.tables import Lake
 
 OURS = "dlac"
@@ -124,8 +124,24 @@ def measure(names: list[str], effort: Effort, scratch: Path) -> dict[str, Measur
 
 def _scenarios(measured: Measured, bench: Bench) -> None:
     for scenario in SCENARIOS:
-        measured.counts[scenario.name] = outcome(bench, scenario)
+        measured.counts[scenario.name] = _outcome(bench, scenario)
         print(json.dumps({bench.host.name: {scenario.name: _cell(measured.counts[scenario.name])}}), flush=True)
+
+
+def _outcome(bench: Bench, scenario: Scenario) -> Count | str:
+    """Return the count, or why there is none. A failure with workers is retried without."""
+    reason = bench.host.about["not_offered"].get(scenario.name)
+    if reason is not None:
+        return f"not offered: {reason}"
+    try:
+        return run_and_count(bench, scenario)
+    except LoaderFailed as err:
+        failed = str(err)
+    try:
+        alone = replace(bench, workers=0)
+        return replace(run_and_count(alone, scenario), with_workers=failed)
+    except LoaderFailed as err:
+        return f"failed: {failed}" + (f"; without workers: {err}" if str(err) != failed else "")
 
 
 def _times(measured: dict[str, Measured], timed: dict[str, Bench], effort: Effort) -> None:

@@ -9,8 +9,8 @@ ranks (loopback) from what comes from and goes to catalog and store (eth0). Head
   between ranks, 2 (n - 1) times the gradients are those of any ring all-reduce: the rest is stated as well.
 - A recovery: the bytes of a run of as many steps in which ranks were killed, less those of the run without faults, per kill.
 
-`--nodes` measures the bytes between two nodes that keep states in memory for each other, per step and per recovery, beside a run
-without states. There a recovery is all that the nodes send between the kill and the first new step.
+`--nodes` measures what two nodes send that keep states in memory for each other, per step and per recovery, beside a run without
+states. There a recovery is all that the nodes and their spares send between the kill and the first new step.
 
 It needs root and iproute2, and PostgreSQL with `--nodes`.
 """

@@ -17,7 +17,10 @@ def measure_memory(home: Path, node: MeasuredNode, sizes: Sizes) -> dict[str, Fi
         folder = home / name
         folder.mkdir()
         found = measure_size(
-            *(name, size, folder, sizes.memory_kills),
+            name,
+            size,
+            folder,
+            sizes.memory_kills,
             world_size=node.ranks,
             on_accelerator=node.accelerated,
             environment=node.environment,

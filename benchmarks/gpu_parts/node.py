@@ -42,10 +42,8 @@ class MeasuredNode:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of a rank on it. DeepSpeed would ask the driver for devices, which may begin a thread before the fork."""
-        return (
-            {"DS_ACCELERATOR": self.device} if self.accelerated else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        )
+        """Variables of a rank on it."""
+        return {} if self.accelerated else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def find_node() -> MeasuredNode:

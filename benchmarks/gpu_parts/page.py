@@ -40,6 +40,8 @@ _MEMORY = (
     ("step_s", "a step, undisturbed"),
     ("state_s", "a state"),
 )
+_OF_SEVERAL = ("node_recovery_s",)
+"""Figures that say no more than others if there is one rank."""
 _CHECKPOINTS = (
     ("checkpoint_parameters", "parameters of the model"),
     ("checkpoint_bytes", "bytes of a checkpoint"),
@@ -135,9 +137,11 @@ def _memory(found: Found) -> list[str]:
     lines = [
         "The files of each checkpoint are destroyed once it is committed, so that only memory can restore the state."
     ]
-    for size in found["sizes"]["memory"]:
-        named = [(f"memory_{size}_{name}", what) for name, what in _MEMORY]
-        lines += ["", f"A model of {size} parameters:", "", *_table(found["figures"], named)]
+    is_alone = found["machine"]["count"] == 1
+    for size in found["sizes"].get("memory", ()):
+        named = [(f"memory_{size}_{name}", what) for name, what in _MEMORY if not (is_alone and name in _OF_SEVERAL)]
+        if table := _table(found["figures"], named):
+            lines += ["", f"A model of {size} parameters:", "", *table]
     return lines
 
 

@@ -46,6 +46,8 @@ def main() -> None:
         blocks = [linear(64, hidden), *(linear(hidden, hidden) for _ in range(layers))]
         model = Model([*blocks, linear(hidden, 1)], int(params.get("table_bytes", "0")), is_loaded=is_loaded)
         device = torch.accelerator.current_accelerator() if params.get("on_accelerator") == "True" else None
+        if device is not None:
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         model.to(device)
         sharded = params["sharded"] == "True"
         for part in (*model.layers, model.frozen, model) if sharded else ():

@@ -21,7 +21,6 @@ from benchmarks.figures import Figure
 from benchmarks.recovery_lab.stamps import StampedRun
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS
 from dlac_pipeline.checkpoint.memory.states import SLOTS, memory_folder, read_states
-from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
@@ -177,7 +176,7 @@ class MemoryRun(StampedRun):
     def _supervise(self) -> None:
         try:
             self._supervisor.run()
-        except DlacError as err:
+        except Exception as err:  # whatever it is, it has ended the run
             self.failure = err
 
     def _watch(self, ended: threading.Event) -> None:

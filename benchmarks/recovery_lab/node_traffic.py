@@ -1,9 +1,11 @@
-"""Bytes between nodes that keep states in memory for each other, for benchmarks/traffic.py: of steps, and of recoveries."""
+"""Bytes that nodes send which keep states in memory for each other, for benchmarks/traffic.py: per step, and per recovery.
+
+A spare waits beside them. What they send to the catalog and to the rendezvous counts.
+"""
 
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import subprocess
 import tempfile
@@ -31,7 +33,7 @@ def measure_between_nodes(steps: int, kills: int) -> dict[str, Figure]:
         open_network(Path(folder), patch) as network,
     ):
         fill_source(network.arena.lakehouse)
-        bare = NodesRun(network, "without", nodes=2, ranks=2, spares=0, keeps_checkpoints=True, keeps_states=False)
+        bare = NodesRun(network, "without", nodes=2, ranks=2, spares=1, keeps_checkpoints=True, keeps_states=False)
         without = _bytes_per_step(bare, steps)
         bare.stop()
         run = NodesRun(network, "states", nodes=2, ranks=2, spares=1, keeps_checkpoints=True)
@@ -63,7 +65,7 @@ def _bytes_per_step(run: NodesRun, steps: int) -> float:
 def _recovery_bytes(run: NodesRun, kind: str) -> int:
     """Kill, and return the bytes that all nodes send until the first new step."""
     run.wait_for_steps(4)
-    victim = random.choice(run.training())
+    victim = run.training()[0]
     before = _sent(run.joined)
     run.kill(kind, victim)
     return _sent(run.joined) - before

@@ -91,9 +91,10 @@ class StampedRun(ABC):
         """Kill a process, or all ranks. Return the seconds to the next step, and to the first one that is new.
 
         Raises:
-            TimeoutError: there is no new step in time.
+            TimeoutError: there is no new step in time. The failure of the run, if it has failed.
         """
         pids, reached, deadline = self.ranks(), self.last_step, time.monotonic() + _LIMIT_S
+        self._check(deadline)
         killed_at = time.time()
         for pid in pids if victim is None else [victim]:
             os.kill(pid, signal.SIGKILL)

@@ -17,11 +17,11 @@ from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, command, ledger_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
+from dlac_pipeline.supervise.ranks.rank_logs import LogReader
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
-    from dlac_pipeline.supervise.ranks.rank_logs import LogReader
 
 app = typer.Typer()
 _MOST = 2**31 - 1
@@ -54,16 +54,10 @@ def logs(
     rows = ledger.head_rows(run)
     shown = _attempt_of(rows, run, attempt)
     with suppress(KeyboardInterrupt, Interrupted):
-        readers = {each: _reader(path, tail) for each, path in _logs_of(rows, run, shown, rank).items()}
+        readers = {each: LogReader(path, lines=tail) for each, path in _logs_of(rows, run, shown, rank).items()}
         _print_lines(readers, last=not follow)
         if follow:
             _follow(ledger, run, rank, shown, readers, later=attempt is None)
-
-
-def _reader(path: Path, tail: int | None) -> "LogReader":
-    from dlac_pipeline.supervise.ranks.rank_logs import LogReader
-
-    return LogReader(path, lines=tail)
 
 
 def _logs_of(rows: "list[LedgerRow]", run: str, attempt: int, rank: int | None) -> dict[int, Path]:
@@ -117,7 +111,7 @@ def _why_missing(rows: "list[LedgerRow]", run: str, attempt: int, folders: list[
     )
 
 
-def _print_lines(readers: "dict[int, LogReader]", *, last: bool) -> bool:
+def _print_lines(readers: dict[int, LogReader], *, last: bool) -> bool:
     """Print the lines that can be read now, the `last` time also one without an end. Return True if any was printed."""
     printed = False
     for rank, reader in readers.items():
@@ -129,7 +123,7 @@ def _print_lines(readers: "dict[int, LogReader]", *, last: bool) -> bool:
     return printed
 
 
-def _lines_of(reader: "LogReader", *, last: bool) -> Iterator[str]:
+def _lines_of(reader: LogReader, *, last: bool) -> Iterator[str]:
     try:
         yield from chain(reader.read(), reader.rest() if last else ())
     except OSError as err:
@@ -141,7 +135,7 @@ def _unreadable(err: OSError) -> LogsMissing:
 
 
 def _follow(
-    ledger: "Ledger", run: str, rank: int | None, attempt: int, readers: "dict[int, LogReader]", *, later: bool
+    ledger: "Ledger", run: str, rank: int | None, attempt: int, readers: dict[int, LogReader], *, later: bool
 ) -> None:
     """Print what ranks append to their logs, until the run ends, or the attempt where `later` ones are not wanted."""
     asked_at = -math.inf
@@ -162,4 +156,4 @@ def _follow(
                 _print_lines(readers, last=True)
                 attempt, readers = current, {}
                 ERR.print(f"attempt {attempt}", style="dim", highlight=False)
-            readers |= {each: _reader(path, None) for each, path in logs.items() if each not in readers}
+            readers |= {each: LogReader(path) for each, path in logs.items() if each not in readers}

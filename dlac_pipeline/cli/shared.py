@@ -234,14 +234,10 @@ def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
 
 def facts_table(facts: Mapping[str, object]) -> Table:
     """Return facts as a label and a value on each line. Long values are folded. Unknown and empty ones are left out."""
-    shown = ((name, value) for name, value in facts.items() if value is not None and str(value))
-    return _block((_cell(name), _cell(value)) for name, value in shown)
-
-
-def _block(pairs: Iterable[tuple[Text, Text]]) -> Table:
     block = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, len(_GAP), 0, 0))
-    for pair in pairs:
-        block.add_row(*pair)
+    for name, value in facts.items():
+        if value is not None and str(value):
+            block.add_row(_cell(name), _cell(value))
     return block
 
 

@@ -57,7 +57,7 @@ class RankAgent(LocalElasticAgent):
         self._first_local_rank = 0
         self._has_started = False
         self._contexts: list[Any] = []
-        """torch's contexts of the processes that run. Its end removes semaphores, which a process opens after its start."""
+        """torch's contexts of the processes that run. The end of a context removes semaphores that its processes open late."""
 
     def start_processes(self, spec: JobSpec, folder: Path, share: Share, *, first_local_rank: int = 0) -> Processes:
         """Start this node's ranks, or some of them.

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -12,7 +13,6 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 from dlac_pipeline.elastic.ranks.environment import environment_of, set_environment
-from dlac_pipeline.elastic.ranks.launch_folder import server_log_file
 from dlac_pipeline.elastic.ranks.rank import held_signals
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -114,8 +114,13 @@ def _preload_of(spec: JobSpec) -> dict[str, str | list[str]]:
     }
 
 
+def log_of(spec: JobSpec) -> Path:
+    """Return the file of the output of the server, and of the ranks that it forks until they have logs."""
+    return Path(spec.checkpoint.local) / spec.run / f"fork-server-{socket.gethostname()}.log"
+
+
 def _files_of(spec: JobSpec) -> tuple[Path, Path]:
-    log = server_log_file(Path(spec.checkpoint.local) / spec.run)
+    log = log_of(spec)
     return log, log.with_suffix(f".{os.getpid()}")
 
 

@@ -20,8 +20,8 @@ PRELOAD_VARIABLE = "DLAC_PRELOAD"
 """Set for the fork server alone: `title`, `log`, `problem` (two files), `folder` of the script, `modules` of the job spec."""
 _ALWAYS = ("torch.distributed.elastic.multiprocessing.api", "dlac_pipeline.train.training_run", "dlac_pipeline.dataset")
 _FORKABLE_THREADS = re.compile("jemalloc_bg_thd|cuda[0-9a-f]{11}")
-"""Threads that a forked process begins again, or does not need: of Arrow's allocator, and of NVML, which reads CUDA's devices
-without opening them. The driver has threads of the same name, but has opened a device then."""
+"""Threads of Arrow's allocator, which a forked process begins again, and of NVML, which it is assumed not to need. The threads
+of CUDA's driver have such names too: `_has_opened_accelerator` finds those."""
 _CUDA_NOT_INITIALIZED = 3
 """Answer of CUDA's driver to each question before it is initialized."""
 _PR_SET_PDEATHSIG = 1
@@ -62,10 +62,11 @@ def _import(name: str, problem: Path, *, advice: str) -> None:
 
 
 def _has_opened_accelerator() -> bool:
-    """Ask PyTorch and CUDA's driver, in ways that open nothing: "is_available" would."""
+    """Return whether PyTorch or a library has opened the accelerator. `torch.accelerator.is_available` would open it."""
     torch = sys.modules["torch"]
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    if getattr(module, "is_initialized", bool)():
         return True
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)

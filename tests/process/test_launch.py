@@ -163,8 +163,9 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
 
 @pytest.mark.soak
 def test_dead_server_is_named(tmp_path: Path) -> None:
-    """Ranks that it has not started have no log, so the failure names the log of the server."""
-    (tmp_path / "own_library.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    """Ranks that it has not started have no log, so the failure names the log of the server, and shows it."""
+    library = "import os, signal\nos.write(2, b'out of memory')\nos.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "own_library.py").write_text(library)
     with run_ranks(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
         assert ranks.processes.pids == [0, 0]
         failures = ranks.failures()
@@ -173,7 +174,7 @@ def test_dead_server_is_named(tmp_path: Path) -> None:
             (1, 1, "TrainingFailed"),
         ]
         assert "fork-server-" in failures[0].message
-        assert ranks.log_end(0)["log_tail"] == ""
+        assert ranks.log_end(0)["log_tail"].endswith("out of memory")
 
 
 @pytest.mark.soak
@@ -207,8 +208,9 @@ def test_log_of_rank_is_bounded(tmp_path: Path, start: str) -> None:
 
 
 @pytest.mark.soak
-def test_silent_server_is_a_hang(tmp_path: Path) -> None:
+def test_silent_server_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for it is as long as for a silent rank that starts."""
+    monkeypatch.setenv(NEW_FORK_SERVER, "yes")  # one that is forked may have started the ranks already
     spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=delaying_environment(tmp_path))
     began = time.monotonic()
     with run_ranks(spec, tmp_path, ranks=2) as ranks:
@@ -245,7 +247,7 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
     assert 'launch.start = "spawn"' in failure.message
 
 
-@pytest.mark.parametrize(("answer", "is_forked"), [(3, True), (0, False)])
+@pytest.mark.parametrize(("answer", "is_forked"), [(3, True), (0, False)], ids=["uninitialized", "initialized"])
 def test_opened_driver_is_not_forked(tmp_path: Path, answer: int, is_forked: bool) -> None:
     """A stand-in for CUDA's driver answers 3 until it is initialized. NVML has a thread. Nothing asks for devices."""
     (tmp_path / "driver.c").write_text(f"int cuDeviceGetCount(int *count) {{ return {answer}; }}\n")
@@ -253,8 +255,8 @@ def test_opened_driver_is_not_forked(tmp_path: Path, answer: int, is_forked: boo
     source = str(tmp_path / "driver.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), source], check=True)
     (tmp_path / "own_library.py").write_text(
-        f"import ctypes, os, torch\nctypes.CDLL({str(library)!r}, mode=ctypes.RTLD_GLOBAL)\n{THREAD}\n"
-        "task = next(each for each in os.listdir('/proc/self/task') if int(each) != os.getpid())\n"
+        f"import ctypes, os, torch\nctypes.CDLL({str(library)!r})\n{THREAD}\n"
+        "task = threading.enumerate()[-1].native_id\n"
         "open(f'/proc/self/task/{task}/comm', 'w').write('cuda00001800007')\n"
         "def ask():\n    os._exit(9)\n"
         "torch.accelerator.is_available = torch.cuda.is_available = ask\n"
@@ -291,10 +293,12 @@ def test_slow_process_outlives_start_of_next(tmp_path: Path) -> None:
 def test_rank_without_log_shows_that_of_server(tmp_path: Path) -> None:
     """A rank that dies between its fork and its script has written into the fork server's log."""
     (tmp_path / "own_library.py").write_text(
-        "import os\nos.register_at_fork(after_in_child=lambda: (os.write(2, b'no semaphore'), os._exit(1)))\n"
+        "import os, time\n"  # the other process writes to it first
+        "end = lambda: (time.sleep(0.5), os.write(2, b'no semaphore'), os._exit(1))\n"
+        "os.register_at_fork(after_in_child=end)\n"
     )
-    folder = tmp_path / "r" / "launch"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "launch"
+    folder.mkdir()
     with run_ranks(spec_of(tmp_path, "pass", preload=["own_library"]), folder) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         assert [str(failure) for failure in ranks.failures()] == ["rank 0 died with exit status 1"]

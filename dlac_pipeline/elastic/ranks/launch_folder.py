@@ -1,7 +1,6 @@
 """Files of a launch folder by rank, and their names."""
 
 import re
-import socket
 from pathlib import Path
 
 _PROGRESS = re.compile(r"progress-(\d{5,})")
@@ -47,11 +46,6 @@ def pid_file(folder: Path, rank: int) -> Path:
 def log_file(folder: Path, rank: int) -> Path:
     """Its output."""
     return folder / f"rank-{rank:05d}.log"
-
-
-def server_log_file(run_folder: Path) -> Path:
-    """Return the output of this node's fork server. It is beside the launch folders."""
-    return run_folder / f"fork-server-{socket.gethostname()}.log"
 
 
 def logs_by_rank(folder: Path) -> dict[int, Path]:

@@ -42,14 +42,14 @@ class Recovery:
     """From the last heartbeat to the notice."""
     schedule_s: float | None = 0.0
     """From a sensor's notice to the new launch. 0: the supervisor itself recovers. None: a row of an older version."""
-    stop_s: float
-    claim_s: float
-    verify_s: float
+    stop_s: float = 0.0
+    claim_s: float = 0.0
+    verify_s: float = 0.0
     convert_s: float | None = 0.0
     """Until the state was converted to another number of ranks, before the load."""
-    load_s: float
+    load_s: float = 0.0
     """Seconds until all ranks have their state, with the rest of their start."""
-    first_step_s: float
+    first_step_s: float = 0.0
     total_s: float
     outcome: str
     """One of: resumed, failed again (before its first step), gave up (no attempt followed), rejoined (a replica group in

@@ -290,22 +290,6 @@ def _records(job: Job) -> list[Record]:
     return read_records(Path(job.log).read_bytes())
 
 
-def outcome(bench: Bench, scenario: Scenario) -> Count | str:
-    """Return the count, or why there is none. A failure with workers is retried without."""
-    reason = bench.host.about["not_offered"].get(scenario.name)
-    if reason is not None:
-        return f"not offered: {reason}"
-    try:
-        return run_and_count(bench, scenario)
-    except LoaderFailed as err:
-        failed = str(err)
-    try:
-        alone = dataclasses.replace(bench, workers=0)
-        return dataclasses.replace(run_and_count(alone, scenario), with_workers=failed)
-    except LoaderFailed as err:
-        return f"failed: {failed}" + (f"; without workers: {err}" if str(err) != failed else "")
-
-
 def run_and_count(bench: Bench, scenario: Scenario) -> Count:
     """Run a scenario and count its rows. If it is not exact, also run it without interruptions. Raises `LoaderFailed`."""
     count = bench.run(scenario)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file, server_log_file
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file
 from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
 from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -68,12 +68,17 @@ class RankGroup:
     rows_of_dead = 0
     """Rows that ranks had worked on whose processes were replaced in this attempt."""
 
-    def __init__(self, folder: Path, processes: RankProcesses, *, log_mb: int) -> None:
-        """Watch the ranks and their logs. `log_mb` is the largest size of a rank's log (MiB), 0 for no bound."""
+    def __init__(self, folder: Path, processes: RankProcesses, *, log_mb: int, server_log: Path | None = None) -> None:
+        """Watch the ranks and their logs. `log_mb` is the largest size of a rank's log (MiB), 0 for no bound.
+
+        `server_log` is the output of the process that forks them, if one does.
+        """
         self.folder = folder
         self.ranks = processes.ranks
         self.processes = processes
         self.started_at = time.time()
+        self._server_log = server_log
+        self._server_log_start = server_log.stat().st_size if server_log and server_log.exists() else 0
         self._logs = LogBound({rank: log_file(folder, rank) for rank in self.ranks}, log_mb * 2**20)
 
     def heartbeats(self) -> list[RankHeartbeat | None]:
@@ -113,12 +118,15 @@ class RankGroup:
         return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
 
     def log_end(self, rank: int) -> dict[str, str]:
-        """Return the path of a rank's log, and its last lines, or of the fork server's if the rank ended before it had a log."""
-        path, raw = log_file(self.folder, rank), b""
-        if not path.exists() and self.processes.exit_code(rank) is not None:
-            path = server_log_file(self.folder.parent)
+        """Return the path of a rank's log, and its last lines.
+
+        A rank that ended before it had a log may have written into that of its fork server.
+        """
+        path, start, raw = log_file(self.folder, rank), 0, b""
+        if self._server_log is not None and self.processes.exit_code(rank) is not None and not path.exists():
+            path, start = self._server_log, self._server_log_start
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # the rank may never have started
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            stream.seek(max(start, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
             raw = stream.read(_TAIL_BYTES)
         tail = "\n".join(raw.decode(errors="replace").splitlines()[-_TAIL_LINES:])
         return {"log": str(path), "log_tail": mask_secrets(tail)}

@@ -57,10 +57,11 @@ class RankStarter:
             on_gone=partial(fork_server.remove_user, user),
             patience_s=max(launch.hang_timeout_s, launch.start_timeout_s),
         )
+        server_log = fork_server.log_of(spec) if fork_server.is_used(spec) else None
         if lighthouse is not None:
             restart = partial(self._start_group, spec, folder, share, rejoins=True)
-            return ReplicaRanks(folder, processes, launch, lighthouse, restart=restart)
-        return RankGroup(folder, processes, log_mb=launch.log_mb)
+            return ReplicaRanks(folder, processes, launch, lighthouse, restart=restart, server_log=server_log)
+        return RankGroup(folder, processes, log_mb=launch.log_mb, server_log=server_log)
 
     def import_agent(self) -> None:
         """Let this process import PyTorch now, because the run is claimed."""

@@ -60,9 +60,10 @@ class ReplicaRanks(RankGroup):
         lighthouse: Lighthouse,
         *,
         restart: Callable[[int], Processes],
+        server_log: Path | None = None,
     ) -> None:
         """`restart` starts the processes of a group again."""
-        super().__init__(folder, processes, log_mb=launch.log_mb)
+        super().__init__(folder, processes, log_mb=launch.log_mb, server_log=server_log)
         self.lighthouse = lighthouse
         self._restart = restart
         self._groups, self._size = range(launch.replicas), launch.ranks_per_replica
