@@ -61,7 +61,7 @@ def main() -> None:
             loss = batch.mean((model(features) - features.mean(-1)).square())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            for parameter in () if sharded else model.layers.parameters():
+            for parameter in () if sharded or run.world_size == 1 else model.layers.parameters():
                 dist.all_reduce(parameter.grad)
                 assert parameter.grad is not None, "every parameter is used"
                 parameter.grad /= run.world_size

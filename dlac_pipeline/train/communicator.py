@@ -8,12 +8,10 @@ import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSyncs, Syncs
-from dlac_pipeline.elastic.ranks.process_group import join
+from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.elastic.ranks.replicas import first_rank
 from dlac_pipeline.read.reader import Exchange, Waits, summing_over
 
-_LAUNCHED_BY = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables that a launcher sets for a process group. A script that is run without one has none."""
 _GROUP_TIMEOUT_S = 86_400.0
 """Seconds that ranks wait for each other: one may convert or fetch a large checkpoint. The supervisor ends hung ranks."""
 _BACKGROUND_TAG = 1
@@ -35,9 +33,10 @@ class Communicator:
         self._waits = waits
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
         self._group: dist.ProcessGroup | None = None
-        if world_size > 1 or os.environ.keys() >= _LAUNCHED_BY:
-            join()  # also a single rank: the script may be one for any number of ranks
-        if world_size > 1:
+        if self.world_size == 1:
+            serve_group_store()  # DeepSpeed makes a group of one rank
+        else:
+            join()
             self._group = self._new_group()
         self.tree = RankTree(self.rank, self.world_size, self._group)
         self.background_tree = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)

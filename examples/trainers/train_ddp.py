@@ -9,7 +9,7 @@ import dlac_pipeline as dlac
 
 with dlac.training_run("job.toml") as run:  # joins the process group
     network = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
-    model = DistributedDataParallel(network)
+    model = DistributedDataParallel(network) if run.world_size > 1 else network
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     run.restore(model=network, optimizer=optimizer)  # the last committed checkpoint, if one exists
     for batch in run.batches():

@@ -65,10 +65,11 @@ def train(run: dlac.TrainingRun) -> None:
             loss = loss + torch.rand((), generator=generator)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            assert parameter.grad is not None
-            parameter.grad /= run.world_size
+        if run.world_size > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                assert parameter.grad is not None
+                parameter.grad /= run.world_size
         time.sleep(float(params.get("pause_s", "0")))
         optimizer.step()
         write_entry(run, batch, loss)
