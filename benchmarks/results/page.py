@@ -2,8 +2,7 @@
 
 A section is a Jinja template. `result("NAME")` reads measured/NAME.json. Of a result `r`, `r.about` says when and on what it was
 measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage,
-`r.bar("FIGURE")` its bar and whether it holds, and `r.has("FIGURE")` whether there is one. A section whose
-result was never kept is that of sections/by_hand/, and the page says so.
+`r.bar("FIGURE")` its bar and whether it holds, and `r.has("FIGURE")` whether there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from benchmarks.results.record import MEASURED
 
 PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
 _SECTIONS = Path(__file__).with_name("sections")
-_BY_HAND = "*Written by hand: no result of this program has been kept yet.*"
 
 
 class Result:
@@ -96,12 +94,7 @@ def page() -> str:
 
 
 def _section(name: str) -> str:
-    """Return the text of a section, with a remark if it has no result."""
-    try:
-        return f"{_render(name, result=Result).strip()}\n"
-    except FileNotFoundError:
-        heading, rest = (_SECTIONS / "by_hand" / f"{name}.md").read_text().strip().split("\n", 1)
-        return f"{heading}\n\n{_BY_HAND}\n{rest}\n"
+    return f"{_render(name, result=Result).strip()}\n"
 
 
 def _render(template: str, **names: Any) -> str:
