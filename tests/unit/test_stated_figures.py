@@ -14,7 +14,7 @@ import pytest
 from benchmarks.paper import figures_of
 from benchmarks.paper_parts.page import write_docs
 from benchmarks.paper_parts.programs import PROGRAMS
-from benchmarks.results.page import PAGE, Result, _render, page
+from benchmarks.results.page import PAGE, Result, page
 from benchmarks.results.record import MEASURED, record
 from benchmarks.soak_faults.page import faults_of, page_of
 
@@ -118,13 +118,10 @@ def test_sections_state_no_measured_value_themselves() -> None:
         assert not re.findall(r"(?<![\w.])\d+\.\d+ (?:s|ms|%)", text), section.name
 
 
-@pytest.mark.parametrize(
-    "section", sorted((MEASURED.parent / "sections" / "by_hand").glob("*.md")), ids=lambda each: each.stem
-)
-def test_section_by_hand_has_no_result(section: Path) -> None:
-    """Remove the text by hand once a result is kept: the section is made of it then."""
-    with pytest.raises(FileNotFoundError, match="record --name"):
-        _render(section.stem, result=Result)
+def test_result_that_was_not_kept_is_named() -> None:
+    """A new section needs the result of its program first."""
+    with pytest.raises(FileNotFoundError, match="record --name nothing"):
+        Result("nothing")
 
 
 def test_paper_proves_exact_resumes() -> None:
