@@ -8,18 +8,12 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-
-import pytest
 
 from benchmarks.figures import Figure
-from benchmarks.recovery_lab.nodes import KINDS, NodesRun
-from benchmarks.recovery_lab.training import fill_source
+from benchmarks.recovery_lab.nodes import KINDS, NodesRun, open_source_network
 from dlac_pipeline.audit.audit import audit_run
 from tests.network_namespaces import NetworkNode
-from tests.node_network import open_network
 
 _STATE_BYTES = 12 * (64 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 + 1)
 """Weights and AdamW's two moments of the model that `NodesRun` trains."""
@@ -27,12 +21,7 @@ _STATE_BYTES = 12 * (64 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 + 1)
 
 def measure_between_nodes(steps: int, kills: int) -> dict[str, Figure]:
     """Measure so many steps with states in memory and without, and so many kills of each kind with them."""
-    with (
-        tempfile.TemporaryDirectory(prefix="dlac-traffic-nodes-") as folder,
-        pytest.MonkeyPatch.context() as patch,
-        open_network(Path(folder), patch) as network,
-    ):
-        fill_source(network.arena.lakehouse)
+    with open_source_network() as network:
         bare = NodesRun(network, "without", nodes=2, ranks=2, spares=1, keeps_checkpoints=True, keeps_states=False)
         without = _bytes_per_step(bare, steps)
         bare.stop()

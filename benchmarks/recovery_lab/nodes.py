@@ -10,6 +10,8 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,14 +37,20 @@ _NODE_TIMEOUT_S = 3
 
 def measure_nodes(kills: int, pairs: int) -> dict[str, Figure]:
     """Kill by turns a rank, all ranks of a node, and a node. Then lose nodes with their buddies, in another run."""
+    with open_source_network() as network:
+        return _kill(network, kills) | _lose_together(network, pairs)
+
+
+@contextmanager
+def open_source_network() -> Iterator[Network]:
+    """Yield a network whose lakehouse has the training table."""
     with (
-        tempfile.TemporaryDirectory(prefix="dlac-memory-nodes-") as folder,
+        tempfile.TemporaryDirectory(prefix="dlac-nodes-") as folder,
         pytest.MonkeyPatch.context() as patch,
         open_network(Path(folder), patch) as network,
     ):
         fill_source(network.arena.lakehouse)
-        figures = _kill(network, kills)
-        return figures | _lose_together(network, pairs)
+        yield network
 
 
 def _kill(network: Network, kills: int) -> dict[str, Figure]:
