@@ -33,12 +33,18 @@ _NODES, _RANKS = 2, 4
 _BATCH = 48
 """Batch size that three and four ranks divide."""
 _NODE_TIMEOUT_S = 3
+_KILLS_PER_FREE = 5
+"""Kills of the run that waits for copies, for each kill of the one that does not."""
 
 
 def measure_nodes(kills: int, pairs: int) -> dict[str, Figure]:
     """Kill by turns a rank, all ranks of a node, and a node. Then lose nodes with their buddies, in another run."""
     with open_source_network() as network:
-        return _kill(network, kills) | _lose_together(network, pairs)
+        free = NodesRun(network, "free", nodes=_NODES, ranks=_RANKS // _NODES, spares=1)
+        figures = _kill(free, max(len(KINDS), kills // _KILLS_PER_FREE))
+        measured = {name.replace("nodes_", "free_", 1): each for name, each in figures.items()}
+        waiting = NodesRun(network, "killed", nodes=_NODES, ranks=_RANKS // _NODES, spares=1, waits_for_copies=True)
+        return measured | _kill(waiting, kills) | _lose_together(network, pairs)
 
 
 @contextmanager
@@ -53,9 +59,8 @@ def open_source_network() -> Iterator[Network]:
         yield network
 
 
-def _kill(network: Network, kills: int) -> dict[str, Figure]:
-    run = NodesRun(network, "killed", nodes=_NODES, ranks=_RANKS // _NODES, spares=1)
-    chance = random.Random(7)
+def _kill(run: NodesRun, kills: int) -> dict[str, Figure]:
+    chance, arena = random.Random(7), run.network.arena
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     run.wait_for_steps(6)
     for number in range(kills):
@@ -66,8 +71,8 @@ def _kill(network: Network, kills: int) -> dict[str, Figure]:
         run.wait_for_steps(4)
     run.stop()
     print(json.dumps({"recovery_s": found}), flush=True)
-    claims = [row for row in network.arena.rows("killed", ClaimRow) if row.replaces]
-    losses = network.arena.losses("killed")
+    claims = [row for row in arena.rows(run.name, ClaimRow) if row.replaces]
+    losses = arena.losses(run.name)
     calm = run.calm_losses(len(losses))
     repeated = run.repeated_steps()
     figures = {
@@ -84,13 +89,13 @@ def _kill(network: Network, kills: int) -> dict[str, Figure]:
         "nodes_kills": Figure(value=kills, unit="kills"),
         "nodes_claims": Figure(value=len(claims), unit="recoveries", bar=f">= {kills}"),
         "nodes_from_store": Figure(value=sum(row.memory_of == 0 for row in claims), unit="recoveries", bar="<= 0"),
-        "nodes_replayed": Figure(value=max(repeated), unit="batches", bar="<= 2"),
+        "nodes_replayed": Figure(value=max(repeated), unit="batches", bar="<= 2" if run.waits_for_copies else None),
         "nodes_replayed_mean": Figure(value=statistics.mean(repeated), unit="batches"),
         "nodes_losses_differing": Figure(
             value=sum(one != other for one, other in zip(losses, calm, strict=True)), unit="steps", bar="<= 0"
         ),
         "nodes_losses_compared": Figure(value=len(losses), unit="steps"),
-        "nodes_exact": Figure(value=audit_run(network.arena.lakehouse, "killed").exact, unit="of 1", bar=">= 1"),
+        "nodes_exact": Figure(value=audit_run(arena.lakehouse, run.name).exact, unit="of 1", bar=">= 1"),
         "nodes_step_s": Figure(value=run.median_step_s(), unit="s"),
     }
 
@@ -126,6 +131,8 @@ class NodesRun:
     """False: the files of each checkpoint are destroyed once it is committed, so that a recovery that read one would fail."""
     keeps_states: bool = True
     """True: nodes keep states in memory for each other, one per step if the copies are fast enough."""
+    waits_for_copies: bool = False
+    """True: the ranks wait for the copies, so that each step has a state."""
     joined: list[NetworkNode] = field(default_factory=list)
     """All nodes that ever took part or waited."""
     destroyed: set[Path] = field(default_factory=set)
@@ -148,7 +155,11 @@ class NodesRun:
                 "every_s": 10,
                 "keep_last": 2,
                 "mode": "asynchronous",
-                **({"memory_every_steps": 1} if self.keeps_states else {"memory": ""}),
+                **(
+                    {"memory_every_steps": 1, "memory_waits": self.waits_for_copies}
+                    if self.keeps_states
+                    else {"memory": ""}
+                ),
             },
             "launch": {
                 "script": str(PROGRAMS / "memory_rank.py"),

@@ -247,6 +247,9 @@ class CheckpointSpec(spec_problems.Section):
     neither the store nor the disk. Empty: no such states."""
     memory_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
     """Such states are kept after multiples of this many optimizer steps. 0: as often as costs 1.8 % of the time."""
+    memory_waits: bool = False
+    """With several nodes: when such a state is due, training waits until the one before is copied to another node. False: the
+    state is left out, so with a slow network a failure repeats more steps."""
     keep_last: int = Field(default=0, ge=0, le=1_000_000)
     """Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced."""
     keep_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)

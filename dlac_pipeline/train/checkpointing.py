@@ -124,6 +124,8 @@ class Checkpointing:
         self._report(save(engine, self._tracker, note))
         self._memory.pause()
         self._policy.taken()
+        if not wait:  # the state before it may be all that a failure leaves until it is committed
+            self.keep_in_memory()
         self._step_syncs.waits_for_losses = False
         self._heartbeat.doing(Phase.TRAINING, step)
 

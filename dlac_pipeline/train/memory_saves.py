@@ -43,6 +43,8 @@ _FIRST = states.SLOTS + 2
 _COSTS = 5
 """Number of last costs whose median counts, of an even number the lower one. After a single high cost no state would be saved,
 and so none measured, for long."""
+_LOOK_S = 0.002
+"""Seconds between two looks for the end of a copy."""
 _SMOOTHING = 0.2
 """Share of the newest time in a mean."""
 
@@ -69,6 +71,9 @@ class MemorySaves:
         self._copied = False
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
         self._has_buddy = not communicator.is_on_one_node
+        self._waits = spec.checkpoint.memory_waits
+        self._longest_wait_s = 2.0 * spec.launch.node_timeout_s
+        """Seconds after which the supervisor no longer lets ranks wait for copies. Its own end leaves ranks that wait."""
         self._failed = False
         self._files: dict[Path, MemoryFile] = {}
         """The files that this rank has written."""
@@ -112,11 +117,16 @@ class MemorySaves:
         self._stepped_at = self._due_at = now
 
     def pause(self) -> None:
-        """Note that the time until the next step is not that of a step."""
-        self._stepped_at = None
+        """Note that the time since the last step is not that of a state, and that until the next one not that of a step."""
+        self._stepped_at, self._due_at = None, time.monotonic()
 
     def report(self, report: RankReport) -> RankReport:
-        """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept."""
+        """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept.
+
+        With `memory_waits` it waits for the copy of the last state, if another one is due after the last finished step.
+        """
+        if self._waits and self._number and not self._failed and self.is_due(self._attempt.step):
+            self._wait_for_copy()
         steps = 0
         if self._communicator.rank == 0 and not self._fixed and self._costs and math.isfinite(self._step_s):
             steps = math.ceil(statistics.median_low(self._costs) / (MOST_OVERHEAD * self._step_s))
@@ -141,7 +151,7 @@ class MemorySaves:
             return False
         if self._fixed:
             return self._number == 0 or step % self._fixed == 0
-        if self._has_buddy and 0 < self._number < _FIRST and not self._copied:
+        if self._has_buddy and not self._waits and 0 < self._number < _FIRST and not self._copied:
             return False  # to ask in each step until the copy is done would cost more than a late state
         passed = step - self._saved_step
         is_time = 0 < self._every <= passed and (passed % self._every == 0 or not self._has_buddy)
@@ -265,6 +275,12 @@ class MemorySaves:
             states.copied_step(self._folder, self._communicator.first_rank_here) if self._has_buddy else states.ALWAYS
         )
         return copied >= self._saved_step
+
+    def _wait_for_copy(self) -> None:
+        """Wait until this node's part of the last state is copied, or the supervisor has had its time for that."""
+        until = time.monotonic() + self._longest_wait_s
+        while not self._is_copied() and time.monotonic() < until:
+            time.sleep(_LOOK_S)
 
     def _state_here(self, engine: Engine) -> int:
         """Return about the bytes of a state on this node, with those of the node whose buddy it is."""

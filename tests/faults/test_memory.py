@@ -68,6 +68,19 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
 
 
+def test_background_checkpoint_leaves_out_no_state(campaign: Arena) -> None:
+    """The steps whose checkpoints are committed in the background have states as well."""
+    run, kept = "memory-background", set[int]()
+    spec = spec_of(campaign, run, every_steps=5, mode="asynchronous")
+    launch, folder = campaign.launch(spec), memory_folder(spec)
+    assert folder is not None
+    while launch.process.poll() is None:
+        kept.update(state.first.step for state in read_states(folder))
+        time.sleep(0.005)
+    check_run(campaign, run, launch)
+    assert [step for step in kept if step % 5 == 0]
+
+
 @pytest.mark.slow
 def test_state_outlives_its_supervisor(campaign: Arena) -> None:
     """Supervisor and ranks are killed. The next launch has one rank, and dies before it keeps a state of its own."""

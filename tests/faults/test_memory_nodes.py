@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +114,8 @@ class Nodes:
             assert launch.wait() == 0, (launch.events[-5:], launch.stderr)
         run, arena = self.spec.run, self.arena
         (last,) = arena.lineage(run)[-1:]
-        calm = f"calm-{Path(self.spec.launch.script).stem}-{self.spec.params.get('stage', '')}-{last.world_size}"
+        chosen = f"{self.spec.params.get('stage', '')}-{last.world_size}-{self.spec.order.steps}"
+        calm = f"calm-{Path(self.spec.launch.script).stem}-{chosen}"
         if arena.head(calm) is None:
             alone = arena.launch(spec_of(arena, calm, self.spec, last.world_size))
             assert alone.wait() == 0, alone.stderr
@@ -202,6 +204,22 @@ def test_each_loss_costs_two_batches(nodes: Callable[..., Nodes], who: str, what
         wait_until(lambda: run.count_recovered() > (0 if what == "node" else recoveries), what="a recovery")  # noqa: B023
     run.check_finished()
     assert run.claims() == [0, 1, 2]
+    run.check_replayed()
+
+
+@pytest.mark.slow
+def test_slow_buddy_costs_two_batches(nodes: Callable[..., Nodes]) -> None:
+    """With `memory_waits` no step is trained while a buddy takes no copy."""
+    run = nodes("memory-waits", memory_waits=True, every_steps=1000, pause_s=0.02)
+    run.start("a", "b")
+    run.wait_for_copies(3)
+    other = next(name for name in run.launches if name != run.leader())
+    os.kill(run.launches[other].process.pid, signal.SIGSTOP)
+    time.sleep(0.7)
+    run.lose(other)
+    run.start("c")
+    run.check_finished()
+    assert run.claims() == [0, 1]
     run.check_replayed()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +28,9 @@ SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)
 class Rank:
     """A rank with ranks on other nodes, as far as its memory states need it."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **changes: Any) -> None:
         spec = spec_of(home)
-        checkpoint = spec.checkpoint.model_copy(update={"memory_every_steps": 1})
+        checkpoint = spec.checkpoint.model_copy(update={"memory_every_steps": 1, **changes})
         tracker = ReaderStateTracker(
             committed_step=0, step=0, groups=range(1), cursors=np.zeros((1, 1, 4), dtype=np.int64)
         )
@@ -108,6 +110,33 @@ def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
         assert rank.is_copied
         rank.saves.on_sync(SYNC)
         assert rank.step() == [step - 1, step]
+
+
+def test_rank_waits_for_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `memory_waits` a rank reports only once the last state is copied, if another one is due."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
+    rank = Rank(tmp_path / "memory", memory_waits=True, memory_every_steps=2)
+    assert (rank.is_copied, rank.step()) == (False, [1])
+    for each in (1, 2):  # the first one is kept at once, the others at multiples
+        rank.attempt.step = each + 1
+        copy = threading.Timer(0.2, states.mark_copied, (rank.folder, 0, 1))
+        copy.start()
+        assert rank.is_copied == (rank.attempt.step == 2)
+        copy.join()
+        states.mark_copied(rank.folder, 0, 0)
+
+
+def test_wait_for_copy_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that has ended copies nothing: the rank waits for twice `node_timeout_s`, and trains on."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
+    rank = Rank(tmp_path / "memory", memory_waits=True)
+    monkeypatch.setattr(rank.saves, "_longest_wait_s", 0.2)
+    rank.step()
+    started = time.monotonic()
+    assert not rank.is_copied
+    assert time.monotonic() - started >= 0.2
+    rank.saves.on_sync(replace(SYNC, memory_copied=False))
+    assert rank.step() == [1]
 
 
 def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
