@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,11 +236,12 @@ class NodesRun:
     def destroy_checkpoints(self) -> bool:
         """Truncate the files of committed checkpoints. Return False."""
         folder = self.network.arena.home / "checkpoints" / self.name
-        for each in () if self.keeps_checkpoints else folder.glob("attempt-*/step-*/manifest.json"):
-            if each not in self.destroyed:
-                self.destroyed.add(each)
-                for path in each.parent.glob("*.pt"):
-                    os.truncate(path, 0)
+        with suppress(FileNotFoundError):  # the run removes old ones just now
+            for each in () if self.keeps_checkpoints else folder.glob("attempt-*/step-*/manifest.json"):
+                if each not in self.destroyed:
+                    self.destroyed.add(each)
+                    for path in each.parent.glob("*.pt"):
+                        os.truncate(path, 0)
         return False
 
     def repeated_steps(self) -> list[int]:
