@@ -27,7 +27,7 @@ def main() -> None:
     if asked.show is not None:
         print(simulate(asked.show, rules))
     elif asked.catch is not None:
-        caught = {name: first_caught(without(name), asked.catch) for name in NAMES}
+        caught = {name: first_caught(without(name), range(asked.catch)) for name in NAMES}
         for name, outcome in caught.items():
             print(f"{name:22} {'not caught' if outcome is None else f'{outcome.seed:6}  {outcome.violation}'}")
         sys.exit(None in caught.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +69,6 @@ def run_seeds(seeds: int, jobs: int, dropped: Sequence[str] = ()) -> Total:
     return total
 
 
-def first_caught(rules: type[Rules], seeds: int) -> Outcome | None:
+def first_caught(rules: type[Rules], seeds: Iterable[int]) -> Outcome | None:
     """Return the first seed that fails under other rules, or None."""
-    return next((found for found in (simulate(seed, rules) for seed in range(seeds)) if found.violation), None)
+    return next((found for found in (simulate(seed, rules) for seed in seeds) if found.violation), None)

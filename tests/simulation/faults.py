@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.simulation.coordinator import Start, launch, rewind, watch
+from tests.simulation.invariants import GROUP_KILLED
+from tests.simulation.one_node import Group
 from tests.simulation.scheduler import Life
 from tests.simulation.values import LAST_STEP, Part, Stamp
-from tests.simulation.world import Node, World
+from tests.simulation.world import ONE_NODE, ROUNDS, Node, World
 
 FAULTS_END = 45.0
 """Time from which no faults occur."""
@@ -29,7 +31,7 @@ class Faults:
         for node in self._world.nodes:
             self._start_agent(node, self._world.between(0.0, 1.0))
         rng = self._world.rng
-        per_step, splits = self._world.conditions.per_step, rng.random() < 0.4
+        engine, splits = self._world.conditions.engine, rng.random() < 0.4
         kinds: list[tuple[Callable[[], None], int]] = [
             (self._kill_ranks, 4),
             (self._kill_node, 4),
@@ -39,7 +41,9 @@ class Faults:
             (self._isolate_node, 12 * splits),
             (self._suspend_ledger, 1),
             (self._suspend_store, 2),
-            (self._suspend_lighthouse, 2 * per_step),
+            (self._suspend_lighthouse, 2 * (engine != ROUNDS)),
+            (self._kill_group, 8 * (engine == ONE_NODE)),
+            (self._suspend_group, 8 * (engine == ONE_NODE)),
             (self._damage_head, 3),
             (self._rewind, 3),
             (self._launch_again, 2),
@@ -54,7 +58,7 @@ class Faults:
 
     def _strike_in_phase(self, strike: Callable[[], None]) -> None:
         """Let a fault strike when the protocol reaches a phase."""
-        phases = _PHASES_PER_STEP if self._world.conditions.per_step else _PHASES_OF_ROUNDS
+        phases = _PHASES_OF_ROUNDS if self._world.conditions.engine == ROUNDS else _PHASES_PER_STEP
         self._world.waiting_faults[self._world.rng.choice(phases)] = strike
 
     def _strike(self, kind: str, *nodes: Node) -> None:
@@ -74,6 +78,22 @@ class Faults:
         self._strike("kill ranks of all nodes", *self._world.nodes)
         for node in self._world.nodes:
             node.ranks.ended = True
+
+    def _any_group(self) -> Group | None:
+        """Return a live group of a node that trains several, if one does."""
+        live = [group for node in self._world.nodes for group in node.replicas if not group.life.ended]
+        return self._world.rng.choice(live) if live else None
+
+    def _kill_group(self) -> None:
+        if group := self._any_group():
+            self._strike(GROUP_KILLED)
+            group.life.ended = True
+
+    def _suspend_group(self) -> None:
+        """Let a group fall silent. The others train on without it."""
+        if group := self._any_group():
+            self._strike("a group is silent")
+            group.silent_until = self._world.now + self._world.between(1.0, 6.0)
 
     def _kill_node(self) -> None:
         node = self._any_node()

@@ -21,6 +21,7 @@ from tests.simulation.values import (
     digest_rows,
     rows_of,
 )
+from tests.simulation.world import ONE_NODE
 
 if TYPE_CHECKING:
     from tests.simulation.world import Node, World
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 MOST_COPIES = 4
 """Copies in the memory of a node at the most: the one that its attempt started from, and three of its own."""
+
+
+GROUP_KILLED = "kill a group"
+"""The fault that ends one of several groups of a node."""
 
 
 class Violation(AssertionError):
@@ -93,6 +98,7 @@ class Truth:
         step = reading.head.state.step if claim.memory is None else claim.memory.step
         check(state.step == step, "attempt {} starts at step {}, not {}", claim.fence.attempt, state.step, step)
         self._check_memory_kept(reading, claim, state)
+        self._check_groups_live(reading, claim)
         self._faults_before[nonce] = len(self._world.faults)
         if claim.memory is not None and self._is_held_twice(claim.memory):
             self.whole[nonce] = state.step
@@ -103,6 +109,13 @@ class Truth:
             (part.stamp, part.index) for node in self._world.nodes for part in node.memory if part.digest_holds
         )
         return all(held[stamp, index] > 1 for index in range(stamp.parts))
+
+    def _check_groups_live(self, reading: Reading, claim: ClaimRow) -> None:
+        """Check that one lost group of several does not end their attempt."""
+        nonces = [row.fence.nonce for row in reading.rows if row.fence.attempt == claim.replaces]
+        faults = self._world.faults[self._faults_before.get(nonces[0], 0) :] if nonces else []
+        is_alone = faults == [GROUP_KILLED] and not self._world.conditions.lost
+        check(not is_alone, "attempt {} ends with one of its groups", claim.replaces)
 
     def _check_memory_kept(self, reading: Reading, claim: ClaimRow, state: State) -> None:
         """Check that one fault does not lose a copy of which two nodes held each part."""
@@ -163,10 +176,18 @@ class Truth:
         parent = before.checkpoint(row.parent)
         expected = [(step, rows_of(before.leg, step)) for step in range(parent.state.step + 1, row.state.step + 1)]
         check(list(row.named) == expected, "{} names the rows of steps {}", name, [step for step, _ in row.named])
-        self._check_descent(before, row.state, parent, name, before.leg)
+        is_exact = (
+            self._world.conditions.engine != ONE_NODE
+        )  # its groups may do a step again that one of them has committed
+        self._check_descent(before, row.state, parent, name, before.leg, is_exact=is_exact)
 
-    def _check_descent(self, reading: Reading, state: State, parent: CheckpointRow, name: str, leg: int) -> None:
-        """Check that a state is made from a checkpoint, by attempts after the last rewind, with each row once."""
+    def _check_descent(
+        self, reading: Reading, state: State, parent: CheckpointRow, name: str, leg: int, *, is_exact: bool = True
+    ) -> None:
+        """Check that a state is made from a checkpoint, by attempts after the last rewind, with each row once.
+
+        Unless it must be exact, it may be made from another state of the same rows.
+        """
         rows = parent.state.rows
         for step in range(parent.state.step + 1, state.step + 1):
             rows = digest_rows(rows, rows_of(leg, step))
@@ -185,7 +206,9 @@ class Truth:
             check(claim is not None, "{} has a state of step {} that no attempt of the run made", name, step)
             assert claim is not None
             check(claim.fence.seq > reading.rewind_seq, "{} has step {} of an abandoned lineage", name, step)
-        check(bits == parent.state.bits, "{} does not descend from checkpoint {}", name, parent.checkpoint)
+        check(
+            bits == parent.state.bits or not is_exact, "{} does not descend from checkpoint {}", name, parent.checkpoint
+        )
 
     def _check_finish(self, reading: Reading) -> None:
         """Check that the surviving lineage has every row once, in order."""

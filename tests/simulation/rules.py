@@ -183,6 +183,25 @@ class Rules:
         """A group applies a step if all of its ranks received the reduced gradients."""
         return all(votes)
 
+    # Steps of groups of one node
+
+    @staticmethod
+    def has_newest(step: int, newest: int) -> bool:
+        """A group contributes once it has a state of the newest step among those present."""
+        return step == newest
+
+    @staticmethod
+    def is_same_execution(quorum: int, first: int) -> bool:
+        """Groups train together if their last steps were done in one quorum. Those that differ from the first one heal."""
+        return quorum == first
+
+    @staticmethod
+    def is_beyond_head(step: int, head_step: int) -> bool:
+        """A group commits its state after another group's checkpoint only if that is of an earlier step."""
+        return step > head_step
+
+    # Commits of groups of several nodes
+
     @staticmethod
     def stays_member(node: int, later: Sequence[Sequence[int]]) -> bool:
         """A group commits what it staged if it is a member of all quorums recorded since."""

@@ -14,12 +14,21 @@ Process = Generator[float, None, T]
 
 
 class Life:
-    """The lifetime of a node or of its ranks. Processes on it end with it."""
+    """The lifetime of a node, of its ranks, or of some of them. Processes on it end with it, and with the one around it."""
 
-    __slots__ = ("ended",)
+    __slots__ = ("_around", "_ended")
 
-    def __init__(self) -> None:
-        self.ended = False
+    def __init__(self, around: Life | None = None) -> None:
+        self._around, self._ended = around, False
+
+    @property
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+        return self._ended or (self._around is not None and self._around.ended)
+
+    @ended.setter
+    def ended(self, ended: bool) -> None:
+        self._ended = ended
 
 
 class Scheduler:

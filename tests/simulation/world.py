@@ -13,8 +13,11 @@ from tests.simulation.values import BATCH, GENESIS, ClaimRow, Part, Stamp, State
 if TYPE_CHECKING:
     from tests.simulation.invariants import Truth
     from tests.simulation.ledger import Ledger
+    from tests.simulation.one_node import Group as Replica
     from tests.simulation.steps import Group
 
+ROUNDS, QUORUMS, ONE_NODE = ENGINES = ("rounds", "quorums", "one node")
+"""All ranks as one group; replica groups on several nodes; and replica groups on one node, the engine that is built."""
 PATIENCE = 6.0
 """Time without progress after which a node counts a launch or an attempt as lost."""
 
@@ -34,7 +37,9 @@ class Node:
     progress: float = 0.0
     """Time of the last progress of its attempt or launch."""
     group: Group | None = None
-    """Its replica group, if groups train together per step."""
+    """Its replica group, if groups of several nodes train together per step."""
+    replicas: list[Replica] = field(default_factory=list)
+    """The replica groups that a supervisor on it has started last."""
 
     @property
     def name(self) -> str:
@@ -68,7 +73,8 @@ class Files:
 class Conditions:
     """The profile of one seed: its engine, its latencies, and how often its operators and its network misbehave."""
 
-    per_step: bool
+    engine: str
+    """One of ENGINES."""
     nodes: int
     interval: int
     """Steps from one durable checkpoint to the next."""
@@ -100,7 +106,7 @@ class World:
         self.rules = rules
         rng = self.rng
         self.conditions = Conditions(
-            per_step=seed % 2 == 1,
+            engine=ENGINES[seed % len(ENGINES)],
             nodes=rng.choice((2, 3, 3, 4)),
             interval=rng.choice((2, 3, 5)),
             upload=rng.choice((0.4, 2.5)),
