@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.paper_parts.divergence import BATCH, METHODS, Outcome
+from benchmarks.paper_parts.divergence import BATCH, METHODS, SETTINGS, Outcome
 from benchmarks.paper_parts.summary import Summary, summarize
 
 Found = dict[str, Any]
@@ -190,11 +190,12 @@ def _measured(name: str, found: Found) -> str:
 
 
 def _distances(found: Found, *, of_ours: bool) -> Iterator[str]:
-    """Yield how far the training losses of each method are from its undisturbed ones, over the settings."""
+    """Yield how far the training losses of each method are from its undisturbed ones, over the settings with all methods."""
     outcomes = [Outcome.from_json(each) for each in found.get("divergence", {}).get("outcomes", ())]
     by_method: dict[str, list[Summary]] = {}
     for each in summarize(outcomes, BATCH):
-        by_method.setdefault(each.method, []).append(each)
+        if not SETTINGS[each.setting].calm:
+            by_method.setdefault(each.method, []).append(each)
     for method, summaries in by_method.items():
         if method.startswith("dlac") == of_ours:
             yield f"{METHODS[method].name}: {' and '.join(map(_distance, summaries))}"

@@ -70,14 +70,32 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How often the rows are read."""
+    """How often the rows are read, by how many ranks, and by which methods."""
 
     name: str
     passes: int
     shuffle: bool
+    worlds: tuple[int, ...] = WORLDS
+    methods: tuple[str, ...] = tuple(METHODS)
+    calm: str = ""
+    """Setting whose table and undisturbed trainings are the same. Empty: its own."""
 
 
-SETTINGS = (Setting(name="stream", passes=1, shuffle=False), Setting(name="passes", passes=5, shuffle=True))
+SETTINGS = {
+    each.name: each
+    for each in (
+        Setting(name="stream", passes=1, shuffle=False),
+        Setting(name="passes", passes=5, shuffle=True),
+        Setting(
+            name="fixed",
+            passes=1,
+            shuffle=False,
+            worlds=(WORLDS[0],) * len(WORLDS),
+            methods=("dlac_dataset", "stateful", "hf"),
+            calm="stream",
+        ),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +110,8 @@ class Effort:
     evaluate_every: int = 24
 
 
-QUICK = Effort(seeds=1, steps=160, faults=10, settings=SETTINGS[:1])
-FULL = Effort(seeds=5, steps=240, faults=20, settings=SETTINGS)
+QUICK = Effort(seeds=1, steps=160, faults=10, settings=(SETTINGS["stream"],))
+FULL = Effort(seeds=5, steps=240, faults=20, settings=tuple(SETTINGS.values()))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,11 +185,12 @@ def _trainings(
     folder.mkdir(parents=True)
     np.save(folder / "validation.npy", text.validation_rows(_VALIDATION_ROWS, LENGTH))
     rows = effort.steps * BATCH // setting.passes
-    table = _make_table(lake, setting.name, rows)
+    table = setting.calm or _make_table(lake, setting.name, rows)
     faults = fault_steps(effort.steps, effort.faults)
     for seed in range(effort.seeds):
-        for key, method in METHODS.items():
-            for faulted in (True,) if method.calm else (False, True):
+        for key in setting.methods:
+            method = METHODS[key]
+            for faulted in (True,) if method.calm or setting.calm else (False, True):
                 name = f"{setting.name}-{key}-{seed}-{'faults' if faulted else 'calm'}"
                 (folder / name).mkdir()
                 job = Job(
@@ -183,7 +202,7 @@ def _trainings(
                 training = Training(
                     loader=method.loader, keeps_state=method.keeps_state, job=job, folder=str(folder / name), seed=seed,
                     steps=effort.steps, save_every=effort.save_every, evaluate_every=effort.evaluate_every,
-                    faults=faults if faulted else (), worlds=WORLDS[: len(faults) + 1 if faulted else 1],
+                    faults=faults if faulted else (), worlds=setting.worlds[: len(faults) + 1 if faulted else 1],
                 )  # fmt: skip
                 yield method, training, Outcome(setting=setting.name, method=key, seed=seed, faulted=faulted)
 

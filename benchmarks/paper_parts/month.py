@@ -24,7 +24,7 @@ class Mode:
     name: str
     about: str
     restart_s: float
-    """From the failure to the first new step."""
+    """From the failure to the next step. That may be a repeated one, which counts as lost work."""
     at_risk_s: float
     """Longest time from a state to the next one, or its commit. A failure loses at most so much."""
     least_s: float = 0.0
@@ -51,7 +51,8 @@ def modes_of(found: Found) -> list[Mode]:
         modes += [
             Mode(
                 name=f"bare relaunch, a checkpoint every {minutes} min",
-                about="the interval is chosen, and its checkpoints are taken to cost nothing",
+                about="the interval is chosen, and its checkpoints are taken to cost nothing. The restart is that of 1.1 M "
+                "parameters, two kills, to the first new step",
                 restart_s=recovery["bare_recovery_s"],
                 at_risk_s=60.0 * minutes,
                 overhead=0.0,
@@ -62,7 +63,8 @@ def modes_of(found: Found) -> list[Mode]:
         modes.append(
             Mode(
                 name="DLAC, a checkpoint every 30 s",
-                about="its cost is fitted to intervals that are long enough. The restart is that of 1.1 M parameters, two kills",
+                about="its cost is fitted to intervals that are long enough. The restart is that of 1.1 M parameters, two kills, "
+                "to the first new step",
                 restart_s=recovery["forked_recovery_s"],
                 at_risk_s=intervals["30s_at_risk_s"],
                 least_s=intervals["commit_most_s"],
@@ -74,7 +76,7 @@ def modes_of(found: Found) -> list[Mode]:
             Mode(
                 name="DLAC, states in memory",
                 about=f"all measured with {_SIZE} parameters: all ranks killed, once",
-                restart_s=memory[f"{_SIZE}_node_recovery_s"],
+                restart_s=memory[f"{_SIZE}_node_restart_s"],
                 at_risk_s=memory[f"{_SIZE}_at_risk_s"],
                 overhead=memory[f"{_SIZE}_overhead"],
             )

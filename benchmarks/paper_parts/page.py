@@ -49,16 +49,18 @@ _WINDOW = 12
 _SETTINGS = {
     "stream": "A stream, read once, without shuffle",
     "passes": "A small table, read five times and shuffled",
+    "fixed": "The stream again, with two ranks in each launch",
 }
 _ABOUT = (
-    "One process trains on the shares of all ranks, so that sums do not depend on the number of ranks: that is modelled. Each "
-    "fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every {save_every} steps. "
-    "{changes} of the {faults} faults change the number of ranks (1, 2 and 4). Loaders that keep a state per rank give rank r of "
-    "the new number that of rank r modulo the old one, as none of them documents a change. So a part of their distance may come "
-    "of these changes alone. `training_run` of one process is one rank in all its launches: of DLAC, the dataset alone changes "
-    "the number. DeepSpeed's own loader has no state, so it starts with the first rows again. A training whose pass ends early "
-    "begins another one, until it has had {steps} steps of {batch} rows. Seconds to a loss are its steps at the mean time of a "
-    "step of that training, with restarts and repeated steps, while two trainings share the node."
+    "One process trains on the shares of all ranks, so that sums do not depend on the number of ranks: that is modelled. "
+    "Each fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every "
+    "{save_every} steps. {changes} of the {faults} faults change the number of ranks (1, 2 and 4). Loaders that keep a "
+    "state per rank give rank r of the new number that of rank r modulo the old one, as none of them documents a change. "
+    "What is left of their distance without these changes is in the section with two ranks. `training_run` of one process "
+    "is one rank in all its launches: of DLAC, the dataset alone changes the number. DeepSpeed's own loader has no state, "
+    "so it starts with the first rows again. A training whose pass ends early begins another one, until it has had "
+    "{steps} steps of {batch} rows. Seconds to a loss are its steps at the mean time of a step of that training, with "
+    "restarts and repeated steps, while two trainings share the node."
 )
 
 
@@ -128,12 +130,14 @@ def _divergence(part: Found) -> Iterator[Found]:
     changes = sum(before != after for before, after in pairwise(WORLDS[: effort["faults"] + 1]))
     about = _ABOUT.format(**effort, changes=changes, batch=BATCH)
     for number, setting in enumerate(dict.fromkeys(each.setting for each in outcomes)):
-        own = [each for each in outcomes if each.setting == setting]
         facts = (
             f"**{_SETTINGS[setting]}.** {effort['seeds']} seeds, {effort['faults']} faults at the same steps, a transformer of "
             f"{effort['parameters'] / 1e6:.1f} M parameters, bytes of Python's standard library, measured {_when(part)}."
         )
-        summaries = summarize(own, BATCH)
+        summaries, undisturbed = (
+            [each for each in of(outcomes, BATCH) if each.setting == setting]
+            for of in (summarize, summarize_undisturbed)
+        )
         failures = [
             f"{METHODS[each.method].name} failed with {len(each.failed)} of {len(each.failed) + each.seeds} seeds: "
             f"`{each.failed[0]}`"
@@ -150,8 +154,8 @@ def _divergence(part: Found) -> Iterator[Found]:
                 *(["", about] if number == 0 else []),
                 *(line for failure in failures for line in ("", failure)),
             ],
-            "figure": _curves(own),
-            "tables": [_summary_table(summarize_undisturbed(own, BATCH), summaries)],
+            "figure": _curves(outcomes, setting),
+            "tables": [_summary_table(undisturbed, summaries)],
         }
 
 
@@ -160,7 +164,7 @@ _SUMMARY_HEADS = (
     "final validation loss (± 95 %)",
     "its variance",
     "beyond its own undisturbed training (± 95 %)",
-    "mean distance of the validation curves",
+    "area between the validation curves, per step",
     "mean distance of its training loss",
     "identical to it, bit by bit",
     "rows repeated",
@@ -321,21 +325,19 @@ def _verdict(figure: Found) -> str:
     return "" if figure["bar"] is None else "holds" if figure["holds"] else "missed"
 
 
-def _curves(outcomes: Sequence[Outcome]) -> Figure:
+def _curves(outcomes: Sequence[Outcome], setting: str) -> Figure:
     """Draw training and validation losses with their bands, and how far the latter are from the undisturbed ones."""
     from matplotlib.figure import Figure as Drawing
 
     figure = Drawing(figsize=(14, 4.2), layout="constrained")
     trained, losses, beyond = figure.subplots(1, 3)
-    setting = outcomes[0].setting
     undisturbed = [*calm_of(outcomes, setting, "dlac").values()]
     _draw(trained, "undisturbed, in DLAC's order", "calm", [_smoothed(each.losses) for each in undisturbed])
     _draw(losses, "undisturbed, in DLAC's order", "calm", [each.validation for each in undisturbed])
     for key, method in METHODS.items():
         calm = calm_of(outcomes, setting, key)
-        faulted = [
-            each for each in outcomes if each.method == key and each.faulted and each.seed in calm and not each.failed
-        ]
+        under_faults = (each for each in outcomes if (each.setting, each.method, each.faulted) == (setting, key, True))
+        faulted = [each for each in under_faults if each.seed in calm and not each.failed]
         if not faulted:
             continue
         _draw(trained, method.name, key, [_smoothed(each.losses) for each in faulted])

@@ -85,6 +85,7 @@ PROGRAMS = {
     "state": Program(
         title="Size of the reader's state",
         paper="35 to 45 MB for 10 TB and 128 workers (4.1)",
+        about="Bytes of the states of one reader, once: they are the same in each call",
         modelled="the table of 10 TB: its units are synthetic, the code is that of a run",
         quick=False,
     ),
@@ -107,6 +108,7 @@ PROGRAMS = {
     "coordination": Program(
         title="Coordination of a checkpoint",
         paper="hierarchical, O(log n) in place of O(n) (4.2)",
+        about="Seconds of a checkpoint's messages. Other figures are counts, the same in each call",
         modelled="each message takes 20 ms; 4,096 ranks are extrapolated",
     ),
     "control_plane": Program(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.paper_parts.divergence import METHODS, Outcome, distance, loss_distance, same
+from benchmarks.paper_parts.divergence import METHODS, SETTINGS, Outcome, distance, loss_distance, same
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Number of seeds -> factor of a 95 % confidence interval of their mean (two-sided t distribution)."""
@@ -69,23 +69,26 @@ def summarize(outcomes: Sequence[Outcome], batch: int) -> list[Summary]:
 
 
 def summarize_undisturbed(outcomes: Sequence[Outcome], batch: int) -> list[Summary]:
-    """Return the summaries of the trainings without faults, each compared with itself, in the same order."""
+    """Return the summaries of the trainings without faults, each compared with itself, in the same order.
+
+    Those of a setting that is compared with another one are that one's.
+    """
     found = []
     for setting in dict.fromkeys(each.setting for each in outcomes):
         for method in METHODS:
             calm = calm_of(outcomes, setting, method)
-            if calm and not METHODS[method].calm:
+            if calm and not METHODS[method].calm and not SETTINGS[setting].calm:
                 found.append(_summary(setting, method, [*calm.values()], calm, (), batch))
     return found
 
 
 def calm_of(outcomes: Sequence[Outcome], setting: str, method: str) -> dict[int, Outcome]:
     """Return the undisturbed trainings that a method is compared with, by seed."""
-    of = METHODS[method].calm or method
+    of, calm_setting = METHODS[method].calm or method, SETTINGS[setting].calm or setting
     return {
         each.seed: each
         for each in outcomes
-        if (each.setting, each.method, each.faulted, each.failed) == (setting, of, False, "")
+        if (each.setting, each.method, each.faulted, each.failed) == (calm_setting, of, False, "")
     }
 
 

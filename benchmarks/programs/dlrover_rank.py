@@ -39,7 +39,7 @@ def main() -> None:
     linear = partial(torch.nn.utils.skip_init, torch.nn.Linear) if saved else torch.nn.Linear
     blocks = [linear(64, hidden), *(linear(hidden, hidden) for _ in range(layers))]
     model = torch.nn.Sequential(*blocks, linear(hidden, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     x = torch.load(settings["rows"])
     rows = TensorDataset(torch.arange(len(x)), x)
     sampler = ElasticDistributedSampler(rows)

@@ -53,7 +53,7 @@ def main() -> None:
         for part in (*model.layers, model.frozen, model) if sharded else ():
             if any(True for _ in part.parameters()):
                 fully_shard(part)
-        optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-4, fused=True)
         run.restore((dlac.DistributedState if sharded else dlac.TorchState)(model=model, optimizer=optimizer))
         stamps = Path(params["stamps"]).open("a")  # noqa: SIM115 - until the process ends
         for batch in run.batches(device=device):

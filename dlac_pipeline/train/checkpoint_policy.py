@@ -65,6 +65,11 @@ class CheckpointPolicy:
                 cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, run))
             self._interval = Interval(settings, time.monotonic(), cost=cost, failures=failures)
 
+    @property
+    def is_asked(self) -> bool:
+        """True once this rank was asked to stop."""
+        return self._notices.first is not None
+
     def training(self) -> None:
         """Start the clock, just before the first batch is requested."""
         if self._interval is not None:

@@ -72,8 +72,8 @@ class MemorySaves:
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
         self._has_buddy = not communicator.is_on_one_node
         self._waits = spec.checkpoint.memory_waits
-        self._longest_wait_s = 2.0 * spec.launch.node_timeout_s
-        """Seconds after which the supervisor no longer lets ranks wait for copies. Its own end leaves ranks that wait."""
+        self._longest_wait_s = spec.launch.hang_timeout_s / 2
+        """A rank that waits for a copy shows no progress. The supervisor ends the wait before, if no copy succeeds."""
         self._failed = False
         self._files: dict[Path, MemoryFile] = {}
         """The files that this rank has written."""
@@ -98,9 +98,9 @@ class MemorySaves:
             if self._communicator.is_first_of_node:
                 problem = self._make(folder, engine)
         tree = self._communicator.tree
-        agreed = tree.broadcast(f"{self._fixed} {tree.lowest(problem.encode()).decode()}".encode()).decode()
-        fixed, _, problem = agreed.partition(" ")
-        self._every = self._fixed = int(fixed)  # nodes may have different settings
+        agreed = f"{self._fixed} {self._waits:d} {tree.lowest(problem.encode()).decode()}"  # nodes may have different settings
+        fixed, waits, problem = tree.broadcast(agreed.encode()).decode().split(" ", 2)
+        self._every, self._fixed, self._waits = int(fixed), int(fixed), waits == "1"
         if not problem:
             self._folder = folder
             return
@@ -120,13 +120,21 @@ class MemorySaves:
         """Note that the time since the last step is not that of a state, and that until the next one not that of a step."""
         self._stepped_at, self._due_at = None, time.monotonic()
 
-    def report(self, report: RankReport) -> RankReport:
-        """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept.
+    def wait_for_copy(self, is_asked: Callable[[], bool]) -> None:
+        """With `memory_waits`, wait until this node's part of the last state is copied, if another one is due now.
 
-        With `memory_waits` it waits for the copy of the last state, if another one is due after the last finished step.
+        The wait also ends if this rank cannot keep states, or `is_asked` to stop.
         """
-        if self._waits and self._number and not self._failed and self.is_due(self._attempt.step):
-            self._wait_for_copy()
+        if not (self._waits and self._number and self.is_due(self._attempt.step)):
+            return
+        until = time.monotonic() + self._longest_wait_s
+        while not (self._is_copied() or self._failed or is_asked()) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        if self._stepped_at is not None:
+            self._stepped_at = self._due_at = time.monotonic()  # neither a step's time nor a state's
+
+    def report(self, report: RankReport) -> RankReport:
+        """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept."""
         steps = 0
         if self._communicator.rank == 0 and not self._fixed and self._costs and math.isfinite(self._step_s):
             steps = math.ceil(statistics.median_low(self._costs) / (MOST_OVERHEAD * self._step_s))
@@ -151,7 +159,7 @@ class MemorySaves:
             return False
         if self._fixed:
             return self._number == 0 or step % self._fixed == 0
-        if self._has_buddy and not self._waits and 0 < self._number < _FIRST and not self._copied:
+        if self._has_buddy and 0 < self._number < _FIRST and not self._copied:
             return False  # to ask in each step until the copy is done would cost more than a late state
         passed = step - self._saved_step
         is_time = 0 < self._every <= passed and (passed % self._every == 0 or not self._has_buddy)
@@ -257,6 +265,9 @@ class MemorySaves:
         rank = self._communicator.rank
         with suppress(OSError):
             states.seal_file(slot, rank).unlink(missing_ok=True)
+            states.mark_copied(
+                slot.parent, self._communicator.first_rank_here, states.ALWAYS
+            )  # nobody waits for a copy
         self._free_files(slot)
         if not self._failed:
             remedy = f"{_MORE_ROOM}; " if isinstance(failure, OSError) else ""
@@ -275,12 +286,6 @@ class MemorySaves:
             states.copied_step(self._folder, self._communicator.first_rank_here) if self._has_buddy else states.ALWAYS
         )
         return copied >= self._saved_step
-
-    def _wait_for_copy(self) -> None:
-        """Wait until this node's part of the last state is copied, or the supervisor has had its time for that."""
-        until = time.monotonic() + self._longest_wait_s
-        while not self._is_copied() and time.monotonic() < until:
-            time.sleep(_LOOK_S)
 
     def _state_here(self, engine: Engine) -> int:
         """Return about the bytes of a state on this node, with those of the node whose buddy it is."""

@@ -21,15 +21,21 @@ def test_only_dlac_ignores_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Its losses are those of the undisturbed training, bit by bit. A loader without a state repeats rows and loses others."""
     ours = {key: method for key, method in METHODS.items() if method.environment == environments.OWN}
     monkeypatch.setattr(divergence, "METHODS", ours)
-    effort = Effort(seeds=1, steps=30, faults=4, settings=SETTINGS[:1], save_every=4, evaluate_every=10)
+    settings = (
+        replace(SETTINGS["stream"], methods=tuple(ours)),
+        replace(SETTINGS["fixed"], methods=("dlac_dataset",)),
+    )
+    effort = Effort(seeds=1, steps=30, faults=4, settings=settings, save_every=4, evaluate_every=10)
     outcomes = divergence.measure(effort, tmp_path / "paper", processes=1)
     assert [each.failed for each in outcomes if each.failed] == []
-    found = {each.method: each for each in summarize(outcomes, BATCH)}
-    for name in ("dlac", "dlac_dataset"):
-        assert (found[name].identical, found[name].excess, found[name].repeated, found[name].missing) == (1, 0, 0, 0)
-    assert found["deepspeed"].identical == 0
-    assert found["deepspeed"].repeated == found["deepspeed"].missing > 0
-    assert found["dlac"].computed > 1
+    found = {(each.setting, each.method): each for each in summarize(outcomes, BATCH)}
+    deepspeed = found.pop(("stream", "deepspeed"))
+    assert found.keys() == {("stream", "dlac"), ("stream", "dlac_dataset"), ("fixed", "dlac_dataset")}
+    for each in found.values():
+        assert (each.identical, each.excess, each.repeated, each.missing) == (1, 0, 0, 0)
+        assert each.computed > 1
+    assert deepspeed.identical == 0
+    assert deepspeed.repeated == deepspeed.missing > 0
     assert {each.exact for each in outcomes if each.method == "dlac"} == {True}
 
 
@@ -48,7 +54,8 @@ def test_dead_trainer_ends_its_training_only(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(divergence, "_start", start_dead_first)
     monkeypatch.setattr(divergence, "METHODS", {"dlac_dataset": replace(METHODS["dlac_dataset"], calm="")})
-    effort = Effort(seeds=1, steps=12, faults=1, settings=SETTINGS[:1], save_every=4, evaluate_every=6)
+    setting = replace(SETTINGS["stream"], methods=("dlac_dataset",))
+    effort = Effort(seeds=1, steps=12, faults=1, settings=(setting,), save_every=4, evaluate_every=6)
     faulted, calm = sorted(
         divergence.measure(effort, tmp_path / "paper", processes=1), key=lambda each: not each.faulted
     )

@@ -86,7 +86,9 @@ class Faults:
 
     def _kill_group(self) -> None:
         if group := self._any_group():
-            self._strike(GROUP_KILLED)
+            left = [each for node in self._world.nodes if group in node.replicas for each in node.replicas]
+            has_state = any(each.state and not each.life.ended for each in left if each is not group)
+            self._strike(GROUP_KILLED if has_state else "kill the last group with a state")
             group.life.ended = True
 
     def _suspend_group(self) -> None:

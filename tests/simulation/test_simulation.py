@@ -18,9 +18,10 @@ _WEAKER: dict[str, Callable[..., bool]] = {
     "may_evict": lambda held, floor: floor[1] > 0 and held.step < floor[1],
     "is_healed": lambda position, newest: position[1] == newest[1],
     "succeeds_quorum": lambda later, joined: not later or later[-1] in joined,
+    "is_beyond_head": lambda step, head_step: step >= head_step,
     "stays_member": lambda node, later: not later or node in later[-1],
 }
-"""Rules without one of their conditions: quorums, attempts, quorums, and the quorums before the last one."""
+"""Rules without one of their conditions: quorums, attempts, quorums, equality, and the quorums before the last one."""
 
 
 _OF_ONE_NODE = (

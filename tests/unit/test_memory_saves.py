@@ -42,7 +42,7 @@ class Rank:
             manager=SimpleNamespace(head=None, in_progress=lambda: []),
             memory=None,
         )
-        communicator = SimpleNamespace(
+        self.communicator = communicator = SimpleNamespace(
             rank=0,
             world_size=1,
             ranks_here=1,
@@ -63,6 +63,14 @@ class Rank:
         assert folder is not None
         self.folder = states.attempt_folder(folder, 3, "c")
         self.saves.begin(self.engine)
+
+    def wait(self, *, is_asked: bool = False) -> float:
+        """Wait for the copy of the last state after the next step, and return the seconds."""
+        self.attempt.step += 1
+        began = time.monotonic()
+        self.saves.wait_for_copy(lambda: is_asked)
+        self.attempt.step -= 1
+        return time.monotonic() - began
 
     def step(self) -> list[int]:
         """Finish a step, keep a state if one may be kept, and return the steps of the states."""
@@ -112,31 +120,46 @@ def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
         assert rank.step() == [step - 1, step]
 
 
-def test_rank_waits_for_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `memory_waits` a rank reports only once the last state is copied, if another one is due."""
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A rank with `memory_waits` that has kept its first state, of step 1."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     rank = Rank(tmp_path / "memory", memory_waits=True, memory_every_steps=2)
-    assert (rank.is_copied, rank.step()) == (False, [1])
-    for each in (1, 2):  # the first one is kept at once, the others at multiples
-        rank.attempt.step = each + 1
-        copy = threading.Timer(0.2, states.mark_copied, (rank.folder, 0, 1))
-        copy.start()
-        assert rank.is_copied == (rank.attempt.step == 2)
-        copy.join()
-        states.mark_copied(rank.folder, 0, 0)
+    monkeypatch.setattr(rank.saves, "_longest_wait_s", 5.0)
+    assert rank.step() == [1]
+    return rank
 
 
-def test_wait_for_copy_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor that has ended copies nothing: the rank waits for twice `node_timeout_s`, and trains on."""
+def test_rank_waits_for_copy(waiting: Rank) -> None:
+    """It waits after a step at which another state is due, and after no other one."""
+    waiting.attempt.step = 2
+    assert waiting.wait() < 1
+    waiting.attempt.step = 1
+    threading.Timer(0.3, states.mark_copied, (waiting.folder, 0, 1)).start()
+    assert 0.2 < waiting.wait() < 4
+    assert waiting.is_copied
+
+
+def test_wait_for_copy_ends(waiting: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop request and a failure end it. So does its limit: the rank trains on, and leaves the state out."""
+    assert waiting.wait(is_asked=True) < 1
+    monkeypatch.setattr(waiting.saves, "_longest_wait_s", 0.2)
+    assert 0.2 <= waiting.wait() < 4
+    assert waiting.step() == [1]
+    monkeypatch.setattr(waiting.saves, "_longest_wait_s", 5.0)
+    waiting.attempt.step = 1
+    waiting.saves._give_up(states.slot_of(waiting.folder, 1), OSError("no room"))
+    assert waiting.wait() < 1
+    assert states.copied_step(waiting.folder, 0) == states.ALWAYS, "the other ranks of the node wait no more"
+
+
+def test_all_ranks_wait_as_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes may have different settings. If they disagreed, one would wait in a message that another does not send."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     rank = Rank(tmp_path / "memory", memory_waits=True)
-    monkeypatch.setattr(rank.saves, "_longest_wait_s", 0.2)
-    rank.step()
-    started = time.monotonic()
-    assert not rank.is_copied
-    assert time.monotonic() - started >= 0.2
-    rank.saves.on_sync(replace(SYNC, memory_copied=False))
-    assert rank.step() == [1]
+    rank.communicator.tree.broadcast = lambda content: b"3 0 "
+    rank.saves.begin(rank.engine)
+    assert (rank.saves._fixed, rank.saves._waits) == (3, False)
 
 
 def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:

@@ -247,9 +247,10 @@ def _parts_in(slot: Path) -> Iterator[Part]:
 
 def mark_copied(folder: Path, first_rank: int, step: int) -> None:
     """Note the last step whose state of a node's ranks another node has, in the folder of an attempt."""
-    temporary = folder / f"copied.{first_rank:05d}.tmp"
+    mark = folder / f"copied.{first_rank:05d}"
+    temporary = mark.with_suffix(f"{mark.suffix}.{os.getpid()}")
     temporary.write_text(str(step))
-    temporary.rename(temporary.with_suffix(""))
+    temporary.rename(mark)
 
 
 def copied_step(folder: Path, first_rank: int) -> int:
