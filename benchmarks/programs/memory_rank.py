@@ -17,17 +17,25 @@ from torch.distributed.fsdp import fully_shard
 
 import dlac_pipeline as dlac
 
+_PIECE_BYTES = 250 * 10**6
+"""Size of a piece of the table. A rank has one of them whole at the most, if the model is sharded."""
+
 
 class Model(torch.nn.Module):
     """Layers, and a frozen table of so many bytes, which no step uses."""
 
-    def __init__(self, layers: Iterable[torch.nn.Module], table_bytes: int, *, is_loaded: bool) -> None:
+    def __init__(self, layers: Iterable[torch.nn.Module], table_bytes: int, *, is_loaded: bool, sharded: bool) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(*layers)
-        self.frozen = torch.nn.Module()
-        if table_bytes:
-            fill = torch.empty if is_loaded else torch.rand
-            self.frozen.table = torch.nn.Parameter(fill(table_bytes // 4), requires_grad=False)
+        self.frozen = torch.nn.ModuleList()
+        fill = torch.empty if is_loaded else torch.rand
+        for begin in range(0, table_bytes, _PIECE_BYTES):
+            piece = torch.nn.Module()
+            size = min(_PIECE_BYTES, table_bytes - begin) // 4
+            piece.table = torch.nn.Parameter(fill(size), requires_grad=False)
+            if sharded:
+                fully_shard(piece)
+            self.frozen.append(piece)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return an output for each row."""
@@ -44,13 +52,13 @@ def main() -> None:
         is_loaded = run.resume_point.step > 0
         linear = partial(torch.nn.utils.skip_init, torch.nn.Linear) if is_loaded else torch.nn.Linear
         blocks = [linear(64, hidden), *(linear(hidden, hidden) for _ in range(layers))]
-        model = Model([*blocks, linear(hidden, 1)], int(params.get("table_bytes", "0")), is_loaded=is_loaded)
+        sharded, table_bytes = params["sharded"] == "True", int(params.get("table_bytes", "0"))
+        model = Model([*blocks, linear(hidden, 1)], table_bytes, is_loaded=is_loaded, sharded=sharded)
         device = torch.accelerator.current_accelerator() if params.get("on_accelerator") == "True" else None
         if device is not None:
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         model.to(device)
-        sharded = params["sharded"] == "True"
-        for part in (*model.layers, model.frozen, model) if sharded else ():
+        for part in (*model.layers, model) if sharded else ():
             if any(True for _ in part.parameters()):
                 fully_shard(part)
         optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-4, fused=True)

@@ -64,9 +64,9 @@ SIZES = {
         hidden=8192, layers=6, batch=8, memory_steps=1, checkpoint_s=3600, kills=4, quick_kills=2, sharded=True, calm_steps=0,
         recovery_bar="<= 10",
     ),
-    "3GB": Size(
+    "5GB": Size(
         hidden=256, layers=1, batch=64, memory_steps=1, checkpoint_s=3600, kills=4, quick_kills=2, sharded=True, calm_steps=0,
-        recovery_bar="<= 10", table_bytes=3 * 10**9,
+        recovery_bar="<= 10", table_bytes=5 * 10**9,
     ),
 }  # fmt: skip
 
