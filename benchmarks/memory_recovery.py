@@ -7,7 +7,7 @@ spare takes the place of the node. Then nodes are lost with their buddies in a r
 `--dlrover` compares with DLRover's flash checkpoint instead, on one node. It makes an environment for it on the first run.
 
 Two ranks train a model of 1.1 M parameters (replicated), of 100 M, or of 400 M (FSDP2; its state has 4.8 GB), or a small one
-with a frozen table of 3 GB (FSDP2). In turns a rank is killed, or all ranks of the node. The restart is the time to the next
+with a frozen table of 5 GB (FSDP2). In turns a rank is killed, or all ranks of the node. The restart is the time to the next
 step, and the recovery that to a step beyond the last one before the kill. The files of each checkpoint are destroyed once it is
 committed: a recovery that read one would fail. An undisturbed run of as many steps follows, whose losses must be the same. Work
 at risk is the longest time between two states, and overhead the time of `step_done` in steps that keep a state, beyond its median
