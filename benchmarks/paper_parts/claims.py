@@ -98,7 +98,7 @@ _CLAIMS = (
         "training loss under faults",
         "within 0.1 % of failure-free runs (5.2)",
         "{ours}",
-        "{others}",
+        "{others}. With two ranks in each launch: {fixed}",
     ),
     (
         "positioning",
@@ -167,7 +167,7 @@ _CLAIMS = (
 
 
 def _text(template: str, found: Found) -> str:
-    """Fill in `{PROGRAM:FIGURE}`, `{ours}` and `{others}`."""
+    """Fill in `{PROGRAM:FIGURE}`, `{ours}`, `{others}` and `{fixed}`."""
     parts = []
     for piece in template.split("{"):
         name, closed, rest = piece.partition("}")
@@ -176,8 +176,8 @@ def _text(template: str, found: Found) -> str:
 
 
 def _measured(name: str, found: Found) -> str:
-    if name in ("ours", "others"):
-        return "; ".join(_distances(found, of_ours=name == "ours")) or "not measured"
+    if name in ("ours", "others", "fixed"):
+        return "; ".join(_distances(found, of_ours=name == "ours", is_fixed=name == "fixed")) or "not measured"
     program, _, figure = name.partition(":")
     one = found.get(program, {}).get("figures", {}).get(figure)
     if one is None:
@@ -189,12 +189,15 @@ def _measured(name: str, found: Found) -> str:
     return shown if unit == "ratio" else f"{shown} {unit}"
 
 
-def _distances(found: Found, *, of_ours: bool) -> Iterator[str]:
-    """Yield how far the training losses of each method are from its undisturbed ones, over the settings with all methods."""
+def _distances(found: Found, *, of_ours: bool, is_fixed: bool) -> Iterator[str]:
+    """Yield how far the training losses of each method are from its undisturbed ones, over the settings.
+
+    `is_fixed` chooses those in which the number of ranks stays.
+    """
     outcomes = [Outcome.from_json(each) for each in found.get("divergence", {}).get("outcomes", ())]
     by_method: dict[str, list[Summary]] = {}
     for each in summarize(outcomes, BATCH):
-        if not SETTINGS[each.setting].calm:
+        if (len(set(SETTINGS[each.setting].worlds)) == 1) == is_fixed:
             by_method.setdefault(each.method, []).append(each)
     for method, summaries in by_method.items():
         if method.startswith("dlac") == of_ours:

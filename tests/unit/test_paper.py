@@ -223,7 +223,10 @@ def test_claims_are_filled_in_from_parts() -> None:
     )
     assert " at 1.62 % with states in memory" in cells["recovery point objective, overhead"][0]
     assert cells["tracking"][0].startswith("not measured")
-    assert cells["training loss under faults"] == ("not measured", "not measured")
+    assert cells["training loss under faults"] == (
+        "not measured",
+        "not measured. With two ranks in each launch: not measured",
+    )
 
 
 def test_table_2_is_filled_in_from_parts() -> None:
@@ -249,14 +252,19 @@ def test_training_loss_is_a_claim() -> None:
     found = {"divergence": {"outcomes": [asdict(each) for each in outcomes]}}
     _, _, ours, others = claim_rows(found)[0]
     assert ours == "DLAC, training_run of one rank: 0.00 %"
-    assert others == "StatefulDataLoader: 10.00 %"
+    assert others == "StatefulDataLoader: 10.00 %. With two ranks in each launch: not measured"
     failed = [
         *(replace(each, setting="passes", failed="no such rank" if each.faulted else "") for each in outcomes),
         replace(outcomes[-1], seed=1, failed="no such rank"),
     ]
-    _, _, ours, others = claim_rows({"divergence": {"outcomes": [asdict(each) for each in [*outcomes, *failed]]}})[0]
+    fixed = replace(outcomes[-1], setting="fixed", losses=dict(CALM), validation=dict(CALM))
+    of_all = [asdict(each) for each in [*outcomes, *failed, fixed]]
+    _, _, ours, others = claim_rows({"divergence": {"outcomes": of_all}})[0]
     assert ours == "DLAC, training_run of one rank: 0.00 % and failed"
-    assert others == "StatefulDataLoader: 10.00 % (1 of its seeds failed) and failed"
+    assert others == (
+        "StatefulDataLoader: 10.00 % (1 of its seeds failed) and failed. "
+        "With two ranks in each launch: StatefulDataLoader: 0.00 %"
+    )
 
 
 def test_program_without_end_is_killed(tmp_path: Path) -> None:
