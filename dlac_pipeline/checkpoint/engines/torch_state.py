@@ -1,5 +1,6 @@
 """Replicated PyTorch state."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from dlac_pipeline.checkpoint.stage.copies import Write
 
 _WRAPPER = "module."
 """Prefix of data-parallel wrappers before the names of the model inside."""
+_LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+"""Methods of a module that load its state."""
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap. No model uses them."""
 
@@ -40,10 +43,13 @@ class TorchState(Engine):
             self.write_parts(folder, write, {**states, self._WRAPPED: wrapped} if wrapped else states)
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """Every rank reads it, tensors and plain values only."""
-        state = self.parts_in(folder)
+        """Every rank reads it, tensors and plain values only.
+
+        The file is mapped: another program may write it later, so no part may keep its tensors.
+        """
+        state = load_tensors(folder / self._FILE, mmap=True)
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            part.load_state_dict(state[name] if _only_copies(part) else copy.deepcopy(state[name]))
 
     @classmethod
     def write_parts(cls, folder: Path, write: Write, states: dict[str, Any]) -> None:
@@ -76,6 +82,18 @@ class TorchState(Engine):
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""
         return self._parts
+
+
+def _only_copies(part: Any) -> bool:
+    """Return whether `load_state_dict` copies tensors into those of a part, and keeps none: that of torch's own modules does."""
+    modules = [*part.modules()] if isinstance(part, torch.nn.Module) else []
+    expected = [getattr(torch.nn.Module, name) for name in _LOADING]
+    return (
+        bool(modules)
+        and not torch.__future__.get_swap_module_params_on_conversion()
+        and all([getattr(type(each), name) for name in _LOADING] == expected for each in modules)
+        and not any(each._load_state_dict_pre_hooks or each._load_state_dict_post_hooks for each in modules)
+    )
 
 
 def unwrapped_name(name: str) -> str:

@@ -1,0 +1,78 @@
+"""A replicated state is loaded from a mapped file, which another program may write afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlac_pipeline.checkpoint.engines import TorchState
+
+
+class _Keeps:
+    """A part that keeps the tensors that it is given."""
+
+    def __init__(self) -> None:
+        self.kept: Any = {"mean": torch.rand(50_000)}
+
+    def state_dict(self) -> Any:
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        self.kept = state
+
+
+class _KeepsExtra(torch.nn.Linear):
+    """A module that does so with its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(300, 300)
+        self.extra = torch.rand(50_000)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+def _parts() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(4, 300)).mean().backward()
+    optimizer.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "plain": torch.nn.Linear(300, 300),
+        "own": _Keeps(),
+        "odd": _KeepsExtra(),
+    }
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value.detach()]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_no_part_keeps_the_file(tmp_path: Path, swaps: bool) -> None:
+    """Modules copy their weights, and all others get copies: what is written over the file changes nothing."""
+    saved, loaded = _parts(), _parts()
+    TorchState(**saved).save(tmp_path, lambda path, state: torch.save(state, path))
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        TorchState(**loaded).load(tmp_path, saved_world_size=1)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    (file,) = tmp_path.iterdir()
+    with file.open("r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    for name, part in saved.items():
+        expected, found = _tensors(part.state_dict()), _tensors(loaded[name].state_dict())
+        assert len(expected) == len(found) > 0
+        assert all(map(torch.equal, expected, found)), name
