@@ -30,7 +30,7 @@ from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
 
 _log = logging.getLogger(__name__)
-MOST_OVERHEAD = 0.018
+MOST_OVERHEAD = 0.016
 """Share of the training time that memory states may take."""
 _STATE_PER_WEIGHT = 4
 """Bytes of a state for each byte of the weights that are trained, before the first one has shown them. Frozen ones have 1."""
