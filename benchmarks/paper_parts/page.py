@@ -56,11 +56,11 @@ _ABOUT = (
     "Each fault is a real SIGKILL of it in the middle of a step. It resumes from its last checkpoint, one every "
     "{save_every} steps. {changes} of the {faults} faults change the number of ranks (1, 2 and 4). Loaders that keep a "
     "state per rank give rank r of the new number that of rank r modulo the old one, as none of them documents a change. "
-    "What is left of their distance without these changes is in the section with two ranks. `training_run` of one process "
-    "is one rank in all its launches: of DLAC, the dataset alone changes the number. DeepSpeed's own loader has no state, "
-    "so it starts with the first rows again. A training whose pass ends early begins another one, until it has had "
-    "{steps} steps of {batch} rows. Seconds to a loss are its steps at the mean time of a step of that training, with "
-    "restarts and repeated steps, while two trainings share the node."
+    "What is left of their distance without these changes is in the section with two ranks, which a short run leaves out. "
+    "`training_run` of one process is one rank in all its launches: of DLAC, the dataset alone changes the number. "
+    "DeepSpeed's own loader has no state, so it starts with the first rows again. A training whose pass ends early begins "
+    "another one, until it has had {steps} steps of {batch} rows. Seconds to a loss are its steps at the mean time of a "
+    "step of that training, with restarts and repeated steps, while two trainings share the node."
 )
 
 

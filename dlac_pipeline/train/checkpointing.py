@@ -90,13 +90,13 @@ class Checkpointing:
         if applied is None:
             applied = self._restored_engine().step_applied()
         self._tracker.step_done(batch, applied=applied)
-        self._heartbeat.step_done(batch.step)
         self._memory.step_done()
         self._memory.wait_for_copy(lambda: self._policy.is_asked)
         report = self._policy.step_done(batch.step, in_background=self._manager.under_way)
         sync = self._step_syncs.step_done(batch.step, loss=loss, report=self._memory.report(report))
         if sync is not None:
             self._on_sync(sync)
+        self._heartbeat.step_done(batch.step)  # after the loss was read: an error of the device is one of these rows
         if self._memory.is_due(batch.step):
             self.receive_all()  # now, because a message may ask for a checkpoint
 

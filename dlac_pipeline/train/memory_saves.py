@@ -72,6 +72,8 @@ class MemorySaves:
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
         self._has_buddy = not communicator.is_on_one_node
         self._waits = spec.checkpoint.memory_waits
+        self._waited_for = 0
+        """Step of the last state whose copy was waited for. No copy is waited for twice."""
         self._longest_wait_s = spec.launch.hang_timeout_s / 2
         """A rank that waits for a copy shows no progress. The supervisor ends the wait before, if no copy succeeds."""
         self._failed = False
@@ -127,9 +129,10 @@ class MemorySaves:
         """
         if not (self._waits and self._number and self.is_due(self._attempt.step)):
             return
-        until = time.monotonic() + self._longest_wait_s
+        until = time.monotonic() + (self._longest_wait_s if self._saved_step != self._waited_for else 0.0)
         while not (self._is_copied() or self._failed or is_asked()) and time.monotonic() < until:
             time.sleep(_LOOK_S)
+        self._waited_for = self._saved_step
         if self._stepped_at is not None:
             self._stepped_at = self._due_at = time.monotonic()  # neither a step's time nor a state's
 
@@ -265,10 +268,9 @@ class MemorySaves:
         rank = self._communicator.rank
         with suppress(OSError):
             states.seal_file(slot, rank).unlink(missing_ok=True)
-            states.mark_copied(
-                slot.parent, self._communicator.first_rank_here, states.ALWAYS
-            )  # nobody waits for a copy
         self._free_files(slot)
+        with suppress(OSError):  # nobody waits for a copy any more. The mark needs some of the memory that was freed
+            states.mark_copied(slot.parent, self._communicator.first_rank_here, states.ALWAYS)
         if not self._failed:
             remedy = f"{_MORE_ROOM}; " if isinstance(failure, OSError) else ""
             problem = f"expected to keep states in {str(slot)!r}, found {failure}: {remedy}a restart reads the last checkpoint"

@@ -144,10 +144,13 @@ def test_wait_for_copy_ends(waiting: Rank, monkeypatch: pytest.MonkeyPatch) -> N
     """A stop request and a failure end it. So does its limit: the rank trains on, and leaves the state out."""
     assert waiting.wait(is_asked=True) < 1
     monkeypatch.setattr(waiting.saves, "_longest_wait_s", 0.2)
+    waiting.saves._waited_for = 0
     assert 0.2 <= waiting.wait() < 4
     assert waiting.step() == [1]
     monkeypatch.setattr(waiting.saves, "_longest_wait_s", 5.0)
     waiting.attempt.step = 1
+    assert waiting.wait() < 1, "no copy is waited for twice"
+    waiting.saves._waited_for = 0
     waiting.saves._give_up(states.slot_of(waiting.folder, 1), OSError("no room"))
     assert waiting.wait() < 1
     assert states.copied_step(waiting.folder, 0) == states.ALWAYS, "the other ranks of the node wait no more"

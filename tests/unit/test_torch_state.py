@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,10 @@ def _parts() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(4, 300)).mean().backward()
     optimizer.step()
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "plain": torch.nn.Linear(300, 300),
-        "own": _Keeps(),
-        "odd": _KeepsExtra(),
-    }
+    patched = torch.nn.Linear(300, 300)
+    vars(patched)["load_state_dict"] = partial(patched.load_state_dict, assign=True)
+    modules = {"model": model, "plain": torch.nn.Linear(300, 300), "odd": _KeepsExtra(), "patched": patched}
+    return {**modules, "optimizer": optimizer, "own": _Keeps()}
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
