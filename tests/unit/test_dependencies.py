@@ -51,6 +51,7 @@ PRIVATE_NAMES = {
     "python": {"_HANDLER", "_exit", "_forkserver", "_run_exitfuncs", "_shutdown"},
     "torch": {
         "_get_backend",
+        "_load_state_dict_pre_hooks",
         "_pc",
         "_pcontext",
         "_set_default_timeout",

@@ -93,7 +93,7 @@ def _only_copies(part: Any) -> bool:
         and not torch.__future__.get_swap_module_params_on_conversion()
         and all([getattr(type(each), name) for name in _LOADING] == expected for each in modules)
         and not any(name in vars(each) for each in modules for name in _LOADING)
-        and not any(each._load_state_dict_pre_hooks or each._load_state_dict_post_hooks for each in modules)
+        and not any(each._load_state_dict_pre_hooks for each in modules)
     )
 
 
