@@ -99,7 +99,8 @@ class Truth:
         check(state.step == step, "attempt {} starts at step {}, not {}", claim.fence.attempt, state.step, step)
         self._check_memory_kept(reading, claim, state)
         self._check_groups_live(reading, claim)
-        self._faults_before[nonce] = len(self._world.faults)
+        # a cut that is still there, and the attempt of its other side, belong to the faults of this attempt
+        self._faults_before[nonce] = len(self._world.faults) - any(self._world.side)
         if claim.memory is not None and self._is_held_twice(claim.memory):
             self.whole[nonce] = state.step
 
