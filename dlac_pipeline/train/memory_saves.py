@@ -269,7 +269,7 @@ class MemorySaves:
         with suppress(OSError):
             states.seal_file(slot, rank).unlink(missing_ok=True)
         self._free_files(slot)
-        with suppress(OSError):  # nobody waits for a copy any more. The mark needs some of the memory that was freed
+        with suppress(OSError):  # no rank waits for a copy then. The mark needs some of the freed memory
             states.mark_copied(slot.parent, self._communicator.first_rank_here, states.ALWAYS)
         if not self._failed:
             remedy = f"{_MORE_ROOM}; " if isinstance(failure, OSError) else ""

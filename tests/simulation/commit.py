@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tests.simulation.ledger import Reading, Refused, extend
 from tests.simulation.scheduler import Life, Process
-from tests.simulation.values import CheckpointRow, FinishRow, State, rows_of
+from tests.simulation.values import CheckpointRow, ClaimRow, FinishRow, State, rows_of
 from tests.simulation.world import Files, Node, World
 
 _VOTES = 12
@@ -24,6 +24,12 @@ class Stage:
     state: State
     parent: int
     """The head as the leader knows it."""
+
+    @classmethod
+    def of(cls, claim: ClaimRow, state: State, parent: int, *, quorum: int = 0) -> Stage:
+        """Return a state that the attempt of a claim has staged."""
+        fence = claim.fence
+        return cls(attempt=fence.attempt, nonce=fence.nonce, leg=claim.leg, quorum=quorum, state=state, parent=parent)
 
 
 def commit_checkpoint(world: World, node: Node, stage: Stage, ranks: list[Life]) -> Process[Reading]:

@@ -143,14 +143,7 @@ class OneNode:
         world, fence, is_due = self._world, self._claim.fence, group.head.state.step < LAST_STEP
         try:
             while is_due:
-                stage = Stage(
-                    attempt=fence.attempt,
-                    nonce=fence.nonce,
-                    leg=self._claim.leg,
-                    quorum=0,
-                    state=state,
-                    parent=group.head.checkpoint,
-                )
+                stage = Stage.of(self._claim, state, group.head.checkpoint)
                 try:
                     reading, is_due = (
                         (yield from commit_checkpoint(world, self._node, stage, [group.life] * _RANKS)),

@@ -85,14 +85,7 @@ class Attempt:
 
     def _checkpoint(self, state: State) -> Process[None]:
         world, fence, leader = self._world, self._claim.fence, self._ranks[0][0]
-        stage = Stage(
-            attempt=fence.attempt,
-            nonce=fence.nonce,
-            leg=self._claim.leg,
-            quorum=0,
-            state=state,
-            parent=self._head.checkpoint,
-        )
+        stage = Stage.of(self._claim, state, self._head.checkpoint)
         try:
             reading = yield from commit_checkpoint(world, leader, stage, [life for _, life in self._ranks])
             self._head = reading.head

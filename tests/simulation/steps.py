@@ -281,14 +281,7 @@ class Groups:
 
     def _checkpoint(self, group: Group, view: View, state: State) -> Process[None]:
         world, fence = self._world, view.claim.fence
-        stage = Stage(
-            attempt=fence.attempt,
-            nonce=fence.nonce,
-            leg=view.claim.leg,
-            quorum=group.quorum,
-            state=state,
-            parent=group.head.checkpoint,
-        )
+        stage = Stage.of(view.claim, state, group.head.checkpoint, quorum=group.quorum)
         try:
             if group.head.state.step < LAST_STEP:
                 reading = yield from commit_checkpoint(world, group.node, stage, [group.life] * _RANKS)
