@@ -57,7 +57,7 @@ mutants: setup  ## changed lines at the heart of the product, each of which its 
 soak: setup  ## the long campaigns
 	$(BIN)/pytest -m "slow or soak" --timeout 7200 --hypothesis-profile "new examples"
 
-soak-campaign: setup  ## 2 hours, 200 faults of mixed kinds; keeps its result, and writes docs/soak.md of it
+soak-campaign: setup  ## half an hour, 100 faults of mixed kinds; keeps its result, and writes docs/soak.md of it
 	$(BIN)/python -m benchmarks.soak --out benchmarks/results/measured/soak.json
 	$(BIN)/python -m benchmarks.soak --docs benchmarks/results/measured/soak.json
 

@@ -1,6 +1,6 @@
 """Faults of mixed kinds on runs that a real Dagster trains, until all are healed: `python -m benchmarks.soak [--quick]`.
 
-The default is 2 hours and 200 faults, which `--minutes` and `--faults` change. The same `--seed` chooses the same faults.
+The default is 30 minutes and 100 faults, which `--minutes` and `--faults` change. The same `--seed` chooses the same faults.
 `--out FILE` keeps the campaign as JSON, rewritten after every fault, and `--docs FILE` only makes docs/soak.md of such a
 file. It ends with status 1 once a fault is not healed in time, or at the end if a run is not exact or something is left over.
 """
@@ -39,8 +39,8 @@ _NEEDS_MOUNT = ("store full",)
 def main() -> int:
     """Run a campaign, or write its page, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--minutes", type=float, default=120.0, help="over which the faults are spread")
-    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=30.0, help="over which the faults are spread")
+    parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="every kind once, as fast as they are healed")
     parser.add_argument(
@@ -102,7 +102,7 @@ class Campaign:
             self._kept["runs"] = [one.to_json() for one in runs_of(self._lab, references)]
             self._kept["left"] = {**left, **left_of(self._lab)}
             self._kept["launch_folders"] = launches_of(self._lab)
-        except Exception as err:  # a failure must not lose two hours
+        except Exception as err:  # a failure must not lose the campaign
             traceback.print_exc()
             self._kept["failed"] = f"{type(err).__name__}: {err}"
         self._keep()
