@@ -14,10 +14,9 @@ STEPS = 60
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A run of replica groups that has ended."""
+class Journals:
+    """The journals of the ranks of a run of replica groups."""
 
-    launch: Launch
     entries: list[dict[str, Any]]
 
     @property
@@ -45,6 +44,13 @@ class Trained:
         return found
 
 
+@dataclass(frozen=True)
+class Trained(Journals):
+    """A run of replica groups that has ended."""
+
+    launch: Launch
+
+
 def launch_groups(campaign: Arena, run: str, *, replicas: int = 3, **changes: Any) -> Launch:
     """Start a run with replica groups."""
     settings = {"replicas": replicas, "world_size": 1, "steps": STEPS, **changes}
@@ -56,6 +62,11 @@ def train(campaign: Arena, run: str, **changes: Any) -> Trained:
     launch = launch_groups(campaign, run, **changes)
     assert launch.wait() == 0, launch.stderr + str(launch.events[-3:])
     assert launch.of("ended")[0]["ending"] == "finished"
+    return Trained(entries_of(campaign, run), launch)
+
+
+def entries_of(campaign: Arena, run: str) -> list[dict[str, Any]]:
+    """Return the lines of the journals of a run's ranks."""
     journals = (campaign.home / "journal").iterdir()  # also those of other tests
     paths = [path for path in journals if re.fullmatch(rf"{re.escape(run)}-\d+-\d+\.jsonl", path.name)]
-    return Trained(launch, [json.loads(line) for path in paths for line in path.read_text().splitlines()])
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]

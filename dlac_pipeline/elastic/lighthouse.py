@@ -42,8 +42,7 @@ class Lighthouse:
 
     def __init__(self, spec: JobSpec, folder: Path) -> None:
         """Raise `SpecInvalid` without torchft. `folder` is the launch folder."""
-        if find_spec("torchft") is None:
-            raise SpecInvalid("expected torchft for launch.replicas, found none: pip install 'dlac-pipeline[torchft]'")
+        check_torchft()
         self._spec, self._folder = spec, folder
         self._process: BaseProcess | None = None
         self._is_killed = False
@@ -75,7 +74,7 @@ class Lighthouse:
         had_started, was_killed = self.has_started, self._is_killed
         self.start()
         if not had_started:
-            within_s = _start_limit_s(self._spec)
+            within_s = start_limit_s(self._spec)
             ended = (
                 f"not started after {within_s:.0f} s" if was_killed else f"ended with exit status {process.exitcode}"
             )
@@ -94,7 +93,7 @@ class Lighthouse:
 
         The time of its start is the number of looks: this process makes none while it is suspended.
         """
-        silent, starting_s, starts_within_s = 0, 0.0, _start_limit_s(self._spec)
+        silent, starting_s, starts_within_s = 0, 0.0, start_limit_s(self._spec)
         while silent < 2 and starting_s < starts_within_s:
             if self._ended.wait(_LOOK_S) or self._process is not process:
                 return
@@ -102,13 +101,20 @@ class Lighthouse:
             if found is None or found.pid != process.pid:
                 starting_s += _LOOK_S
             else:
-                silent = 0 if _answers(found.address) else silent + 1
+                silent = 0 if answers(found.address) else silent + 1
         if self._process is process:
             self._is_killed = True
             process.kill()
 
 
-def _start_limit_s(spec: JobSpec) -> float:
+def check_torchft() -> None:
+    """Raise `SpecInvalid` without torchft."""
+    if find_spec("torchft") is None:
+        raise SpecInvalid("expected torchft for launch.replicas, found none: pip install 'dlac-pipeline[torchft]'")
+
+
+def start_limit_s(spec: JobSpec) -> float:
+    """Return the seconds within which a lighthouse starts."""
     return _START_SHARE * max(spec.launch.hang_timeout_s, spec.launch.start_timeout_s)
 
 
@@ -131,7 +137,7 @@ def address_of(server: Any) -> str:
     return f"http://{LOOPBACK}:{urlsplit(server.address()).port}"
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
     """Return whether a lighthouse answers in time. The system accepts connections for one that hangs."""
     # A proxy of the environment has no way to an address of this node.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -68,8 +68,8 @@ class AttemptMonitor:
     def record_rejoined(self, ranks: RankGroup, spec: JobSpec, nonce: str) -> None:
         """Have the replica groups recorded that take part in the attempt of `nonce` again."""
         for rejoined in ranks.find_rejoined() if isinstance(ranks, ReplicaRanks) else ():
-            build = partial(_recovery_of_group, spec, nonce, rejoined)
-            self._recorder.record(build, partial(_rejoined_event, rejoined), self._publish)
+            build = partial(recovery_of_group, spec, nonce, rejoined)
+            self._recorder.record(build, partial(rejoined_event, rejoined), self._publish)
 
 
 class Incident:
@@ -154,9 +154,9 @@ def replace_dead(ranks: RankGroup) -> Iterator[Event]:
         yield {"event": "group_died", "group": dead.group, **facts}
 
 
-def _recovery_of_group(spec: JobSpec, nonce: str, rejoined: Rejoined, lakehouse: Lakehouse) -> Recovery:
+def recovery_of_group(spec: JobSpec, nonce: str, rejoined: Rejoined, lakehouse: Lakehouse) -> Recovery:
     """Return the row of a replica group that takes part again in the attempt of `nonce`."""
-    replaced, heartbeat = rejoined.replaced, rejoined.heartbeat
+    heartbeat = rejoined.heartbeat
     rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
     claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
     started = heartbeat.spent.began
@@ -165,23 +165,24 @@ def _recovery_of_group(spec: JobSpec, nonce: str, rejoined: Rejoined, lakehouse:
         seq=claim.seq,
         attempt=claim.attempt,
         replaced_attempt=claim.attempt,
-        cause=f"group {replaced.group}: {replaced.exit}, while {replaced.doing}",
-        noticed_by="supervisor",
-        failed_at=datetime.fromtimestamp(replaced.failed_at, UTC),
+        cause=rejoined.cause,
+        noticed_by=rejoined.noticed_by,
+        failed_at=datetime.fromtimestamp(rejoined.failed_at, UTC),
         resumed_from=None,
         resumed_step=heartbeat.step,
-        rows_replayed=spec.order.batch_size if replaced.had_batch else 0,
-        detect_s=replaced.noticed_at - replaced.failed_at,
-        load_s=started - replaced.noticed_at,
+        rows_replayed=spec.order.batch_size if rejoined.had_batch else 0,
+        detect_s=rejoined.noticed_at - rejoined.failed_at,
+        load_s=started - rejoined.noticed_at,
         first_step_s=heartbeat.at - started,
-        total_s=heartbeat.at - replaced.failed_at,
+        total_s=heartbeat.at - rejoined.failed_at,
         outcome="rejoined",
     )
 
 
-def _rejoined_event(rejoined: Rejoined, recovery: Recovery) -> Event:
+def rejoined_event(rejoined: Rejoined, recovery: Recovery) -> Event:
+    """Return the event of that row."""
     facts = {"step": recovery.resumed_step, "took_s": recovery.total_s}
-    return {"event": "group_rejoined", "group": rejoined.replaced.group, **facts}
+    return {"event": "group_rejoined", "group": rejoined.group, **facts}
 
 
 def rows_replayed(

@@ -25,7 +25,8 @@ class Communicator:
         """`waits` counts the waits of reading for other ranks."""
         self.rank = rank
         self.world_size = world_size
-        self.is_first_of_node = world_size == 1 or int(os.environ.get("LOCAL_RANK", rank)) == first_rank()
+        # A supervisor numbers the ranks of all groups on a node, torchrun those of the group that it has started.
+        self.is_first_of_node = world_size == 1 or int(os.environ.get("LOCAL_RANK", rank)) in (0, first_rank())
         self.first_rank_here = 0 if world_size == 1 else rank - int(os.environ.get("LOCAL_RANK", rank))
         self.ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         """Number of ranks on this node, as the launcher says."""

@@ -26,7 +26,7 @@ from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.startup import LAUNCHED_VARIABLE
 
 _log = logging.getLogger(__name__)
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 """A variable of torchrun: how many times it has started the ranks again."""
 
 
@@ -48,7 +48,7 @@ class OwnRecoveries:
                 Ledger(self._lakehouse).rows(self._spec.run, kinds=(ClaimRow, CheckpointRow)),
                 point.replaces,
                 # torchrun detects a dead rank, otherwise an operator starts the ranks again
-                noticed_by="torchrun" if os.environ.get(_RESTARTS, "0") != "0" else OPERATOR,
+                noticed_by="torchrun" if os.environ.get(RESTARTS_VARIABLE, "0") != "0" else OPERATOR,
                 noticed_at=psutil.Process().create_time(),
                 launched_at=claimed_at,
                 stopped_at=claimed_at,

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,15 +33,22 @@ LAUNCHED_VARIABLE = "LOCAL_RANK"
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
     """Return the job spec of the launch folder, or the named one with this number of ranks. Raise `SpecInvalid` without one."""
     if folder is not None:
-        return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
+        return spec_of(folder)
     if spec is None:
         raise SpecInvalid(
             'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
         )
     read = read_spec(Path(spec)).resolved(home_folder())
     world_size = os.environ.get("WORLD_SIZE", "1")
+    if read.launch.replicas:
+        return read
     raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
     return parse_spec(raw, origin=f"the job spec under WORLD_SIZE={world_size}")
+
+
+def spec_of(folder: Path) -> JobSpec:
+    """Return the job spec of a launch folder."""
+    return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
 
 
 def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
@@ -66,6 +74,19 @@ def claim_run(
     `held` keeps the run's lock, and rank 0's watch of the ledger: if an older backup replaces the catalog, it logs that, and the
     next commit fails. Raise a `DlacError`: on rank 0 the cause, on the other ranks that rank 0 failed.
     """
+
+    def claim() -> str:
+        check_listeners(spec.listeners)
+        held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
+        point = claim_now(plans, spec, from_memory=communicator.is_on_one_node)
+        held.callback(LedgerWatch(plans.lakehouse).close)
+        return point.to_json()
+
+    return ResumePoint.from_json(decide_on_first(communicator, spec, claim))
+
+
+def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[[], str]) -> str:
+    """Return what rank 0 decides of the run, once its checkpoint store is checked. Collective. Raises as `claim_run`."""
     tree = communicator.tree
     with failing_together(tree, doing="looking at the checkpoint store"):
         if communicator.is_first_of_node:
@@ -73,30 +94,32 @@ def claim_run(
     answer = None
     if tree.rank == 0:
         try:
-            check_listeners(spec.listeners)
-            held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
-            nonce = new_nonce()
-            folder = str(own_folder(spec, nonce) or "")
-            request = ClaimRequest(
-                nonce=nonce,
-                options=ResumeOptions(repin=True),
-                launch_folder=folder,
-                from_memory=communicator.is_on_one_node,
-            )
-            answer = claim_and_verify(plans, spec, request).to_json()
+            answer = decide()
         except DlacError as err:
             tree.broadcast(json.dumps({"error": str(err)}).encode())
             raise
-        held.callback(LedgerWatch(plans.lakehouse).close)
-    received = json.loads(tree.broadcast(None if answer is None else answer.encode()))
-    if "error" in received:
-        raise TrainingFailed(f"rank 0 could not take over the run: {received['error']}")
-    return ResumePoint(**received)
+    received = tree.broadcast(None if answer is None else answer.encode()).decode()
+    if "error" in json.loads(received):
+        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(received)['error']}")
+    return received
+
+
+def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool) -> ResumePoint:
+    """Claim the run, whose lock this process has. Raises as `claim_and_verify`."""
+    nonce = new_nonce()
+    request = ClaimRequest(
+        nonce=nonce,
+        options=ResumeOptions(repin=True),
+        launch_folder=str(own_folder(spec, nonce) or ""),
+        from_memory=from_memory,
+    )
+    return claim_and_verify(plans, spec, request)
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:
     """Return the launch folder of ranks that another launcher started, on their own node, or None without a launcher."""
-    return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if LAUNCHED_VARIABLE in os.environ else None
+    has_folder = LAUNCHED_VARIABLE in os.environ or spec.launch.replicas
+    return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if has_folder else None
 
 
 def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
@@ -105,6 +128,6 @@ def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
     if folder is not None:
         with storing(folder):
             make_below(folder.parent, folder)
-        if os.environ[LAUNCHED_VARIABLE] == "0":
+        if os.environ.get(LAUNCHED_VARIABLE, "0") == "0":
             forget_launches(folder.parent, keep=KEEP_LAUNCHES)
     return folder

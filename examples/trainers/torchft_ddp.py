@@ -6,7 +6,7 @@ import torch
 
 import dlac_pipeline as dlac
 
-with dlac.training_run() as run:
+with dlac.training_run("replicas.toml") as run:
     model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     state = dlac.TorchFTState(model=model, optimizer=optimizer)

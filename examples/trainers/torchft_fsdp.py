@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dlac_pipeline as dlac
 
-with dlac.training_run() as run:  # joins the process group of this replica group
+with dlac.training_run("sharded_replicas.toml") as run:  # joins the process group of this replica group
     model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
     for layer in (model[0], model[2], model):
         fully_shard(layer)  # over the ranks of the group

@@ -414,7 +414,7 @@ def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
     dcp_folder(arena.home / "foreign")
     foreign = foreign_checkpoint(arena.home / "foreign")
 
-    def behind_another(*given: Any, **how: Any) -> AbstractContextManager[None]:
+    def behind_another(*given: Any, **how: Any) -> AbstractContextManager[int]:
         arena.monkeypatch.setattr("dlac_pipeline.operations.fork.run_lock", run_lock)
         adopt_checkpoint(arena.lakehouse, spec, foreign)
         return run_lock(*given, **how)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
 import threading
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 from tenacity import RetryCallState
 
+from dlac_pipeline.elastic.ranks.replicas import lock_at_once
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import name_holder, run_lock, share_run_lock
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:
@@ -132,3 +134,26 @@ def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.Mon
     assert len(refused) == 1
     assert "database is locked" in refused[0]
     assert [row.attempt for row in arena.rows("told", ClaimRow)] == [1]
+
+
+def test_shared_lock_refuses_launches_until_all_have_left(store: str) -> None:
+    """Replica groups share the lock. It names a process that lives, whoever has left."""
+    with run_lock(store, "r1", wait_s=0, takeover=False) as alone:
+        assert share_run_lock(store, "r1") is None
+        assert lock_at_once(alone, fcntl.LOCK_SH)
+        other = share_run_lock(store, "r1")
+    assert other is not None
+    with pytest.raises(RunBusy), run_lock(store, "r1", wait_s=0, takeover=False):
+        pass
+    path = Path(store) / "r1" / "launch.lock"
+    path.write_text("999999999")  # no process has this number
+    name_holder(other)
+    assert path.read_text() == str(os.getpid())
+    path.write_text("1")
+    name_holder(other)
+    assert path.read_text() == "1"
+    with run_lock(store, "r1", wait_s=0, takeover=True):
+        assert share_run_lock(store, "r1") is None  # the path leads to the lock of the takeover
+    os.close(other)
+    with run_lock(store, "r1", wait_s=0, takeover=False):
+        pass

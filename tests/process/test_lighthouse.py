@@ -36,7 +36,7 @@ def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
         wait_until(lambda: read_lighthouse(tmp_path) != first, what="the next lighthouse")
         second = read_lighthouse(tmp_path)
         assert second is not None
-        assert lighthouse._answers(second.address)
+        assert lighthouse.answers(second.address)
         assert not psutil.pid_exists(first.pid)
     finally:
         served.end()
@@ -66,4 +66,4 @@ def test_lighthouse_is_asked_without_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(urllib.request, "_opener", None)  # it has the proxies of the first call
-        assert lighthouse._answers(address)
+        assert lighthouse.answers(address)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torchft
+import yaml
 from torch.distributed.fsdp import fully_shard
 
 import dlac_pipeline as dlac
@@ -36,7 +37,16 @@ from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.train.replicas.peers import StateServer
 
-REJOINS = REJOINS_VARIABLE in os.environ
+REJOINS = REJOINS_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def launch_folder() -> Path:
+    """Return the launch folder. Under torchrun the run's folder names it."""
+    if "DLAC_LAUNCH" in os.environ:
+        return Path(os.environ["DLAC_LAUNCH"])
+    spec = yaml.safe_load(Path(os.environ["JOB_SPEC"]).read_text())
+    run_folder = Path(spec["checkpoint"]["local"], spec["run"])
+    return run_folder / (run_folder / "launch-of-groups").read_text()
 
 
 def die() -> None:
@@ -72,7 +82,7 @@ class DyingState(dlac.TorchFTState):
 def first_to_claim(name: str) -> bool:
     """Return True in one process of the run."""
     try:
-        (Path(os.environ["DLAC_LAUNCH"]) / f"claimed-{name}").touch(exist_ok=False)
+        (launch_folder() / f"claimed-{name}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -122,7 +132,7 @@ def die_recorded() -> None:
 
 def kill_lighthouse() -> None:
     """Kill the lighthouse."""
-    lighthouse = read_lighthouse(Path(os.environ["DLAC_LAUNCH"]))
+    lighthouse = read_lighthouse(launch_folder())
     assert lighthouse is not None
     os.kill(lighthouse.pid, signal.SIGKILL)
 
@@ -139,8 +149,7 @@ def fail_before_forward(run: dlac.TrainingRun, step: int) -> None:
 
 def wait_for(rank: int, ready: Callable[[RankHeartbeat], bool]) -> None:
     """Wait for a heartbeat of a rank."""
-    folder = Path(os.environ["DLAC_LAUNCH"])
-    while (found := read_heartbeat(folder, rank)) is None or not ready(found):
+    while (found := read_heartbeat(launch_folder(), rank)) is None or not ready(found):
         time.sleep(0.01)
 
 
@@ -174,7 +183,7 @@ def train(run: dlac.TrainingRun) -> None:
     if REJOINS and "darkens" in params and first_to_claim("darkens"):
         kill_lighthouse()
     awaited, at = (int(each) for each in params.get("awaits", "-1:-1").split(":"))
-    third = REJOINS and (Path(os.environ["DLAC_LAUNCH"]) / "claimed-again").exists()
+    third = REJOINS and (launch_folder() / "claimed-again").exists()
     at += 30 * third  # of a group that has died again
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
         other = (awaited + run.spec.launch.ranks_per_replica) % run.spec.launch.world_size
@@ -211,7 +220,7 @@ def train(run: dlac.TrainingRun) -> None:
 
 
 if __name__ == "__main__":
-    with dlac.training_run() as the_run:
+    with dlac.training_run(os.environ.get("JOB_SPEC")) as the_run:
         if is_now(the_run, "dies_starting", 0):
             die()
         train(the_run)

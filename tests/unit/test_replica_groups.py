@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
 from dlac_pipeline.checkpoint.step_sync import StepSync
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, is_dead, mark_dead, write_lighthouse, write_reached
-from dlac_pipeline.lakehouse.errors import CursorMismatch, ScriptInvalid
+from dlac_pipeline.elastic.ranks.replicas import (
+    has_held,
+    has_reached,
+    hold_group,
+    is_dead,
+    is_held,
+    mark_dead,
+    write_lighthouse,
+    write_reached,
+)
+from dlac_pipeline.lakehouse.errors import CursorMismatch, RunBusy, ScriptInvalid, TrainingFailed
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
@@ -101,10 +111,10 @@ class Manager:
         return 2
 
 
-def group_of(folder: Path, number: int = 0, **inner: Any) -> ReplicaGroup:
+def group_of(folder: Path, number: int = 0, *, rejoins: bool = False, **inner: Any) -> ReplicaGroup:
     """Return one of two groups, of one rank, that has reached the lighthouse. `inner` replaces what it is made of."""
     communicator: Any = SimpleNamespace(rank=0, world_size=1, add=lambda numbers: None)
-    group = ReplicaGroup(number, 2, folder, communicator, limit_s=10)
+    group = ReplicaGroup(number, 2, folder, communicator, rejoins=rejoins, limit_s=10)
     vars(group).update(_lighthouse=LIGHTHOUSE, _peers=SimpleNamespace(meeting="q", drop=lambda works: None), **inner)
     write_lighthouse(folder, LIGHTHOUSE)
     return group
@@ -153,10 +163,9 @@ def test_second_reduction_of_batch_is_refused(tmp_path: Path) -> None:
         group.reduce([torch.ones(3)], torch.tensor(1.0))
 
 
-def test_newcomer_waits_for_group_with_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newcomer_waits_for_group_with_state(tmp_path: Path) -> None:
     """A quorum without a group that has the state would be its end."""
-    monkeypatch.setenv(REJOINS_VARIABLE, "1")
-    newcomer = group_of(tmp_path, _step=-1)
+    newcomer = group_of(tmp_path, rejoins=True, _step=-1)
     write_reached(tmp_path, 0, LIGHTHOUSE)  # its dead process
     waiting = threading.Thread(target=vars(ReplicaGroup)["_wait_for_peers"], args=(newcomer,))
     waiting.start()
@@ -350,3 +359,41 @@ def test_reductions_of_step_follow_each_other(tmp_path: Path, monkeypatch: pytes
     gradients = [torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]
     assert group.reduce(gradients, torch.tensor(1.0)) is not fails
     assert done == ["torch.float32", *([] if fails else ["torch.bfloat16", "torch.float64"])]
+
+
+def test_group_without_supervisor_lives_while_it_holds_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peers wait neither for it nor for its lighthouse once it is dead. Its number is of one process."""
+    assert not has_held(tmp_path, 1)
+    held = hold_group(tmp_path, 1)
+    write_reached(tmp_path, 1, LIGHTHOUSE)
+    assert has_held(tmp_path, 1)
+    assert is_held(tmp_path, 1)
+    assert has_reached(tmp_path, 1, LIGHTHOUSE)
+    assert not is_dead(tmp_path, 1)
+    monkeypatch.setattr("dlac_pipeline.elastic.ranks.replicas._HELD_WITHIN_S", 0.1)
+    with pytest.raises(RunBusy, match=rf"REPLICA_GROUP_ID=1, found another one alive \(process {os.getpid()}\)"):
+        hold_group(tmp_path, 1)
+    os.close(held)
+    assert has_held(tmp_path, 1)
+    assert not is_held(tmp_path, 1)
+    assert not has_reached(tmp_path, 1, LIGHTHOUSE)
+    assert is_dead(tmp_path, 1)
+    os.close(hold_group(tmp_path, 1))
+
+
+def test_newcomer_leaves_if_nobody_has_the_state(tmp_path: Path) -> None:
+    """It would wait for its time limit, and its torchrun can start it again at once."""
+    newcomer = group_of(tmp_path, rejoins=True, _step=-1)
+    newcomer.is_abandoned = lambda: True
+    with pytest.raises(TrainingFailed, match="group 0 cannot rejoin"):
+        vars(ReplicaGroup)["_wait_for_peers"](newcomer)
+
+
+def test_missing_lighthouse_has_a_limit(tmp_path: Path) -> None:
+    """The error says where its log is."""
+    group = group_of(tmp_path, _limit_s=0.1)
+    (tmp_path / "lighthouse.json").unlink()
+    with pytest.raises(TrainingFailed, match=rf"found none after 0 s: its log is in {tmp_path}"):
+        vars(ReplicaGroup)["_await_lighthouse"](group)

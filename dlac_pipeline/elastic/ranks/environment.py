@@ -22,14 +22,18 @@ torchft would log each step."""
 _LOCK = threading.RLock()
 
 
-def environment_of(spec: JobSpec) -> dict[str, str]:
-    """Return the environment that all ranks of a job on this node share."""
+def defaults_of(spec: JobSpec) -> dict[str, str]:
+    """Return the variables of all ranks of a job on this node, where nobody has set them."""
     # Ranks that all are on one node talk through loopback, where no other node reaches them.
     loopback = interface_of(LOOPBACK) if spec.launch.max_nodes == 1 else ""
     alone = {GLOO_INTERFACE: loopback, NCCL_INTERFACE: loopback} if loopback else {}
     groups = REPLICA_SETTINGS if spec.launch.replicas else GROUP_SETTINGS
-    defaults = {**ALLOCATOR_SETTINGS, **groups, **alone, "OMP_NUM_THREADS": "1"}
-    return {**defaults, **os.environ, **spec.launch.env, RUN_VARIABLE: spec.run}
+    return {**ALLOCATOR_SETTINGS, **groups, **alone, "OMP_NUM_THREADS": "1"}
+
+
+def environment_of(spec: JobSpec) -> dict[str, str]:
+    """Return the environment that all ranks of a job on this node share."""
+    return {**defaults_of(spec), **os.environ, **spec.launch.env, RUN_VARIABLE: spec.run}
 
 
 def environment_of_attempt(spec: JobSpec, share: Share, folder: Path) -> dict[str, str]:

@@ -1,17 +1,22 @@
 """Replica groups as their ranks and the supervisor know them: variables, the lighthouse, and the groups that have reached it."""
 
+import fcntl
 import json
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 GROUP_VARIABLE = "DLAC_REPLICA_GROUP"
 """Variable with the number of the replica group. RANK and WORLD_SIZE are those within the group."""
 REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
+OWN_GROUP_VARIABLE = "REPLICA_GROUP_ID"
+"""Variable with the number of the replica group without a supervisor. torchft has named it."""
 
 HANG_MARGIN_S = 60.0
 """Seconds for which groups wait for a hung one beyond the moment at which the supervisor kills it, if it runs."""
@@ -20,6 +25,10 @@ HANG_MARGIN_S = 60.0
 def limit_s(launch: LaunchSpec) -> float:
     """Return the seconds for which groups wait for each other. One that is present may still load the state of a peer."""
     return max(launch.hang_timeout_s, launch.start_timeout_s) + HANG_MARGIN_S
+
+
+_HELD_WITHIN_S = 10.0
+_POLL_S = 0.02
 
 
 def first_rank() -> int:
@@ -58,7 +67,7 @@ def write_reached(folder: Path, group: int, address: str) -> None:
 def has_reached(folder: Path, group: int, address: str) -> bool:
     """Return True if a replica group has reached this lighthouse, and no other one since."""
     with suppress(FileNotFoundError):
-        return _reached_file(folder, group).read_text() == address
+        return _reached_file(folder, group).read_text() == address and not _has_left(folder, group)
     return False
 
 
@@ -70,7 +79,61 @@ def mark_dead(folder: Path, group: int) -> None:
 
 def is_dead(folder: Path, group: int) -> bool:
     """Return True if a replica group has died, and no new process of it has met the others."""
-    return _dead_file(folder, group).exists()
+    return _dead_file(folder, group).exists() or _has_left(folder, group)
+
+
+def has_held(folder: Path, group: int) -> bool:
+    """Return True if a process of a replica group has had `hold_group` in this launch."""
+    return _held_file(folder, group).exists()
+
+
+def hold_group(folder: Path, group: int) -> int:
+    """Lock a replica group for this process, its first rank, until it ends. Return the descriptor.
+
+    Only groups without a supervisor do. Raise `RunBusy` if another process keeps the lock: a dead one lets go within moments.
+    """
+    descriptor = os.open(_held_file(folder, group), os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + _HELD_WITHIN_S
+    while not lock_at_once(descriptor, fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            holder = os.pread(descriptor, 20, 0).decode()
+            os.close(descriptor)
+            raise RunBusy(
+                f"expected one process with {OWN_GROUP_VARIABLE}={group}, found another one alive (process {holder}): give each "
+                "group a number of its own, from 0 on"
+            )
+        time.sleep(_POLL_S)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+def is_held(folder: Path, group: int) -> bool:
+    """Return True while the process lives that has locked a replica group."""
+    return has_held(folder, group) and not _has_left(folder, group)
+
+
+def lock_at_once(descriptor: int, kind: int) -> bool:
+    """Lock an opened file, `LOCK_EX` alone or `LOCK_SH` with others. Return False if others do not let it."""
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _has_left(folder: Path, group: int) -> bool:
+    """Return True if the process has ended that had locked a replica group."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(_held_file(folder, group), os.O_RDONLY)
+        try:
+            return lock_at_once(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _held_file(folder: Path, group: int) -> Path:
+    return folder / f"group-{group:05d}.lock"
 
 
 def _lighthouse_file(folder: Path) -> Path:

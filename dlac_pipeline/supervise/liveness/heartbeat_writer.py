@@ -15,7 +15,8 @@ from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Ran
 class HeartbeatWriter:
     """Writer of the heartbeat of one rank in its launch folder, if any."""
 
-    def __init__(self, folder: Path | None, rank: int, waits: Waits | None = None) -> None:
+    def __init__(self, folder: Path | None, rank: int, waits: Waits | None = None, *, rows: int = 0) -> None:
+        """`rows`: those that dead processes of this rank had worked on in the same attempt."""
         self._writer = HeartbeatFile(folder, rank)
         self.waits = waits or Waits()
         """Waits of reading for other ranks."""
@@ -23,7 +24,7 @@ class HeartbeatWriter:
         self._phase = Phase.STARTING
         self._since = self._forward_s = 0.0
         self._rows_in_hand = 0
-        self._spent = Spent()
+        self._spent = Spent(rows=rows)
         self._descriptor: int | None = None
         if folder is not None:
             self._descriptor = os.open(in_hand_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from dlac_pipeline.checkpoint.store import storing
+from dlac_pipeline.elastic.ranks.replicas import lock_at_once
 from dlac_pipeline.lakehouse.durable_io import temporary_beside
 from dlac_pipeline.lakehouse.errors import RunBusy
 
@@ -29,8 +32,9 @@ def run_lock(
     takeover: bool,
     may_replace: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
-) -> Iterator[None]:
-    """Hold the run's lock. Wait up to `wait_s` for another holder to exit, then replace its lock (`takeover`) or raise `RunBusy`.
+) -> Iterator[int]:
+    """Hold the run's lock, and yield its descriptor. Wait up to `wait_s` for another holder to exit, then replace its lock
+    (`takeover`) or raise `RunBusy`.
 
     The lock is in the run's folder, which `Tiers.check_writable` has made. `may_replace` is called before the lock of a live
     launch is replaced, and raises to refuse. Once `stop` is set, the call neither waits nor replaces a lock.
@@ -48,9 +52,27 @@ def run_lock(
             "it, stop it, or take the run over with --takeover, which fences it off"
         )
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def share_run_lock(local: str, run: str) -> int | None:
+    """Return a descriptor that has the run's lock together with others that share it, or None if one holds it alone."""
+    path = lock_path(local, run)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    if lock_at_once(descriptor, fcntl.LOCK_SH) and _is(path, descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def name_holder(descriptor: int) -> None:
+    """Write this process's id into a shared lock if the process in it has ended: tools look at that process."""
+    with suppress(ValueError):
+        if psutil.pid_exists(int(os.pread(descriptor, 20, 0))):
+            return
+    _write_id(descriptor)
 
 
 def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
@@ -76,12 +98,15 @@ def _replace(path: Path) -> int:
 
 def _lock(descriptor: int) -> bool:
     """Lock a file and write this process's id into it. Return False if another process holds its lock."""
-    with suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        return True
-    return False
+    if not lock_at_once(descriptor, fcntl.LOCK_EX):
+        return False
+    _write_id(descriptor)
+    return True
+
+
+def _write_id(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
 
 
 def _is(path: Path, descriptor: int) -> bool:

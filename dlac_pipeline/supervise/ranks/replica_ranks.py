@@ -42,11 +42,18 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejoined:
-    """A replica group that takes part again."""
+    """A replica group that takes part again. Moments are in seconds since the epoch."""
 
-    replaced: Replacement
+    group: int
+    cause: str
+    noticed_by: str
+    failed_at: float
+    """Moment of the dead process's last heartbeat."""
+    noticed_at: float
+    had_batch: bool
+    """True if it died with a batch, which was read again."""
     heartbeat: RankHeartbeat
-    """Heartbeat of its first rank after a finished step."""
+    """Heartbeat of the group's first rank after a finished step."""
 
 
 class ReplicaRanks(RankGroup):
@@ -186,7 +193,18 @@ class ReplicaRanks(RankGroup):
         for group, replaced in list(self._replacements.items()):
             heartbeat = read_heartbeat(self.folder, group * self._size)
             if heartbeat is not None and heartbeat.at > replaced.noticed_at and heartbeat.spent.rows:
-                found.append(Rejoined(replaced=self._replacements.pop(group), heartbeat=heartbeat))
+                del self._replacements[group]
+                found.append(
+                    Rejoined(
+                        group=group,
+                        cause=f"group {group}: {replaced.exit}, while {replaced.doing}",
+                        noticed_by="supervisor",
+                        failed_at=replaced.failed_at,
+                        noticed_at=replaced.noticed_at,
+                        had_batch=replaced.had_batch,
+                        heartbeat=heartbeat,
+                    )
+                )
         return found
 
     def _ranks_of(self, group: int) -> range:

@@ -5,7 +5,6 @@ In: the state of the group, and the gradients of a step. Out: the group's share 
 
 import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.process_group import serve_store
 from dlac_pipeline.elastic.ranks.replicas import (
     HANG_MARGIN_S,
-    REJOINS_VARIABLE,
+    LighthouseProcess,
     has_reached,
     is_dead,
     read_lighthouse,
@@ -85,14 +84,20 @@ class State(Protocol):
 class ReplicaGroup:
     """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
 
-    def __init__(self, number: int, groups: int, folder: Path, communicator: Communicator, *, limit_s: float) -> None:
+    def __init__(
+        self, number: int, groups: int, folder: Path, communicator: Communicator, *, rejoins: bool, limit_s: float
+    ) -> None:
         """`number` is that of the group, of `groups` that there can be. `folder` is the launch folder.
 
         `communicator` has the ranks of the group. `limit_s` is that of a collective, in which peers wait for a newcomer.
         """
         self.number = number
-        self.rejoins = REJOINS_VARIABLE in os.environ
+        self.rejoins = rejoins
         """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
+        self.on_state: Callable[[], None] = lambda: None
+        """Called on the first rank each time that the group, with the state, has met its peers at a lighthouse."""
+        self.is_abandoned: Callable[[], bool] = lambda: False
+        """Returns True if no group has the state any more. A supervisor notices that itself."""
         self.report: Callable[[], RankReport] = RankReport
         """Returns this rank's own report."""
         self.head_step = 0
@@ -180,13 +185,16 @@ class ReplicaGroup:
                     )
                 self._drop(())
             elif self._manager.current_step() == _NO_STATE:
-                raise TrainingFailed(
-                    f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
-                )
+                raise self._no_state()
             else:
                 self.share = (self._manager.participating_rank(), self._manager.num_participants())
                 self.has_met = self.has_peers = True
                 self._announce()
+
+    def _no_state(self) -> TrainingFailed:
+        return TrainingFailed(
+            f"expected another replica group with the state of the run, found none: group {self.number} cannot rejoin"
+        )
 
     def _error(self) -> object:
         """Return the error of this rank since the last quorum."""
@@ -203,8 +211,7 @@ class ReplicaGroup:
             self._step = _NO_STATE if self.rejoins else self._state.step
         port = 0
         if self._is_first:
-            while (found := read_lighthouse(self._folder)) is None:
-                time.sleep(_LOOK_S)
+            found = self._await_lighthouse()
             self._lighthouse, self._store = found.address, serve_store(LOOPBACK, 0)
             port = self._try_to_make_manager(self._state, self._store.port) * self._store.port
         answer = self._communicator.tree.broadcast(json.dumps([self._lighthouse, port]).encode())
@@ -219,9 +226,21 @@ class ReplicaGroup:
             self._wait_for_peers()
         return True
 
+    def _await_lighthouse(self) -> LighthouseProcess:
+        deadline = time.monotonic() + self._limit_s
+        while (found := read_lighthouse(self._folder)) is None:
+            if time.monotonic() > deadline:
+                raise TrainingFailed(
+                    f"expected a lighthouse of the replica groups, found none after {self._limit_s:.0f} s: its log is in "
+                    f"{self._folder}, or that of the fork server above it"
+                )
+            time.sleep(_LOOK_S)
+        return found
+
     def _announce(self) -> None:
         """Let the other groups know that this one has the state, and has reached its lighthouse."""
         if self._is_first and self._reached != self._lighthouse:
+            self.on_state()
             write_reached(self._folder, self.number, self._lighthouse)
             self._reached = self._lighthouse
 
@@ -233,6 +252,8 @@ class ReplicaGroup:
         if self._step == _NO_STATE:
             others = [each for each in range(self._groups) if each != self.number]
             while not any(map(self._has_reached, others)) and self._may_wait(deadline):
+                if self.is_abandoned():
+                    raise self._no_state()
                 time.sleep(_LOOK_S)
             return
         awaited = set(self._awaited)

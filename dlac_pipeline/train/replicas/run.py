@@ -4,6 +4,7 @@ Made by `training_run()` if the job spec has `launch.replicas`. One step is: a q
 script's `state.reduce(loss)`, and `run.step_done(loss)`. A step that did not commit leaves no trace, and its batch is read again.
 """
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -14,18 +15,20 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.elastic.ranks.replicas import limit_s
-from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid, TrainingFailed
+from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, limit_s
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import groups_of_slots, slots_of
 from dlac_pipeline.read.share_reader import Share, ShareReader
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.heartbeat import Phase
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
 from dlac_pipeline.train.replicas.group import ReplicaGroup
+from dlac_pipeline.train.replicas.own_launch import OwnLaunch, take_own_group
 from dlac_pipeline.train.training_run import TrainingRun
 
 
@@ -33,11 +36,11 @@ class ReplicaRun(TrainingRun):
     """One rank of a replica group of one attempt. `rank` is its number among the ranks of all groups."""
 
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
-        """Join the run, for `training_run`. Raise `SpecInvalid` without a supervisor."""
+        """Join the run, for `training_run`. Without a supervisor, raises as `take_own_group` and `OwnLaunch`."""
         if folder is None:
-            raise SpecInvalid(
-                "expected `dlac train` to start the replica groups of launch.replicas, found another launcher: leave replicas out"
-            )
+            take_own_group(spec)
+        self._own: OwnLaunch | None = None
+        """The launch, without a supervisor."""
         super().__init__(folder, spec, takeover=takeover, held=held)
 
     def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
@@ -52,6 +55,8 @@ class ReplicaRun(TrainingRun):
         self._attempt.tracker.groups = self._attempt.reader.groups
         due = super().record_step(loss, applied=applied)
         self._replica.committed()
+        if self._own is not None and self._communicator.rank == 0:
+            self._own.record_rejoined(self._lakehouse, self._heartbeat.now(Phase.TRAINING), self._events)
         return due
 
     def close(self) -> None:
@@ -59,18 +64,38 @@ class ReplicaRun(TrainingRun):
         self._group.close()
         super().close()
 
+    def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
+        """Claim the run without a supervisor, or join the groups that train it."""
+        began = time.time()
+        self._own = own = OwnLaunch(self._plans, self.spec, self._communicator, takeover=takeover, held=held)
+        self.resume_point = own.point
+        last = read_heartbeat(own.folder, self.rank)
+        self._heartbeat.close()
+        rows = 0 if last is None else last.spent.rows
+        self._heartbeat = HeartbeatWriter(own.folder, self.rank, self._heartbeat.waits, rows=rows)
+        if own.claimed and self._communicator.rank == 0:
+            self._events.open(own.folder)
+            self._recoveries.begin(own.point, claimed_at=began)
+
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
-        spec, launch = self.spec, self.spec.launch
+        spec, launch, own = self.spec, self.spec.launch, self._own
         self._has_finished = False
         """True once everything is committed."""
-        assert self._folder is not None, "a supervisor started this rank"
+        folder = self._folder if own is None else own.folder
+        assert folder is not None, "a supervisor started this rank"
+        self._launch_folder = folder
         communicator, number = self._communicator, self.rank // launch.ranks_per_replica
-        self._group = ReplicaGroup(number, launch.replicas, self._folder, communicator, limit_s=limit_s(launch))
+        rejoins = REJOINS_VARIABLE in os.environ if own is None else own.rejoins
+        self._group = ReplicaGroup(
+            number, launch.replicas, folder, communicator, rejoins=rejoins, limit_s=limit_s(launch)
+        )
+        if own is not None:
+            self._group.on_state, self._group.is_abandoned = own.hold, own.is_abandoned
         self._group.head_step = self.resume_point.step
         self._group.report = lambda: self._policy.report(in_background=self._attempt.manager.under_way)
         communicator.step_syncs = GroupSyncs(self._group)
         token = communicator.tree.broadcast(secrets.token_hex(2).encode()).decode()
-        self._events.open(self._folder if self._group.commits and not self._group.rejoins else None)
+        self._events.open(self._launch_folder if self._group.commits and not self._group.rejoins else None)
         attempt = open_attempt(
             spec,
             self._plans,
@@ -89,9 +114,9 @@ class ReplicaRun(TrainingRun):
         if event["event"] != "checkpoint":
             self._events.write(event)
             return
-        self._events.open(self._folder)
+        self._events.open(self._launch_folder)
         self._events.write(event)
-        self._events.open(self._folder if self._group.commits else None)
+        self._events.open(self._launch_folder if self._group.commits else None)
 
     def _next_share(self) -> tuple[int, Share] | None:
         """Form the next quorum. Return the step that follows, and this rank's share of it. None: the groups have ended."""
@@ -106,7 +131,7 @@ class ReplicaRun(TrainingRun):
         self._group.meet()
         self._note(Phase.TRAINING)
         self._heartbeat.waits.seconds += time.monotonic() - began
-        self._events.open(self._folder if self._group.commits else None)
+        self._events.open(self._launch_folder if self._group.commits else None)
 
     def _note(self, phase: Phase) -> None:
         """Note a phase. One that has committed everything is past all: the supervisor then needs no other group."""
