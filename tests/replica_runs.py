@@ -29,10 +29,14 @@ class Journals:
                     each
                     for each in self.entries
                     if (each["event"], each["step"], each["ranks"]) == ("share", entry["step"], entry["ranks"])
+                    and each["at"] < entry["at"]
                 ]
                 latest = {each["rank"]: each for each in sorted(shares, key=lambda each: each["at"])}
-                assert len(latest) == entry["ranks"], f"step {entry['step']}: the shares of ranks {sorted(latest)}"
-                steps[entry["step"]] = [row for rank in sorted(latest) for row in latest[rank]["rows"]]
+                tried = sorted(latest.values(), key=lambda each: each["at"])[-entry["ranks"] :]
+                assert len(tried) == entry["ranks"], f"step {entry['step']}: the shares of ranks {sorted(latest)}"
+                steps[entry["step"]] = [
+                    row for each in sorted(tried, key=lambda each: each["rank"]) for row in each["rows"]
+                ]
         return steps
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +86,11 @@ class Groups:
     def wait_for_step(self, step: int) -> None:
         """Wait until a group has committed a step."""
         wait_until(lambda: any(each["step"] >= step for each in self._committed()), what=f"step {step} of {self.run}")
+
+    @property
+    def agents(self) -> list[subprocess.Popen[bytes]]:
+        """The torchruns."""
+        return list(self._agents.values())
 
     @property
     def folder(self) -> Path:
@@ -251,3 +258,27 @@ def test_wrong_launches_are_refused(campaign: Arena, groups_of: Any) -> None:
     assert [row.attempt for row in campaign.rows(groups.run, ClaimRow)] == [1]
     assert not any(is_held(groups.folder, group) for group in range(2))
     assert not recoveries_of(campaign.lakehouse, groups.run)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(5))
+def test_many_deaths(campaign: Arena, groups_of: Any, seed: int) -> None:
+    """Groups and lighthouses die at random moments, also several at once, and groups while they come back."""
+    groups = groups_of(f"torchrun-many-{seed}", pause_s=0.6)
+    groups.start(0, 1, 2, options=("--max-restarts=50",))
+    groups.wait_for_step(3)
+    draw, deadline = random.Random(seed), time.monotonic() + 45
+    while time.monotonic() < deadline and not all(agent.poll() is not None for agent in groups.agents):
+        time.sleep(draw.uniform(0.0, 6.0))
+        struck = draw.choice(["one", "one", "two", "all", "lighthouse"])
+        with suppress(ProcessLookupError, FileNotFoundError, ValueError):
+            if struck == "lighthouse" and (lighthouse := read_lighthouse(groups.folder)) is not None:
+                os.kill(lighthouse.pid, signal.SIGKILL)
+            for group in draw.sample(range(3), {"one": 1, "two": 2, "all": 3}.get(struck, 0)):
+                groups.kill(group)
+    check_exact(campaign, groups, attempts=[row.attempt for row in campaign.rows(groups.run, ClaimRow)])
+    assert {each.outcome for each in recoveries_of(campaign.lakehouse, groups.run)} <= {
+        "rejoined",
+        "resumed",
+        "failed again",
+    }

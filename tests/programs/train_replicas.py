@@ -37,12 +37,13 @@ from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.train.replicas.peers import StateServer
 
-REJOINS = REJOINS_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+UNDER_TORCHRUN = "DLAC_LAUNCH" not in os.environ
+REJOINS = REJOINS_VARIABLE in os.environ or (UNDER_TORCHRUN and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0")
 
 
 def launch_folder() -> Path:
     """Return the launch folder. Under torchrun the run's folder names it."""
-    if "DLAC_LAUNCH" in os.environ:
+    if not UNDER_TORCHRUN:
         return Path(os.environ["DLAC_LAUNCH"])
     spec = yaml.safe_load(Path(os.environ["JOB_SPEC"]).read_text())
     run_folder = Path(spec["checkpoint"]["local"], spec["run"])

@@ -23,7 +23,7 @@ _LOCK = threading.RLock()
 
 
 def defaults_of(spec: JobSpec) -> dict[str, str]:
-    """Return the variables of all ranks of a job on this node, where nobody has set them."""
+    """Return the variables of all ranks of a job on this node, unless they are set."""
     # Ranks that all are on one node talk through loopback, where no other node reaches them.
     loopback = interface_of(LOOPBACK) if spec.launch.max_nodes == 1 else ""
     alone = {GLOO_INTERFACE: loopback, NCCL_INTERFACE: loopback} if loopback else {}

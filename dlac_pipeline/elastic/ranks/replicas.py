@@ -90,7 +90,7 @@ def has_held(folder: Path, group: int) -> bool:
 def hold_group(folder: Path, group: int) -> int:
     """Lock a replica group for this process, its first rank, until it ends. Return the descriptor.
 
-    Only groups without a supervisor do. Raise `RunBusy` if another process keeps the lock: a dead one lets go within moments.
+    Only groups without a supervisor do. Raise `RunBusy` if another process keeps the lock. A dead one loses it within moments.
     """
     descriptor = os.open(_held_file(folder, group), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + _HELD_WITHIN_S

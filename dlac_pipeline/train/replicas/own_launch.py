@@ -1,6 +1,6 @@
 """Launch of replica groups without a supervisor: another launcher starts each group, such as a torchrun of its own.
 
-The first group that finds no other one claims the run. Groups with the state of the run share the run's lock, so it tells
+The first group that finds no other one claims the run. Groups with the state of the run share the run's lock, so it shows
 whether any is left. A group that finds it shared joins their attempt. What a supervisor does for groups, they do for each other.
 """
 
