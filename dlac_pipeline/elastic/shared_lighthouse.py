@@ -37,18 +37,22 @@ class LighthouseWatch:
         """`folder` is the launch folder. `also` is called with each look."""
         self._spec, self._folder, self._also = spec, folder, also
         self._closed = threading.Event()
+        self._looking = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         """The lighthouse that this group has started last."""
         threading.Thread(target=self._watch, name="watch of the lighthouse", daemon=True).start()
 
     def close(self) -> None:
-        """End the watch. The lighthouse runs for the other groups."""
-        self._closed.set()
+        """End the watch: `also` is not called again. The lighthouse runs for the other groups."""
+        with self._looking:
+            self._closed.set()
 
     def _watch(self) -> None:
         silent, asked_at = 0, time.monotonic()
         while not self._closed.wait(_LOOK_S):
-            self._also()
+            with self._looking:
+                if not self._closed.is_set():
+                    self._also()
             self._start_if_none_runs()
             found = read_lighthouse(self._folder)
             if found is not None and time.monotonic() - asked_at >= _ASK_EVERY_S:

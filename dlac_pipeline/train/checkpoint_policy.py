@@ -47,7 +47,8 @@ class CheckpointPolicy:
             spec.launch,
             # the first rank of each replica group asks the URL: any of them may die
             local_rank=rank if spec.launch.replicas else int(os.environ.get("LOCAL_RANK", "0")),
-            launched=folder is None and "LOCAL_RANK" in os.environ,
+            # a replica group whose launcher has died is a dead group: the others train on
+            launched=folder is None and "LOCAL_RANK" in os.environ and not spec.launch.replicas,
             on_deadline=self._too_late,
             notice_file=None if folder is None else notice_file(folder, rank),
         )

@@ -26,7 +26,7 @@ from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.startup import LAUNCHED_VARIABLE
 
 _log = logging.getLogger(__name__)
-RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """A variable of torchrun: how many times it has started the ranks again."""
 
 
@@ -47,8 +47,7 @@ class OwnRecoveries:
             failure = failure_of_attempt(
                 Ledger(self._lakehouse).rows(self._spec.run, kinds=(ClaimRow, CheckpointRow)),
                 point.replaces,
-                # torchrun detects a dead rank, otherwise an operator starts the ranks again
-                noticed_by="torchrun" if os.environ.get(RESTARTS_VARIABLE, "0") != "0" else OPERATOR,
+                noticed_by="torchrun" if was_restarted() else OPERATOR,
                 noticed_at=psutil.Process().create_time(),
                 launched_at=claimed_at,
                 stopped_at=claimed_at,
@@ -84,6 +83,11 @@ class OwnRecoveries:
             _log.warning("the recovery could not be recorded: %s", err)
         finally:
             random.setstate(state)
+
+
+def was_restarted() -> bool:
+    """Return True if torchrun has started this rank again after a failure. Otherwise an operator has started it."""
+    return os.environ.get(_RESTARTS, "0") != "0"
 
 
 def start_listeners(

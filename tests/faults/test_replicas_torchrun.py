@@ -38,7 +38,7 @@ class Groups:
 
     def __init__(self, campaign: Arena, run: str, **changes: Any) -> None:
         """`changes` are those of the job spec."""
-        settings = {"replicas": 3, "world_size": 1, "steps": STEPS, "pause_s": 0.03, **changes}
+        settings = {"replicas": 3, "world_size": 1, "steps": STEPS, "pause_s": 0.03, "last_call_s": 60, **changes}
         self.run, self._campaign = run, campaign
         self.spec = campaign.spec(run, "train_replicas.py", **settings)
         self._file = campaign.home / f"{run}.yaml"
@@ -215,6 +215,20 @@ def test_groups_without_restarts_train_on(campaign: Arena, groups_of: Any) -> No
     groups.start(2)
     check_exact(campaign, groups)
     assert memberships(campaign, groups.run) == [(0, 1, 2), (0, 1), (0, 1, 2)]
+
+
+@pytest.mark.slow
+def test_death_of_torchrun_costs_its_group(campaign: Arena, groups_of: Any) -> None:
+    """Its rank ends by itself, and the others finish the run."""
+    groups = groups_of("torchrun-torchrun-dies", pause_s=0.2)
+    groups.start(0, 1, 2)
+    groups.wait_for_step(8)
+    groups.agents[2].kill()
+    groups.agents[2].wait()
+    wait_until(lambda: not is_held(groups.folder, 2), what="the end of group 2")
+    assert [agent.wait(200) for agent in groups.agents[:2]] == [0, 0], groups.logs
+    assert audit_run(campaign.lakehouse, groups.run).exact
+    assert memberships(campaign, groups.run) == [(0, 1, 2), (0, 1)]
 
 
 @pytest.mark.slow

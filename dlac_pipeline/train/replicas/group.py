@@ -94,10 +94,12 @@ class ReplicaGroup:
         self.number = number
         self.rejoins = rejoins
         """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
-        self.on_state: Callable[[], None] = lambda: None
-        """Called on the first rank each time that the group, with the state, has met its peers at a lighthouse."""
+        self.on_met: Callable[[], None] = lambda: None
+        """Called on the first rank after each quorum. The group has the state then."""
         self.is_abandoned: Callable[[], bool] = lambda: False
         """Returns True if no group has the state any more. A supervisor notices that itself."""
+        self.may_come: Callable[[int], bool] = lambda group: True
+        """Returns False for a group that has not been started. A supervisor starts all."""
         self.report: Callable[[], RankReport] = RankReport
         """Returns this rank's own report."""
         self.head_step = 0
@@ -189,6 +191,8 @@ class ReplicaGroup:
             else:
                 self.share = (self._manager.participating_rank(), self._manager.num_participants())
                 self.has_met = self.has_peers = True
+                if self._is_first:
+                    self.on_met()
                 self._announce()
 
     def _no_state(self) -> TrainingFailed:
@@ -240,7 +244,6 @@ class ReplicaGroup:
     def _announce(self) -> None:
         """Let the other groups know that this one has the state, and has reached its lighthouse."""
         if self._is_first and self._reached != self._lighthouse:
-            self.on_state()
             write_reached(self._folder, self.number, self._lighthouse)
             self._reached = self._lighthouse
 
@@ -259,7 +262,8 @@ class ReplicaGroup:
         awaited = set(self._awaited)
         while awaited and self._may_wait(deadline):
             # The new process of a dead group waits for this group, which has a state.
-            awaited = {each for each in awaited if not self._has_reached(each) and not is_dead(self._folder, each)}
+            missing = {each for each in awaited if not self._has_reached(each) and not is_dead(self._folder, each)}
+            awaited = set(filter(self.may_come, missing))
             time.sleep(_LOOK_S if awaited else 0.0)
 
     def _may_wait(self, deadline: float) -> bool:

@@ -26,6 +26,7 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
+from dlac_pipeline.train.own_reports import OwnRecoveries
 from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
 from dlac_pipeline.train.replicas.group import ReplicaGroup
 from dlac_pipeline.train.replicas.own_launch import OwnLaunch, take_own_group
@@ -56,7 +57,7 @@ class ReplicaRun(TrainingRun):
         due = super().record_step(loss, applied=applied)
         self._replica.committed()
         if self._own is not None and self._communicator.rank == 0:
-            self._own.record_rejoined(self._lakehouse, self._heartbeat.now(Phase.TRAINING), self._events)
+            self._own.record_rejoined(self._lakehouse, self._heartbeat.now(Phase.TRAINING))
         return due
 
     def close(self) -> None:
@@ -74,7 +75,7 @@ class ReplicaRun(TrainingRun):
         rows = 0 if last is None else last.spent.rows
         self._heartbeat = HeartbeatWriter(own.folder, self.rank, self._heartbeat.waits, rows=rows)
         if own.claimed and self._communicator.rank == 0:
-            self._events.open(own.folder)
+            self._recoveries = OwnRecoveries(self._lakehouse, self.spec, own.events)
             self._recoveries.begin(own.point, claimed_at=began)
 
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
@@ -90,7 +91,7 @@ class ReplicaRun(TrainingRun):
             number, launch.replicas, folder, communicator, rejoins=rejoins, limit_s=limit_s(launch)
         )
         if own is not None:
-            self._group.on_state, self._group.is_abandoned = own.hold, own.is_abandoned
+            self._group.on_met, self._group.is_abandoned, self._group.may_come = own.met, own.is_abandoned, own.may_come
         self._group.head_step = self.resume_point.step
         self._group.report = lambda: self._policy.report(in_background=self._attempt.manager.under_way)
         communicator.step_syncs = GroupSyncs(self._group)
