@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -149,8 +149,10 @@ class MemoryRun(StampedRun):
             if not self.memory:
                 self.saved_at[event["step"]] = time.time()
         if event["event"] == "checkpoint" and not self.keeps_checkpoints:
-            for path in (self.home / "checkpoints" / self.name).glob("attempt-*/step-*/*[st]"):
-                os.truncate(path, 0)
+            # a folder may be removed meanwhile, because only the last checkpoints are kept
+            with suppress(FileNotFoundError):
+                for path in (self.home / "checkpoints" / self.name).glob("attempt-*/step-*/*[st]"):
+                    os.truncate(path, 0)
 
     @contextmanager
     def running(self, *, to_the_end: bool = False) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Replica groups that find each other without a supervisor, in one process. Each of its openings of a file has locks of its own."""
+"""Replica groups that find each other without a supervisor, in one process. Each opening of a file has locks of its own there."""
 
 from __future__ import annotations
 
