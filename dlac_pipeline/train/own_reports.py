@@ -36,7 +36,8 @@ class OwnRecoveries:
     def __init__(self, lakehouse: Lakehouse, spec: JobSpec, events: EventWriter) -> None:
         self._lakehouse = lakehouse
         self._spec = spec
-        self._events = events
+        self.events = events
+        """Receives the events of written rows."""
         self._incident: Incident | None = None
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
@@ -68,7 +69,7 @@ class OwnRecoveries:
 
     def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
         """Record that no attempt follows this one. An error of the record is ignored."""
-        self._events.write({"event": "given_up", "reason": str(err)})
+        self.events.write({"event": "given_up", "reason": str(err)})
         with suppress(DlacError):
             failure = planned_end(f"{type(err).__name__}: {err}", step=step)
             write_given_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
@@ -78,7 +79,7 @@ class OwnRecoveries:
         self._incident = None
         state = random.getstate()
         try:
-            self._events.write(incident.report(self._lakehouse, outcome))
+            self.events.write(incident.report(self._lakehouse, outcome))
         except DlacError as err:
             _log.warning("the recovery could not be recorded: %s", err)
         finally:

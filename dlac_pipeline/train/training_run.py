@@ -115,8 +115,7 @@ class TrainingRun:
         )
         with failing_together(self._communicator.tree, doing="making the launch folder"):
             folder = startup.make_own_folder(self.spec, point.nonce)
-            self._heartbeat.close()
-            self._heartbeat = HeartbeatWriter(folder, self.rank, self._heartbeat.waits)
+            self._heartbeat = self._heartbeat.moved_to(folder, self.rank)
         self._events.open(folder)
         if self.rank == 0:
             start_listeners(self._plans, self.spec, point, self._events, folder, held)

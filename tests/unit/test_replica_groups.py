@@ -34,7 +34,7 @@ from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.open_attempt import OpenAttempt
 from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
-from dlac_pipeline.train.replicas.group import ReplicaGroup
+from dlac_pipeline.train.replicas.group import GroupLaunch, ReplicaGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +114,7 @@ class Manager:
 def group_of(folder: Path, number: int = 0, *, rejoins: bool = False, **inner: Any) -> ReplicaGroup:
     """Return one of two groups, of one rank, that has reached the lighthouse. `inner` replaces what it is made of."""
     communicator: Any = SimpleNamespace(rank=0, world_size=1, add=lambda numbers: None)
-    group = ReplicaGroup(number, 2, folder, communicator, rejoins=rejoins, limit_s=10)
+    group = ReplicaGroup(number, 2, GroupLaunch(folder, rejoins=rejoins), communicator, limit_s=10)
     vars(group).update(_lighthouse=LIGHTHOUSE, _peers=SimpleNamespace(meeting="q", drop=lambda works: None), **inner)
     write_lighthouse(folder, LIGHTHOUSE)
     return group
@@ -386,7 +386,7 @@ def test_group_without_supervisor_lives_while_it_holds_its_lock(
 def test_newcomer_leaves_if_nobody_has_the_state(tmp_path: Path) -> None:
     """It would wait for its time limit, and its torchrun can start it again at once."""
     newcomer = group_of(tmp_path, rejoins=True, _step=-1)
-    newcomer.is_abandoned = lambda: True
+    vars(newcomer)["_launch"].is_abandoned = lambda: True
     with pytest.raises(TrainingFailed, match="group 0 cannot rejoin"):
         vars(ReplicaGroup)["_wait_for_peers"](newcomer)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.reader import Waits
-from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, Spent
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, Spent, read_heartbeat
 
 
 class HeartbeatWriter:
@@ -29,6 +29,12 @@ class HeartbeatWriter:
         if folder is not None:
             self._descriptor = os.open(in_hand_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
         self._write()
+
+    def moved_to(self, folder: Path | None, rank: int) -> "HeartbeatWriter":
+        """Close this writer, and return one in a launch folder. Rows that a dead process of the rank worked on there count."""
+        self.close()
+        last = None if folder is None else read_heartbeat(folder, rank)
+        return HeartbeatWriter(folder, rank, self.waits, rows=0 if last is None else last.spent.rows)
 
     def doing(self, phase: Phase, step: int) -> None:
         """Note that the rank is in a phase, after `step`."""

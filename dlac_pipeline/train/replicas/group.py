@@ -81,25 +81,38 @@ class State(Protocol):
         """Load that of a peer."""
 
 
+class GroupLaunch:
+    """The launch of the groups, as one of them sees it. A supervisor starts all groups, and ends a launch without the state."""
+
+    def __init__(self, folder: Path, *, rejoins: bool) -> None:
+        self.folder = folder
+        """The launch folder."""
+        self.rejoins = rejoins
+        """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
+
+    def met(self) -> None:
+        """Note, on the first rank after each quorum, that the group has the state."""
+
+    def is_abandoned(self) -> bool:
+        """Return True if no group has the state any more."""
+        return False
+
+    def may_come(self, group: int) -> bool:
+        """Return False if a group was not started in time."""
+        return True
+
+
 class ReplicaGroup:
     """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
 
     def __init__(
-        self, number: int, groups: int, folder: Path, communicator: Communicator, *, rejoins: bool, limit_s: float
+        self, number: int, groups: int, launch: GroupLaunch, communicator: Communicator, *, limit_s: float
     ) -> None:
-        """`number` is that of the group, of `groups` that there can be. `folder` is the launch folder.
+        """`number` is that of the group, of `groups` that there can be.
 
         `communicator` has the ranks of the group. `limit_s` is that of a collective, in which peers wait for a newcomer.
         """
         self.number = number
-        self.rejoins = rejoins
-        """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
-        self.on_met: Callable[[], None] = lambda: None
-        """Called on the first rank after each quorum. The group has the state then."""
-        self.is_abandoned: Callable[[], bool] = lambda: False
-        """Returns True if no group has the state any more. A supervisor notices that itself."""
-        self.may_come: Callable[[int], bool] = lambda group: True
-        """Returns False for a group that has not been started. A supervisor starts all."""
         self.report: Callable[[], RankReport] = RankReport
         """Returns this rank's own report."""
         self.head_step = 0
@@ -116,7 +129,7 @@ class ReplicaGroup:
         self._has_diverged = False
         """True if the group has done its last step in another quorum than its peers."""
         self._groups = groups
-        self._folder = folder
+        self._launch, self._folder = launch, launch.folder
         self._communicator = communicator
         self._is_first = communicator.rank == 0
         """True for the rank that speaks for its group, and serves its manager."""
@@ -124,7 +137,7 @@ class ReplicaGroup:
         """Address of the lighthouse that this group has reached."""
         self._step: int | None = None
         """Step of the group when it left its peers."""
-        self._awaited: Sequence[int] = () if self.rejoins else range(groups)
+        self._awaited: Sequence[int] = () if launch.rejoins else range(groups)
         """Groups to wait for, before the first quorum of a lighthouse. A quorum without them would be followed by another one."""
         self._limit_s = limit_s
         self._reached = ""
@@ -136,6 +149,11 @@ class ReplicaGroup:
         self._state: State | None = None
         self._manager: Any = None
         self._peers: Any = None
+
+    @property
+    def rejoins(self) -> bool:
+        """True if this group needed the state of a peer when it began."""
+        return self._launch.rejoins
 
     @property
     def rank_share(self) -> Share:
@@ -192,7 +210,7 @@ class ReplicaGroup:
                 self.share = (self._manager.participating_rank(), self._manager.num_participants())
                 self.has_met = self.has_peers = True
                 if self._is_first:
-                    self.on_met()
+                    self._launch.met()
                 self._announce()
 
     def _no_state(self) -> TrainingFailed:
@@ -255,7 +273,7 @@ class ReplicaGroup:
         if self._step == _NO_STATE:
             others = [each for each in range(self._groups) if each != self.number]
             while not any(map(self._has_reached, others)) and self._may_wait(deadline):
-                if self.is_abandoned():
+                if self._launch.is_abandoned():
                     raise self._no_state()
                 time.sleep(_LOOK_S)
             return
@@ -263,7 +281,7 @@ class ReplicaGroup:
         while awaited and self._may_wait(deadline):
             # The new process of a dead group waits for this group, which has a state.
             missing = {each for each in awaited if not self._has_reached(each) and not is_dead(self._folder, each)}
-            awaited = set(filter(self.may_come, missing))
+            awaited = set(filter(self._launch.may_come, missing))
             time.sleep(_LOOK_S if awaited else 0.0)
 
     def _may_wait(self, deadline: float) -> bool:

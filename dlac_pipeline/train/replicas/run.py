@@ -22,14 +22,13 @@ from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import groups_of_slots, slots_of
 from dlac_pipeline.read.share_reader import Share, ShareReader
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
-from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
-from dlac_pipeline.train.own_reports import OwnRecoveries
 from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
-from dlac_pipeline.train.replicas.group import ReplicaGroup
-from dlac_pipeline.train.replicas.own_launch import OwnLaunch, take_own_group
+from dlac_pipeline.train.replicas.group import GroupLaunch, ReplicaGroup
+from dlac_pipeline.train.replicas.own_group import take_own_group
+from dlac_pipeline.train.replicas.own_launch import OwnLaunch
 from dlac_pipeline.train.training_run import TrainingRun
 
 
@@ -56,8 +55,9 @@ class ReplicaRun(TrainingRun):
         self._attempt.tracker.groups = self._attempt.reader.groups
         due = super().record_step(loss, applied=applied)
         self._replica.committed()
-        if self._own is not None and self._communicator.rank == 0:
-            self._own.record_rejoined(self._lakehouse, self._heartbeat.now(Phase.TRAINING))
+        own = self._own
+        if own is not None and own.rejoin is not None and self._communicator.rank == 0:
+            own.rejoin.step_done(self._lakehouse, self._heartbeat.now(Phase.TRAINING), own.events)
         return due
 
     def close(self) -> None:
@@ -70,28 +70,22 @@ class ReplicaRun(TrainingRun):
         began = time.time()
         self._own = own = OwnLaunch(self._plans, self.spec, self._communicator, takeover=takeover, held=held)
         self.resume_point = own.point
-        last = read_heartbeat(own.folder, self.rank)
-        self._heartbeat.close()
-        rows = 0 if last is None else last.spent.rows
-        self._heartbeat = HeartbeatWriter(own.folder, self.rank, self._heartbeat.waits, rows=rows)
+        self._heartbeat = self._heartbeat.moved_to(own.folder, self.rank)
         if own.claimed and self._communicator.rank == 0:
-            self._recoveries = OwnRecoveries(self._lakehouse, self.spec, own.events)
+            self._recoveries.events = own.events
             self._recoveries.begin(own.point, claimed_at=began)
 
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
-        spec, launch, own = self.spec, self.spec.launch, self._own
+        spec, communicator = self.spec, self._communicator
         self._has_finished = False
         """True once everything is committed."""
-        folder = self._folder if own is None else own.folder
-        assert folder is not None, "a supervisor started this rank"
-        self._launch_folder = folder
-        communicator, number = self._communicator, self.rank // launch.ranks_per_replica
-        rejoins = REJOINS_VARIABLE in os.environ if own is None else own.rejoins
-        self._group = ReplicaGroup(
-            number, launch.replicas, folder, communicator, rejoins=rejoins, limit_s=limit_s(launch)
-        )
-        if own is not None:
-            self._group.on_met, self._group.is_abandoned, self._group.may_come = own.met, own.is_abandoned, own.may_come
+        launch: GroupLaunch | None = self._own
+        if self._folder is not None:
+            launch = GroupLaunch(self._folder, rejoins=REJOINS_VARIABLE in os.environ)
+        assert launch is not None, "a supervisor or another launcher started this rank"
+        self._launch_folder = launch.folder
+        number, groups = self.rank // spec.launch.ranks_per_replica, spec.launch.replicas
+        self._group = ReplicaGroup(number, groups, launch, communicator, limit_s=limit_s(spec.launch))
         self._group.head_step = self.resume_point.step
         self._group.report = lambda: self._policy.report(in_background=self._attempt.manager.under_way)
         communicator.step_syncs = GroupSyncs(self._group)
