@@ -153,7 +153,7 @@ def memberships(campaign: Arena, run: str) -> list[tuple[int, ...]]:
     return [tuple(row.groups) for row in campaign.rows(run, MembershipRow)]
 
 
-@pytest.mark.parametrize("group", [1, 0])
+@pytest.mark.parametrize("group", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_dead_group_rejoins(campaign: Arena, groups_of: Any, group: int) -> None:
     """SIGKILL of a group, also of the one that takes the checkpoints: torchrun starts it, and a peer gives it the state."""
     groups = groups_of(f"torchrun-dies-{group}", awaits=f"{group}:40")
@@ -242,6 +242,7 @@ def test_sharded_group_rejoins(campaign: Arena, groups_of: Any) -> None:
     assert memberships(campaign, groups.run) == [(0, 1), (0,), (0, 1)]
 
 
+@pytest.mark.slow
 def test_wrong_launches_are_refused(campaign: Arena, groups_of: Any) -> None:
     """Each says what it expected. The groups that train do not notice, and SIGTERM to one torchrun stops all of them."""
     groups, numbered, sized, changed = (
