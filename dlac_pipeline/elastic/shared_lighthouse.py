@@ -6,6 +6,7 @@ Its process has a lock, so there is one at a time. It belongs to no group, and e
 """
 
 import fcntl
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from dlac_pipeline.elastic.lighthouse import address_of, answers, make_server, s
 from dlac_pipeline.elastic.ranks.replicas import is_held, limit_s, lock_at_once, read_lighthouse, write_lighthouse
 from dlac_pipeline.spec.job_spec import JobSpec
 
+_log = logging.getLogger(__name__)
 _LOCK = "lighthouse.lock"
 _LOOK_S = 0.1
 _ASK_EVERY_S = 1.0
@@ -38,6 +40,8 @@ class LighthouseWatch:
         self._spec, self._folder, self._also = spec, folder, also
         self._closed = threading.Event()
         self._looking = threading.Lock()
+        self._silent, self._asked_at = 0, time.monotonic()
+        """Questions in a row without an answer, and the moment of the last one."""
         self._process: subprocess.Popen[bytes] | None = None
         """The lighthouse that this group has started last."""
         threading.Thread(target=self._watch, name="watch of the lighthouse", daemon=True).start()
@@ -48,19 +52,26 @@ class LighthouseWatch:
             self._closed.set()
 
     def _watch(self) -> None:
-        silent, asked_at = 0, time.monotonic()
         while not self._closed.wait(_LOOK_S):
-            with self._looking:
-                if not self._closed.is_set():
-                    self._also()
-            self._start_if_none_runs()
-            found = read_lighthouse(self._folder)
-            if found is not None and time.monotonic() - asked_at >= _ASK_EVERY_S:
-                silent = 0 if answers(found.address) else silent + 1
-                asked_at = time.monotonic()
-                if silent == _MOST_SILENT:
-                    silent = 0
-                    self._kill(found.pid)
+            try:
+                self._look()
+            except OSError as err:  # a full disk passes, and a group without this watch would wait for ever
+                _log.warning("the lighthouse of the replica groups could not be looked at: %s", err)
+                self._closed.wait(_ASK_EVERY_S)
+
+    def _look(self) -> None:
+        with self._looking:
+            if not self._closed.is_set():
+                self._also()
+        self._start_if_none_runs()
+        found = read_lighthouse(self._folder)
+        if found is None or time.monotonic() - self._asked_at < _ASK_EVERY_S:
+            return
+        self._silent = 0 if answers(found.address) else self._silent + 1
+        self._asked_at = time.monotonic()
+        if self._silent == _MOST_SILENT:
+            self._silent = 0
+            self._kill(found.pid)
 
     def _kill(self, pid: int) -> None:
         """Kill a lighthouse that hangs. Its number may be that of another process by now, if it has died."""

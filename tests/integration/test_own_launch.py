@@ -30,20 +30,29 @@ RUN = "r"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
+def begin_launch(
+    arena: Arena, number: int, held: ExitStack, *, restarted: bool = False, takeover: bool = False, **changes: Any
+) -> OwnLaunch:
+    """Let a group claim the run, or join. `changes` are those of the job spec. `restarted`: by torchrun, after a failure."""
+    arena.monkeypatch.setenv(GROUP_VARIABLE, str(number))
+    arena.monkeypatch.setenv(_RESTARTS, str(int(restarted)))
+    arena.monkeypatch.setenv("LOCAL_RANK", "0")  # its launcher is the process that has started the tests
+    communicator: Any = SimpleNamespace(rank=0, world_size=1, tree=RankTree(0, 1, None), is_first_of_node=True)
+    spec = arena.spec(RUN, **{"replicas": 3, "world_size": 1, **changes})
+    return OwnLaunch(Plans(arena.lakehouse), spec, communicator, takeover=takeover, held=held)
+
+
 class Group:
     """The first rank of a group, as far as its launch knows it. `end` is its death."""
 
     def __init__(
         self, arena: Arena, number: int, *, restarted: bool = False, takeover: bool = False, **changes: Any
     ) -> None:
-        """`changes` are those of the job spec. `restarted`: by torchrun, after a failure."""
+        """The arguments are those of `begin_launch`."""
         self.spec = arena.spec(RUN, **{"replicas": 3, "world_size": 1, **changes})
         self.number = number
-        arena.monkeypatch.setenv(GROUP_VARIABLE, str(number))
-        arena.monkeypatch.setenv(_RESTARTS, str(int(restarted)))
-        communicator: Any = SimpleNamespace(rank=0, world_size=1, tree=RankTree(0, 1, None), is_first_of_node=True)
         with ExitStack() as held:
-            self.launch = OwnLaunch(Plans(arena.lakehouse), self.spec, communicator, takeover=takeover, held=held)
+            self.launch = begin_launch(arena, number, held, restarted=restarted, takeover=takeover, **changes)
             self._held = held.pop_all()
 
     def end(self) -> None:
@@ -156,6 +165,7 @@ def test_absent_group_is_awaited_for_a_while(arena: Arena, start: Callable[..., 
     path = first.launch.folder / "resume.json"
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 31))
     assert [first.launch.may_come(each) for each in (1, 2)] == [True, False]
+    assert start(2, last_call_s=30).launch.rejoins  # the quorum is formed without it
 
 
 @pytest.mark.parametrize("ending", ["stopped", "left", "caught_up"])
@@ -178,6 +188,53 @@ def test_ended_run_is_not_trained_on(arena: Arena, start: Callable[..., Group], 
         start(0, restarted=True)
     assert attempts(arena) == [1]
     assert start(0).launch.point.attempt == 2
+
+
+def test_stop_without_time_ends_the_run(arena: Arena, start: Callable[..., Group]) -> None:
+    """They were asked to stop, and their deadline has ended them. Their torchruns know nothing of it."""
+    group = start(0)
+    group.launch.note_stop()
+    group.note(Phase.TRAINING)
+    group.end()
+    with pytest.raises(SystemExit):
+        start(0, restarted=True)
+    assert attempts(arena) == [1]
+
+
+def test_end_before_this_torchrun_does_not_count(arena: Arena, start: Callable[..., Group]) -> None:
+    """A person has started the torchruns, whose first processes died before the claim. Now torchrun starts one again."""
+    group = start(0)
+    group.launch.note_stop()
+    group.note(Phase.DONE)
+    group.end()
+    os.utime(group.launch.folder / "stops", (1, 1))
+    assert start(0, restarted=True).launch.point.attempt == 2
+
+
+def test_failed_claim_leaves_the_lock_first(
+    arena: Arena, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group that decides next finds the run's lock free, although the process with the failure still runs."""
+
+    def fail(*given: Any, **how: Any) -> Any:
+        raise TrainingFailed("the catalog is away")
+
+    with ExitStack() as held:
+        with monkeypatch.context() as failing:
+            failing.setattr(own_launch, "claim_now", fail)
+            with pytest.raises(TrainingFailed, match="away"):
+                begin_launch(arena, 0, held)
+        assert start(1).launch.claimed
+
+
+def test_another_launch_ends_the_wait_of_a_newcomer(arena: Arena, start: Callable[..., Group]) -> None:
+    """`dlac train` has the run's lock alone, once the groups with the state have died."""
+    first, second = start(0), start(1)
+    second.end()
+    newcomer = start(1, restarted=True)
+    first.end()
+    with run_lock(newcomer.spec.checkpoint.local, RUN, wait_s=0.0, takeover=False):
+        assert newcomer.launch.is_abandoned()
 
 
 def test_launch_elsewhere_is_taken_over_only_on_request(arena: Arena, start: Callable[..., Group]) -> None:

@@ -27,16 +27,17 @@ def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankS
     """Start this node's ranks with a new launch folder. Raise `StoreUnavailable` if the folder cannot be made."""
     with storing(folder):
         make_below(folder.parent, folder)
-        write_spec(folder, spec)
+    write_spec(folder, spec)
     forget_launches(folder.parent, keep=KEEP_LAUNCHES * round_.share.nodes)
     return starter.start(spec, folder, round_.share)
 
 
 def write_spec(folder: Path, spec: JobSpec) -> None:
-    """Write the job spec to a launch folder."""
+    """Write the job spec to a launch folder. Raises as `storing`."""
     path = folder / "spec.json"
-    path.touch(mode=0o600)  # the spec may contain credentials
-    path.write_text(spec.model_dump_json())
+    with storing(folder):
+        path.touch(mode=0o600)  # the spec may contain credentials
+        path.write_text(spec.model_dump_json())
 
 
 def write_resume_point(folder: Path, text: str) -> None:

@@ -30,16 +30,19 @@ class GroupLocks:
         self._folder = Path(self._local) / self._run
         self._alone: int | None = None
         self._shared: int | None = None
+        self._taken = ExitStack()
+        """The run's lock alone, until `begin`."""
         held.callback(self.leave)
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Let one group at a time decide. A claim in between may take its time."""
+        """Let one group at a time decide. A claim in between may take its time. One that fails leaves the run's lock first."""
         with storing(self._folder):
             descriptor = os.open(self._folder / "groups.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            with self._taken:
+                yield
         finally:
             os.close(descriptor)
 
@@ -53,14 +56,12 @@ class GroupLocks:
 
         Raise `RunBusy` if another launch has it, unless `takeover` replaces its lock.
         """
-        try:
-            self._alone = self._held.enter_context(self._lock())
-        except RunBusy:
-            if self.share():
-                return False
-            if not takeover:
-                raise
-            self._alone = self._held.enter_context(self._lock(takeover=True))
+        if self._take_alone():
+            return True
+        if self.share() and self._is_shared_by_others():
+            return False
+        self.leave()
+        self._alone = self._taken.enter_context(self._lock(takeover=takeover))
         return True
 
     def share(self) -> bool:
@@ -80,6 +81,7 @@ class GroupLocks:
         self.hold(launch_folder)
         with storing(self._folder):
             write_durably(self._folder / _NAMES_LAUNCH, launch_folder.name.encode())
+        self._held.enter_context(self._taken.pop_all())
         if not lock_at_once(self._alone, fcntl.LOCK_SH):
             raise RunBusy(f"expected no other launch of run {self._run!r}, found one that began in this moment")
 
@@ -101,11 +103,22 @@ class GroupLocks:
         """True if this group has shown the others that it has the state: it has a part in the run's lock."""
         return self._alone is not None or self._shared is not None
 
-    def is_free(self) -> bool:
-        """Return True if no process has the run's lock."""
-        with suppress(RunBusy), self._lock():
+    def is_shared(self) -> bool:
+        """Return True if groups have the run's lock. This one has no part in it."""
+        is_shared = self.share() and self._is_shared_by_others()
+        self.leave()
+        return is_shared
+
+    def _take_alone(self) -> bool:
+        with suppress(RunBusy):
+            self._alone = self._taken.enter_context(self._lock())
             return True
         return False
+
+    def _is_shared_by_others(self) -> bool:
+        """Return True if other processes share the lock that this one shares. A failed conversion of a lock loses it."""
+        assert self._shared is not None, "this group shares it"
+        return not lock_at_once(self._shared, fcntl.LOCK_EX) and lock_at_once(self._shared, fcntl.LOCK_SH)
 
     def _lock(self, *, takeover: bool = False) -> AbstractContextManager[int]:
         return run_lock(self._local, self._run, wait_s=0.0, takeover=takeover)

@@ -13,6 +13,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, has_held, mark_dead
 from dlac_pipeline.elastic.shared_lighthouse import LighthouseWatch
 from dlac_pipeline.lakehouse.errors import Preempted, RunFinished, SpecInvalid, TrainingFailed
@@ -21,7 +23,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
-from dlac_pipeline.supervise.ranks.rank_events import EventWriter, read_ending
+from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventWriter, read_ending
 from dlac_pipeline.supervise.ranks.start_ranks import write_resume_point, write_spec
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.own_reports import was_restarted
@@ -39,7 +41,9 @@ from dlac_pipeline.train.startup import (
 
 _log = logging.getLogger(__name__)
 _HAS_TRAINED = "met"
-"""File in a launch folder, once its groups have formed a quorum."""
+"""File in a launch folder, once its groups form quorums."""
+_STOPS = "stops"
+"""File in a launch folder, once its groups were asked to stop."""
 
 
 class OwnLaunch(GroupLaunch):
@@ -96,12 +100,22 @@ class OwnLaunch(GroupLaunch):
     def is_abandoned(self) -> bool:
         """Return True if no group of this launch is left that has the state."""
         with self._locks.deciding():
-            return self._locks.launch_folder != self.folder or self._locks.is_free()
+            return self._locks.launch_folder != self.folder or not self._locks.is_shared()
 
     def may_come(self, group: int) -> bool:
         """Return False if a group has not been started within `launch.last_call_s` after the claim."""
         waited_s = time.time() - (self.folder / "resume.json").stat().st_mtime
-        return has_held(self.folder, group) or waited_s < self._spec.launch.last_call_s
+        if waited_s < self._spec.launch.last_call_s or has_held(self.folder, group):
+            return True
+        with self._locks.deciding():
+            if has_held(self.folder, group):
+                return True
+            (self.folder / _HAS_TRAINED).touch()  # it needs the state of a peer if it comes later
+        return False
+
+    def note_stop(self) -> None:
+        """Note that all groups stop. If they run out of time, torchrun may start some of them again."""
+        (self.folder / _STOPS).touch()
 
     def _decide(self, plans: Plans, *, takeover: bool) -> str:
         """Return as JSON what all ranks of the group need to know. Empty: the run has ended while this group was away."""
@@ -119,10 +133,13 @@ class OwnLaunch(GroupLaunch):
             return self._begin(point)
 
     def _has_ended(self) -> bool:
-        """Return True if the groups have ended their launch in order. Raise `TrainingFailed` if this group had, too."""
-        with suppress(FileNotFoundError):
+        """Return True if the groups have ended a launch since this torchrun began. Raise `TrainingFailed` if this group had, too."""
+        with suppress(FileNotFoundError, psutil.Error):
             folder = self._locks.launch_folder
-            if not has_held(folder, self._group) or read_ending(folder) is None:
+            begun_at = psutil.Process(self._launcher).create_time()
+            signs = [folder / EVENTS_FILE] if read_ending(folder) else []
+            signs += [folder / _STOPS] if (folder / _STOPS).exists() else []
+            if not has_held(folder, self._group) or not any(each.stat().st_mtime > begun_at for each in signs):
                 return False
             last = read_heartbeat(folder, self._first_rank)
             if last is not None and last.phase == Phase.DONE:

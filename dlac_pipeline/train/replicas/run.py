@@ -56,8 +56,11 @@ class ReplicaRun(TrainingRun):
         due = super().record_step(loss, applied=applied)
         self._replica.committed()
         own = self._own
-        if own is not None and own.rejoin is not None and self._communicator.rank == 0:
-            own.rejoin.step_done(self._lakehouse, self._heartbeat.now(Phase.TRAINING), own.events)
+        if own is not None and self._communicator.rank == 0:
+            if own.rejoin is not None:
+                own.rejoin.step_done(self._lakehouse, self._heartbeat.now(Phase.TRAINING), own.events)
+            if self.stopped:
+                own.note_stop()
         return due
 
     def close(self) -> None:
