@@ -133,7 +133,7 @@ class OwnLaunch(GroupLaunch):
             return self._begin(point)
 
     def _has_ended(self) -> bool:
-        """Return True if the groups have ended a launch since this torchrun began. Raise `TrainingFailed` if this group had, too."""
+        """Return True if the groups have ended a launch since this torchrun began. Raise `TrainingFailed` if this one had."""
         with suppress(FileNotFoundError, psutil.Error):
             folder = self._locks.launch_folder
             begun_at = psutil.Process(self._launcher).create_time()
