@@ -58,7 +58,8 @@ class GroupLocks:
         """
         if self._take_alone():
             return True
-        if self.share() and self._is_shared_by_others():
+        self._shared = share_run_lock(self._local, self._run)
+        if self._shared is not None and _is_shared_by_others(self._shared):
             return False
         self.leave()
         self._alone = self._taken.enter_context(self._lock(takeover=takeover))
@@ -104,10 +105,14 @@ class GroupLocks:
         return self._alone is not None or self._shared is not None
 
     def is_shared(self) -> bool:
-        """Return True if groups have the run's lock. This one has no part in it."""
-        is_shared = self.share() and self._is_shared_by_others()
-        self.leave()
-        return is_shared
+        """Return True if groups have the run's lock. This one has no part in it, also for a thread that calls `name_holder`."""
+        descriptor = share_run_lock(self._local, self._run)
+        if descriptor is None:
+            return False
+        try:
+            return _is_shared_by_others(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _take_alone(self) -> bool:
         with suppress(RunBusy):
@@ -115,10 +120,10 @@ class GroupLocks:
             return True
         return False
 
-    def _is_shared_by_others(self) -> bool:
-        """Return True if other processes share the lock that this one shares. A failed conversion of a lock loses it."""
-        assert self._shared is not None, "this group shares it"
-        return not lock_at_once(self._shared, fcntl.LOCK_EX) and lock_at_once(self._shared, fcntl.LOCK_SH)
-
     def _lock(self, *, takeover: bool = False) -> AbstractContextManager[int]:
         return run_lock(self._local, self._run, wait_s=0.0, takeover=takeover)
+
+
+def _is_shared_by_others(descriptor: int) -> bool:
+    """Return True if other processes share the lock that this descriptor shares. A failed conversion of a lock loses it."""
+    return not lock_at_once(descriptor, fcntl.LOCK_EX) and lock_at_once(descriptor, fcntl.LOCK_SH)
