@@ -162,9 +162,12 @@ class Campaign:
             self._out.write_text(json.dumps(self._kept, indent=1))
 
     def _without_paths(self, fault: dict[str, Any]) -> dict[str, Any]:
-        """Return a fault whose causes do not say where the home was: the campaign is kept, and the home is not."""
-        home = f"{self._lab.home}/"
-        causes = [cause.partition("\n")[0].replace(home, "") for cause in fault["summary"].get("causes", ())]
+        """Return a fault whose causes have paths below the home or the project: the campaign is kept, and this machine is not."""
+        home, project = f"{self._lab.home}/", f"{Path(__file__).parents[1]}/"
+        causes = [
+            cause.partition("\n")[0].replace(home, "").replace(project, "")
+            for cause in fault["summary"].get("causes", ())
+        ]
         return {**fault, "summary": {**fault["summary"], "causes": causes}}
 
 

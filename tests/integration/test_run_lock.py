@@ -137,7 +137,7 @@ def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.Mon
 
 
 def test_shared_lock_refuses_launches_until_all_have_left(store: str) -> None:
-    """Replica groups share the lock. It names a process that lives, whoever has left."""
+    """Replica groups share the lock. It always names one that is alive."""
     with run_lock(store, "r1", wait_s=0, takeover=False) as alone:
         assert share_run_lock(store, "r1") is None
         assert lock_at_once(alone, fcntl.LOCK_SH)
