@@ -18,6 +18,7 @@ from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import wait_until
 from tests.launches import Launch
 
 if TYPE_CHECKING:
@@ -79,6 +80,25 @@ def test_background_checkpoint_leaves_out_no_state(campaign: Arena) -> None:
         time.sleep(0.005)
     check_run(campaign, run, launch)
     assert [step for step in kept if step % 5 == 0]
+
+
+def test_state_of_the_head_is_used(campaign: Arena) -> None:
+    """A rank is killed just after a commit in the background: the newest state in memory is of the checkpoint's own step."""
+    run = "memory-head"
+    spec = spec_of(campaign, run, every_steps=10, mode="asynchronous", pause_s=1.0)
+    launch, folder = campaign.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: bool(campaign.rows(run, CheckpointRow)), what="a checkpoint")
+    for path in (campaign.home / "checkpoints" / run).glob("attempt-*/step-*/*.pt"):
+        path.write_bytes(b"destroyed")
+    assert [state.first.step for state in read_states(folder)] == [10, 9]
+    os.kill(launch.ranks()[1].pid, signal.SIGKILL)
+    found = launch.wait_for("recovered")
+    (head,) = campaign.rows(run, CheckpointRow)
+    assert (found["resumed_from"], found["resumed_step"]) == (head.checkpoint_id, head.step)
+    assert [(row.memory_of, row.memory_step) for row in campaign.rows(run, ClaimRow)] == [(0, 0), (1, 10)]
+    check_run(campaign, run, launch)
+    assert found["rows_replayed"] <= _BATCH
 
 
 @pytest.mark.slow

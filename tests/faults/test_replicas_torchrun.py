@@ -207,7 +207,7 @@ def test_groups_outlive_lighthouse(campaign: Arena, groups_of: Any, number: sign
 @pytest.mark.slow
 def test_groups_without_restarts_train_on(campaign: Arena, groups_of: Any) -> None:
     """A group that torchrun does not start again is left out. A later one takes its number."""
-    groups = groups_of("torchrun-late", pause_s=0.2)
+    groups = groups_of("torchrun-late", awaits="2:40")
     groups.start(0, 1, 2, options=("--max-restarts=0",))
     groups.wait_for_step(8)
     groups.kill(2)

@@ -69,6 +69,16 @@ def test_checkpoint_committed_meanwhile_is_continued() -> None:
     assert state.trained_since(11) is None
 
 
+def test_state_of_the_head_is_taken() -> None:
+    """The checkpoint that was committed since has the state's own step, begun before the state was kept or after it."""
+    head = CheckpointRow(seq=4, attempt=2, nonce="b", checkpoint_id="c13", parent="c10", step=13)
+    nothing = Trained(since=13, losses=[], skipped=[], advances=[])
+    for kept in (STATE, replace(STATE, trained=[trained(10), nothing])):
+        assert taken(kept, [*_ROWS, head], head)
+        assert MemoryState(Path(), (kept,)).trained_since(13) == nothing
+    assert not taken(STATE, [*_ROWS, head], replace(head, attempt=1, nonce="a"))
+
+
 def test_state_is_taken_twice() -> None:
     """An attempt that resumed from memory died before it kept a state of its own. It may be the state's fault the next time."""
     claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
@@ -94,7 +104,7 @@ def test_repeated_claim_keeps_its_state() -> None:
         pytest.param(replace(STATE, attempt=1, nonce="a"), _ROWS, _HEAD, 2, id="of an older attempt"),
         pytest.param(replace(STATE, nonce="z"), _ROWS, _HEAD, 2, id="of another launch with the same number"),
         pytest.param(replace(STATE, head="c09"), _ROWS, _HEAD, 2, id="of another branch"),
-        pytest.param(replace(STATE, step=10), _ROWS, _HEAD, 2, id="as old as the head"),
+        pytest.param(replace(STATE, step=9), _ROWS, _HEAD, 2, id="older than the head"),
         pytest.param(replace(STATE, trained=[trained(11)]), _ROWS, _HEAD, 2, id="without a step since the head"),
         pytest.param(
             STATE, [*_ROWS, ClaimRow(seq=4, attempt=3, nonce="c", purpose="rewinds", memory_of=2)], _HEAD, 3, id="before a rewind"
