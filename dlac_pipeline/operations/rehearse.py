@@ -153,7 +153,7 @@ def rehearse_run(
 def _ranks_between(rows: Sequence[LedgerRow], parent: CheckpointRow, successor: CheckpointRow) -> set[int]:
     """Return the numbers of ranks that trained the steps of a checkpoint: also before an attempt that resumed from memory."""
     claims = [row for row in rows if isinstance(row, ClaimRow) and parent.seq < row.seq < successor.seq]
-    return {successor.world_size, *(row.memory_ranks for row in claims if row.memory_of)}
+    return {successor.world_size, *(row.memory_ranks for row in claims if row.memory_step > parent.step)}
 
 
 def _newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:

@@ -57,7 +57,7 @@ class CheckpointPolicy:
         """Note that training resumes here. Rank 0 looks up the cost of past checkpoints and the number of failures."""
         self._step, self._head_step = point.step, point.head_step
         self._head = point.checkpoint_id
-        if point.memory_of:  # the interval has begun with the checkpoint, in an attempt before this one
+        if point.step > point.head_step:  # the interval has begun with the checkpoint, in an attempt before this one
             self._age_s = max(0.0, time.time() - point.head_at)
         if self._rank == 0:
             settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()

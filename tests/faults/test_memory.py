@@ -83,9 +83,9 @@ def test_background_checkpoint_leaves_out_no_state(campaign: Arena) -> None:
 
 
 def test_state_of_the_head_is_used(campaign: Arena) -> None:
-    """A rank is killed just after a commit in the background: the newest state in memory is of the checkpoint's own step."""
+    """A rank is killed after a commit in the background: the newest state in memory is of the checkpoint's own step."""
     run = "memory-head"
-    spec = spec_of(campaign, run, every_steps=10, mode="asynchronous", pause_s=1.0)
+    spec = spec_of(campaign, run, every_steps=10, mode="asynchronous", deadlock_at=11)
     launch, folder = campaign.launch(spec), memory_folder(spec)
     assert folder is not None
     wait_until(lambda: bool(campaign.rows(run, CheckpointRow)), what="a checkpoint")

@@ -91,6 +91,17 @@ def test_risk_ends_at_last_sign(arena: Arena, tmp_path: Path) -> None:
     assert (dead["state"], dead["at_risk_steps"], dead["samples_per_s"]) == ("dead", 2, None)
 
 
+@pytest.mark.parametrize(("memory_step", "at_risk_s"), [(0, 400), (5, 400), (6, 1400)])
+def test_risk_begins_with_what_is_uncommitted(arena: Arena, tmp_path: Path, memory_step: int, at_risk_s: float) -> None:
+    """From a state in memory that has steps since the head, at the head. Else when the attempt has begun to train."""
+    with claimed_again(arena, tmp_path, memory_of=int(memory_step > 0), memory_step=memory_step) as folder:
+        began = arena.rows("r", CheckpointRow)[-1].committed_at.timestamp() + 1000
+        with arena.monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda: began + 400)
+            HeartbeatFile(folder, 0).write(7, Phase.TRAINING, spent=Spent(in_hand=8, rows=64, began=began))
+            assert LiveStatus(arena.lakehouse, "r").look()["at_risk_s"] == pytest.approx(at_risk_s, abs=1)
+
+
 def test_rows_past_pass_count_for_next(arena: Arena, tmp_path: Path) -> None:
     """Also before a checkpoint of it is committed."""
     with claimed_again(arena, tmp_path) as folder:
@@ -113,11 +124,15 @@ def test_a_rate_begins_with_the_first_finished_step(arena: Arena, tmp_path: Path
 
 
 @contextmanager
-def claimed_again(arena: Arena, folder: Path) -> Iterator[Path]:
-    """The launch folder of a living attempt after step 5 of a run; it has no ranks but what a test writes down."""
+def claimed_again(arena: Arena, folder: Path, **named: int) -> Iterator[Path]:
+    """The launch folder of a living attempt after step 5 of a run; it has no ranks but what a test writes down.
+
+    `named` are fields of its claim.
+    """
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
     arena.train(spec, until=7)
     with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", launch_folder=str(folder)))
+        request = ClaimRequest(nonce="n", launch_folder=str(folder), purpose=named)
+        claim_and_verify(Plans(arena.lakehouse), spec, request)
         yield folder

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +15,13 @@ from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState, Trained
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.operations import rehearse
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.memory.memory_choice import MemoryChoice, may_resume
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 
 _HEAD = CheckpointRow(seq=2, attempt=1, nonce="a", checkpoint_id="c10", step=10)
 _ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow(seq=3, attempt=2, nonce="b")]
@@ -70,13 +77,36 @@ def test_checkpoint_committed_meanwhile_is_continued() -> None:
 
 
 def test_state_of_the_head_is_taken() -> None:
-    """The checkpoint that was committed since has the state's own step, begun before the state was kept or after it."""
+    """The checkpoint of the state's own step had begun when the state was kept, and was committed since.
+
+    One that began afterwards may have another state: the script may have changed its weights in between.
+    """
     head = CheckpointRow(seq=4, attempt=2, nonce="b", checkpoint_id="c13", parent="c10", step=13)
     nothing = Trained(since=13, losses=[], skipped=[], advances=[])
-    for kept in (STATE, replace(STATE, trained=[trained(10), nothing])):
-        assert taken(kept, [*_ROWS, head], head)
-        assert MemoryState(Path(), (kept,)).trained_since(13) == nothing
-    assert not taken(STATE, [*_ROWS, head], replace(head, attempt=1, nonce="a"))
+    kept = replace(STATE, trained=[trained(10), nothing])
+    assert taken(kept, [*_ROWS, head], head)
+    assert MemoryState(Path(), (kept,)).trained_since(13) == nothing
+    assert not taken(STATE, [*_ROWS, head], head)
+    assert not taken(kept, [*_ROWS, head], replace(head, attempt=1, nonce="a"))
+
+
+@pytest.mark.parametrize(("step", "due", "ranks"), [(10, False, {2}), (11, True, {2, 4})])
+def test_state_of_the_head_has_nothing_uncommitted(tmp_path: Path, step: int, due: bool, ranks: set[int]) -> None:
+    """From such a state the interval begins anew, and the ranks that kept it have trained none of the later steps."""
+    order = {"batch_size": 4, "key_groups": 4, "steps": 20}
+    settings = {"order": order, "launch": {"script": "x"}, "checkpoint": {"every_s": 600}}
+    spec = parse_spec({"run": "r", "source": {"table": "src.t", "columns": ["x"]}, **settings}, origin="the test")
+    policy = CheckpointPolicy(spec, 0, tmp_path, EventWriter(tmp_path, 0))
+    point = ResumePoint(
+        attempt=3, nonce="c", replaces=2, leg="{}", leg_is_new=False, memory_of=2, step=step, head_step=10
+    )
+    policy.resumed(replace(point, head_at=time.time() - 3600), Mock())
+    policy.training()
+    assert policy.step_done(step + 1, in_background=False).due is due
+    policy.close()
+    claim = ClaimRow(seq=3, attempt=3, nonce="c", memory_of=2, memory_step=step, memory_ranks=4)
+    successor = CheckpointRow(seq=4, attempt=3, nonce="c", checkpoint_id="c20", parent="c10", step=20, world_size=2)
+    assert rehearse._ranks_between([_HEAD, claim, successor], _HEAD, successor) == ranks
 
 
 def test_state_is_taken_twice() -> None:

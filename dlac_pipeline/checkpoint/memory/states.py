@@ -97,8 +97,6 @@ class MemoryState:
 
     def trained_since(self, step: int) -> Trained | None:
         """Return what was trained after `step`, with the advances of all ranks. None if the state does not know all of it."""
-        if step == self.first.step:
-            return Trained(since=step, losses=[], skipped=[], advances=[])
         parts = [part for part in self.first.trained if part.since >= step]
         if not parts or parts[0].since != step:
             return None
