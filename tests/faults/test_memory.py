@@ -33,10 +33,11 @@ def spec_of(arena: Arena, run: str, program: str = "train_tiny.py", **changes: A
     return arena.spec(run, program, **chosen)
 
 
-def kill_rank(launch: Launch, rank: int, *, after: str, count: int = 1) -> dict[str, Any]:
-    """Kill a rank a while after an event, and return the recovery."""
-    launch.wait_for(after, count)
-    time.sleep(0.4)
+def kill_rank(arena: Arena, run: str, launch: Launch, rank: int, *, step: int) -> dict[str, Any]:
+    """Kill a rank once a state of this step or a later one is whole, and return the recovery."""
+    folder = memory_folder(spec_of(arena, run))
+    assert folder is not None
+    wait_until(lambda: any(each.first.step >= step for each in read_states(folder)), what=f"a state of step {step}")
     os.kill(launch.ranks()[rank].pid, signal.SIGKILL)
     return launch.wait_for("recovered", len(launch.of("recovered")) + 1)
 
@@ -56,13 +57,13 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     """A rank is killed before the first checkpoint, and after it, whose files are destroyed: nothing reads them."""
     run = "memory"
     launch = campaign.launch(spec_of(campaign, run))
-    first = kill_rank(launch, 1, after="step")
+    first = kill_rank(campaign, run, launch, 1, step=5)
     assert first["resumed_from"] is None
     launch.wait_for("checkpoint")
     (head,) = campaign.rows(run, CheckpointRow)
     for path in (campaign.home / "checkpoints" / run).glob("attempt-*/step-*/*.pt"):
         path.write_bytes(b"destroyed")
-    second = kill_rank(launch, 0, after="checkpoint")
+    second = kill_rank(campaign, run, launch, 0, step=head.step + 5)
     assert (second["resumed_from"], second["resumed_step"] > head.step) == (head.checkpoint_id, True)
     check_run(campaign, run, launch)
     assert max(each["rows_replayed"] for each in (first, second)) <= 2 * _BATCH
@@ -180,7 +181,8 @@ def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
     launch = campaign.launch(spec_of(campaign, run, memory=str(small_disk), every_steps=10))
     launch.wait_for("checkpoint", 2)
-    recovered = kill_rank(launch, 1, after="checkpoint", count=2)
+    os.kill(launch.ranks()[1].pid, signal.SIGKILL)
+    recovered = launch.wait_for("recovered")
     assert recovered["resumed_step"] % 10 == 0
     assert launch.wait() == 0, launch.stderr
     assert any("a restart reads the last checkpoint" in event["message"] for event in launch.of("warning"))
@@ -254,7 +256,7 @@ def test_every_engine_resumes_from_memory(campaign: Arena, engine: str) -> None:
     program = "train_fsdp2.py" if engine == "dcp" else "train_deepspeed.py"
     more = {} if engine == "dcp" else {"env": {"DS_ACCELERATOR": "cpu"}, "preload": ["deepspeed"], "stage": engine[-1]}
     launch = campaign.launch(spec_of(campaign, run, program, every_steps=100, steps=40, passes=1, **more))
-    recovered = kill_rank(launch, 1, after="step", count=2)
+    recovered = kill_rank(campaign, run, launch, 1, step=5)
     assert recovered["resumed_step"] > 0
     assert recovered["rows_replayed"] <= 2 * _BATCH
     assert launch.wait() == 0, launch.stderr

@@ -170,7 +170,7 @@ def nodes(campaign: Arena) -> Iterator[Callable[..., Nodes]]:
 
 def test_lost_node_costs_two_batches(nodes: Callable[..., Nodes]) -> None:
     """A node is lost with its memory, and replaced by one with empty memory. The checkpoint's files are destroyed."""
-    run = nodes("memory-nodes")
+    run = nodes("memory-nodes", memory_waits=True)
     run.start("a", "b")
     wait_until(lambda: bool(run.arena.rows("memory-nodes", CheckpointRow)), what="a checkpoint")
     run.destroy_checkpoints()

@@ -36,8 +36,8 @@ DEATHS: dict[str, dict[str, Any]] = {
     "committer-committed": {"dies_committed": "0:20"},
     "saving": {"dies_saving": "0:20"},
     "recorded": {"dies_recorded": "0:20"},
-    "healing-source": {"dies_forward": "1:23", "dies_healing": "source"},
-    "healing-newcomer": {"dies_forward": "1:23", "dies_healing": "newcomer"},
+    "healing-source": {"dies_forward": "1:23", "awaits": "1:40", "dies_healing": "source"},
+    "healing-newcomer": {"dies_forward": "1:23", "awaits": "1:40", "dies_healing": "newcomer"},
     "newcomer-in-dark": {"dies_forward": "1:23", "darkens": 1},
 }
 
@@ -116,10 +116,11 @@ def test_death_is_an_incident(campaign: Arena) -> None:
     assert found.total_s > found.detect_s > 0
     shown = dlac("incidents", run, home=campaign.home).stdout
     changes = [tuple(line.split(maxsplit=2)) for line in shown.splitlines()[-3:]]
-    assert changes == [("1", "1", "0, 1, 2"), ("23", "1", "0, 1"), ("41", "1", "0, 1, 2")]
+    back = found.resumed_step
+    assert changes == [("1", "1", "0, 1, 2"), ("23", "1", "0, 1"), (str(back), "1", "0, 1, 2")]
     records = model_page(campaign.lakehouse, run)["replica_groups"].value.records
     shown_by_dagster = [(record.data["first_step"], record.data["groups"]) for record in records]
-    assert shown_by_dagster == [(41, "0, 1, 2"), (23, "0, 1"), (1, "0, 1, 2")]
+    assert shown_by_dagster == [(back, "0, 1, 2"), (23, "0, 1"), (1, "0, 1, 2")]
 
 
 @pytest.mark.soak

@@ -168,7 +168,7 @@ def test_dead_group_rejoins(campaign: Arena, groups_of: Any, group: int) -> None
     (found,) = recoveries_of(campaign.lakehouse, groups.run)
     assert (found.outcome, found.noticed_by, found.attempt) == ("rejoined", "torchrun", 1)
     assert re.fullmatch(rf"group {group} died, while \w+", found.cause)
-    assert found.total_s > found.detect_s > 0
+    assert found.total_s > found.detect_s >= 0
     lighthouse = read_lighthouse(groups.folder)
     assert lighthouse is not None
     wait_until(lambda: not psutil.pid_exists(lighthouse.pid), what="the end of the lighthouse")
@@ -176,11 +176,8 @@ def test_dead_group_rejoins(campaign: Arena, groups_of: Any, group: int) -> None
 
 def test_all_groups_die(campaign: Arena, groups_of: Any) -> None:
     """The first one to be started again claims the run, and all resume from the last checkpoint."""
-    groups = groups_of("torchrun-all-die", pause_s=0.1)
+    groups = groups_of("torchrun-all-die", dies_forward="*:17")
     groups.start(0, 1, 2)
-    groups.wait_for_step(15)
-    for group in range(3):
-        groups.kill(group)
     check_exact(campaign, groups, attempts=(1, 2))
     (found,) = recoveries_of(campaign.lakehouse, groups.run)
     assert (found.outcome, found.noticed_by, found.resumed_step) == ("resumed", "torchrun", 10)
@@ -246,7 +243,7 @@ def test_sharded_group_rejoins(campaign: Arena, groups_of: Any) -> None:
 def test_wrong_launches_are_refused(campaign: Arena, groups_of: Any) -> None:
     """Each says what it expected. The groups that train do not notice, and SIGTERM to one torchrun stops all of them."""
     groups, numbered, sized, changed = (
-        groups_of(f"torchrun-{name}", replicas=2, pause_s=1.0) for name in ("refused", "numbered", "sized", "changed")
+        groups_of(f"torchrun-{name}", replicas=2, pause_s=3.0) for name in ("refused", "numbered", "sized", "changed")
     )
     once = ("--max-restarts=0",)
     groups.start(0, 1)

@@ -113,7 +113,7 @@ def check_exact(arena: Arena, rows: int = 2000) -> None:
 def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     """A job of 2 to 3 nodes gets all three, and trains each row once."""
     arena.table(appends=(240,))
-    following = FollowedJob(arena, nodes="2:3", batch_size=24, every_steps=5)
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, every_steps=5, last_call_s=60)
     outcome = following.outcome()
     assert (outcome.ending, outcome.step) == ("finished", 10)
     assert {row.world_size for row in arena.lineage("r1")} == {3}
