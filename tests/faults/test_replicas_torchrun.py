@@ -174,6 +174,7 @@ def test_dead_group_rejoins(campaign: Arena, groups_of: Any, group: int) -> None
     wait_until(lambda: not psutil.pid_exists(lighthouse.pid), what="the end of the lighthouse")
 
 
+@pytest.mark.slow
 def test_all_groups_die(campaign: Arena, groups_of: Any) -> None:
     """The first one to be started again claims the run, and all resume from the last checkpoint."""
     groups = groups_of("torchrun-all-die", dies_forward="*:17")
