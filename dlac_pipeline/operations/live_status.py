@@ -61,9 +61,9 @@ class LiveStatus:
         folder = claim.launch_folder
         ranks = read_heartbeats(Path(folder)) if folder and not self.finished else []
         step = max(head_step, min((each.step for each in ranks), default=0))
-        # from a state in memory: the steps since the head were trained before the attempt began
-        is_at_head = claim.memory_step <= head_step
-        began = min((each.spent.began for each in ranks if each.spent.began and is_at_head), default=None)
+        # Steps since the head may be of an earlier attempt, whose state in memory this one resumed from.
+        inherits = claim.memory_step > head_step
+        began = min((each.spent.began for each in ranks if each.spent.began and not inherits), default=None)
         committed_at = None if head is None else head.committed_at.timestamp()
         last_sign = max((each.at for each in ranks), default=None)
         in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)

@@ -107,12 +107,13 @@ class Checkpointing:
 
     def take(self, reason: str, *, wait: bool = False) -> None:
         """Take a checkpoint after the last finished step. With `wait`, or in synchronous mode, it is committed on return."""
-        wait = wait or self._policy.leaving is not None or self._spec.checkpoint.mode == "synchronous"
         self.receive_all()
+        ends = wait or self._policy.leaving is not None
         if self._policy.leaving is not None:  # perhaps requested by a message that was still in flight
-            reason, wait = self._policy.reason() or "", True
+            reason = self._policy.reason() or ""
             if not reason:
                 return
+        wait = ends or self._spec.checkpoint.mode == "synchronous"
         engine, step = self._restored_engine(), self._attempt.step
         # rank 0 records that the run is given up
         with failing_together(self._communicator.tree, doing="checking the weights"):
@@ -125,7 +126,7 @@ class Checkpointing:
         self._report(save(engine, self._tracker, note))
         self._memory.pause()
         self._policy.taken()
-        if not wait:  # the state before it may be all that a failure leaves until it is committed
+        if not ends:  # the state before it is older than the checkpoint, or all that a failure leaves until the commit
             self.keep_in_memory()
         self._step_syncs.waits_for_losses = False
         self._heartbeat.doing(Phase.TRAINING, step)

@@ -37,7 +37,11 @@ def kill_rank(arena: Arena, run: str, launch: Launch, rank: int, *, step: int) -
     """Kill a rank once a state of this step or a later one is whole, and return the recovery."""
     folder = memory_folder(spec_of(arena, run))
     assert folder is not None
-    wait_until(lambda: any(each.first.step >= step for each in read_states(folder)), what=f"a state of step {step}")
+    wait_until(
+        lambda: launch.process.poll() is not None or any(each.first.step >= step for each in read_states(folder)),
+        what=f"a state of step {step}",
+    )
+    assert launch.process.poll() is None, launch.stderr
     os.kill(launch.ranks()[rank].pid, signal.SIGKILL)
     return launch.wait_for("recovered", len(launch.of("recovered")) + 1)
 
@@ -83,16 +87,17 @@ def test_background_checkpoint_leaves_out_no_state(campaign: Arena) -> None:
     assert [step for step in kept if step % 5 == 0]
 
 
-def test_state_of_the_head_is_used(campaign: Arena) -> None:
-    """A rank is killed after a commit in the background: the newest state in memory is of the checkpoint's own step."""
-    run = "memory-head"
-    spec = spec_of(campaign, run, every_steps=10, mode="asynchronous", deadlock_at=11)
+@pytest.mark.parametrize("mode", ["asynchronous", pytest.param("synchronous", marks=pytest.mark.slow)])
+def test_state_of_the_head_is_used(campaign: Arena, mode: str) -> None:
+    """A rank is killed soon after a commit: the newest state in memory is of the checkpoint's own step."""
+    run = f"memory-head-{mode}"
+    spec = spec_of(campaign, run, every_steps=10, mode=mode, deadlock_at=11)
     launch, folder = campaign.launch(spec), memory_folder(spec)
     assert folder is not None
     wait_until(lambda: bool(campaign.rows(run, CheckpointRow)), what="a checkpoint")
     for path in (campaign.home / "checkpoints" / run).glob("attempt-*/step-*/*.pt"):
         path.write_bytes(b"destroyed")
-    assert [state.first.step for state in read_states(folder)] == [10, 9]
+    wait_until(lambda: [state.first.step for state in read_states(folder)] == [10, 9], what="the state of step 10")
     os.kill(launch.ranks()[1].pid, signal.SIGKILL)
     found = launch.wait_for("recovered")
     (head,) = campaign.rows(run, CheckpointRow)

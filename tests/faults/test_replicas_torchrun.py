@@ -210,7 +210,7 @@ def test_groups_without_restarts_train_on(campaign: Arena, groups_of: Any) -> No
     groups.wait_for_step(8)
     groups.kill(2)
     groups.wait_for_step(14)
-    groups.start(2)
+    groups.start(2, JOINS_LATE="1")
     check_exact(campaign, groups)
     assert memberships(campaign, groups.run) == [(0, 1, 2), (0, 1), (0, 1, 2)]
 

@@ -93,7 +93,7 @@ def test_risk_ends_at_last_sign(arena: Arena, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("memory_step", "at_risk_s"), [(0, 400), (5, 400), (6, 1400)])
 def test_risk_begins_with_what_is_uncommitted(arena: Arena, tmp_path: Path, memory_step: int, at_risk_s: float) -> None:
-    """From a state in memory that has steps since the head, at the head. Else when the attempt has begun to train."""
+    """The risk begins at the head if the attempt resumed from later steps in memory. Else it begins with the attempt."""
     with claimed_again(arena, tmp_path, memory_of=int(memory_step > 0), memory_step=memory_step) as folder:
         began = arena.rows("r", CheckpointRow)[-1].committed_at.timestamp() + 1000
         with arena.monkeypatch.context() as patched:

@@ -38,7 +38,8 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, rea
 from dlac_pipeline.train.replicas.peers import StateServer
 
 UNDER_TORCHRUN = "DLAC_LAUNCH" not in os.environ
-REJOINS = REJOINS_VARIABLE in os.environ or (UNDER_TORCHRUN and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0")
+RESTARTED = UNDER_TORCHRUN and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+REJOINS = RESTARTED or REJOINS_VARIABLE in os.environ or "JOINS_LATE" in os.environ
 
 
 def launch_folder() -> Path:
@@ -193,6 +194,7 @@ def train(run: dlac.TrainingRun) -> None:
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
         if step == at and not REJOINS:
             wait_for(awaited, is_about_to_meet)
+            time.sleep(0.2)  # its request is on its way to the lighthouse
         fail_before_forward(run, step)
         if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):
             die()

@@ -102,6 +102,6 @@ def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRo
     is_of_its_launch = first.attempt > 0 and first.nonce == owner.nonce
     is_named = (head.checkpoint_id or None) == first.head
     is_committed_since = (head.attempt, head.nonce) == (first.attempt, first.nonce)
-    # A state of the head's own step, kept once its checkpoint had begun, is the checkpoint's state.
+    # A state of the head's own step that was kept once the head's checkpoint had begun is the state of that checkpoint.
     is_at_head = first.step >= head.step and state.trained_since(head.step) is not None
     return is_of_replaced and is_of_its_launch and (is_named or is_committed_since) and is_at_head
