@@ -92,7 +92,7 @@ def test_state_of_the_head_is_taken() -> None:
 
 @pytest.mark.parametrize(("step", "due", "ranks"), [(10, False, {2}), (11, True, {2, 4})])
 def test_state_of_the_head_has_nothing_uncommitted(tmp_path: Path, step: int, due: bool, ranks: set[int]) -> None:
-    """From such a state the interval begins anew, and the ranks that kept it have trained none of the later steps."""
+    """The interval begins again at such a state, and the ranks that kept it have trained none of the later steps."""
     order = {"batch_size": 4, "key_groups": 4, "steps": 20}
     settings = {"order": order, "launch": {"script": "x"}, "checkpoint": {"every_s": 600}}
     spec = parse_spec({"run": "r", "source": {"table": "src.t", "columns": ["x"]}, **settings}, origin="the test")

@@ -183,7 +183,7 @@ class Replica:
         self.group = group_of(folder, number)
         self.group.share = (number, 2)
         self.policy = CheckpointPolicy(SPEC, 0, None, MagicMock())
-        self.policy.resumed(MagicMock(step=0, head_step=0, memory_of=0), MagicMock())
+        self.policy.resumed(MagicMock(step=0, head_step=0), MagicMock())
         self.tracker = ReaderStateTracker(committed_step=0, groups=range(1))
         self.saved: list[tuple[int, int, bool]] = []
         self.attempt = MagicMock(tracker=self.tracker, rehearses=False, has_unrecorded_leg=False)
