@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,9 @@ _WAY_OUT = (
     "look at the data and the learning rate from there, exclude rows or go back with `dlac rewind`, then train again; "
     'launch.on_nonfinite_loss = "warn" trains on'
 )
+
+CopyOf = Callable[[torch.Tensor], torch.Tensor | None]
+"""Gives the copy of a tensor, or None if it has none."""
 
 
 class FinitenessCheck:
@@ -38,11 +42,20 @@ class FinitenessCheck:
             elif step not in skipped:
                 self._report(f"expected a finite loss of run {self._run!r}, found {loss} at step {step}")
 
-    def check_weights(self, engine: object, step: int) -> None:
-        """Check this rank's part of the weights that a checkpoint is about to save. Raise `LossNotFinite` by policy."""
-        if self._policy == "warn":
-            return
-        for name, tensor in _weights(engine):
+    def check_weights(self, engine: object, step: int, copy_of: CopyOf = lambda _: None) -> Callable[[], None]:
+        """Check this rank's part of the weights. Raise `LossNotFinite` by policy.
+
+        Return the check of the weights of which `copy_of` has a copy, to be called in any thread.
+        """
+        copies: list[tuple[str, torch.Tensor]] = []
+        if self._policy == "stop":
+            weights = [(name, tensor, copy_of(tensor)) for name, tensor in _weights(engine)]
+            copies = [(name, copied) for name, _, copied in weights if copied is not None]
+            self._check(((name, tensor) for name, tensor, copied in weights if copied is None), step)
+        return partial(self._check, copies, step)
+
+    def _check(self, weights: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
+        for name, tensor in weights:
             if not _is_finite(tensor):
                 self._report(f"expected finite weights of run {self._run!r} at step {step}, found others in {name!r}")
 

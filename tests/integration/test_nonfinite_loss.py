@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import yaml
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.operations.status import run_status
@@ -60,12 +63,41 @@ def test_skipped_step_may_overflow(arena: Arena) -> None:
     assert run_status(arena.lakehouse, "r")["state"] == "finished"
 
 
-def test_nonfinite_weights_are_no_head(arena: Arena) -> None:
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_nonfinite_weights_are_no_head(arena: Arena, mode: str) -> None:
     """Weights that became NaN in a step with a finite loss do not get into a checkpoint."""
     arena.table(appends=(600,))
-    with pytest.raises(LossNotFinite, match=r"'model\.weight'"):
-        train(arena, {}, poison=9)
+    with pytest.raises(LossNotFinite, match=r"at step 10, found others in 'model\.weight'"):
+        train(arena, {}, poison=9, mode=mode)
     assert run_status(arena.lakehouse, "r")["step"] == 5
+
+
+@pytest.mark.parametrize("became", ["NaN before", "NaN since"])
+def test_copies_are_checked(tmp_path: Path, became: str) -> None:
+    """The verdict is that on the weights as they were copied, also of tied ones and of parts of a storage."""
+    module = torch.nn.Linear(4, 2)
+    module.bias = torch.nn.Parameter(module.weight.detach().view(-1)[3:5])
+    finite = module.weight.detach().clone()
+    copies = Copies(CopyMemory())
+    poisoned, later = (finite.fill_diagonal_(float("nan")), 0.0) if became == "NaN before" else (finite, float("nan"))
+    with torch.no_grad():
+        module.weight.copy_(poisoned)
+        engine = dlac.TorchState(module=module)
+        engine.save(tmp_path, copies.write)
+        check = FinitenessCheck("r", "stop", warn=lambda _: None).check_weights(engine, 1, copies.copy_of)
+        module.weight.fill_(later)
+    with nullcontext() if became == "NaN since" else pytest.raises(LossNotFinite, match=r"'module\.weight'"):
+        check()
+
+
+def test_weights_without_copy_are_checked_at_once(tmp_path: Path) -> None:
+    """A part that an engine saves in another form, or on another rank, is not among the copies."""
+    copies = Copies(CopyMemory())
+    dlac.TorchState(model=torch.nn.Linear(4, 1)).save(tmp_path, copies.write)
+    other = torch.nn.Linear(4, 1)
+    torch.nn.init.constant_(other.bias, float("inf"))
+    with pytest.raises(LossNotFinite, match=r"'other\.bias'"):
+        FinitenessCheck("r", "stop", warn=lambda _: None).check_weights(dlac.TorchState(other=other), 1, copies.copy_of)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"])
@@ -125,11 +157,12 @@ with dlac.training_run(sys.argv[1]) as run:
 
 
 @pytest.mark.soak
-def test_other_ranks_verdict_is_recorded(arena: Arena) -> None:
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_other_ranks_verdict_is_recorded(arena: Arena, mode: str) -> None:
     """Without a supervisor rank 0 records that the run is given up, also if the NaN is in the weights of rank 1."""
     arena.table(appends=(600,))
     path, script = arena.home / "r.yaml", arena.home / "poisoned.py"
-    path.write_text(yaml.safe_dump(arena.spec("r", passes=1, every_steps=5).model_dump()))
+    path.write_text(yaml.safe_dump(arena.spec("r", passes=1, every_steps=5, mode=mode).model_dump()))
     script.write_text(_POISONED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "DLAC_HOME": str(arena.home), "OMP_NUM_THREADS": "1"}

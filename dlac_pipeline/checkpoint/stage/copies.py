@@ -28,6 +28,9 @@ class Direct:
         """Write it."""
         self._save(state, path)
 
+    def copy_of(self, tensor: torch.Tensor) -> None:
+        """Return None: nothing is copied."""
+
     def handed_over(self) -> None:
         """Nothing is kept."""
 
@@ -83,6 +86,13 @@ class Copies:
             return
         self._states.append((path, self._copy_of(state)))
 
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of a tensor on the processor, until `finish`. None if it was not copied, or is of another kind."""
+        if tensor.device.type != "cpu" or not _is_plain(tensor):
+            return None
+        mine = self._storages.get(_key(tensor.untyped_storage()))
+        return None if mine is None else _like(tensor, mine)
+
     def handed_over(self) -> None:
         """The states themselves are not needed any more."""
         self._originals.clear()
@@ -112,20 +122,19 @@ class Copies:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        plain = _is_plain(tensor)
         if not plain and is_traceable_wrapper_subclass(tensor):
             return self._made_of_copies(tensor)
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             own = tensor.detach()
             return copy.deepcopy(own) if own.device.type == "cpu" else own.cpu()
         storage = tensor.untyped_storage()
-        key = storage.data_ptr(), storage.nbytes()
+        key = _key(storage)
         if key not in self._storages:
             self._originals.append(storage)
             self._storages[key] = self._memory.copy_of(storage)
             self.bytes += storage.nbytes()
-        mine = self._storages[key]
-        copied = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
+        copied = _like(tensor, self._storages[key])
         return torch.nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copied
 
     def _made_of_copies(self, tensor: Any) -> torch.Tensor:
@@ -139,6 +148,18 @@ class Copies:
 
 Writer = Direct | Copies
 """Writer of the states of one checkpoint."""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+
+
+def _key(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
