@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, Columns
 from dlac_pipeline.operations.status import run_status
 from examples.demo.report import write_report
 from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
@@ -207,13 +207,17 @@ def test_the_explanation_of_a_run_without_checkpoints_runs(lake: Lake) -> None:
 def test_goodput_counts_real_kill(lake: Lake, run: str) -> None:
     """Parts add up to the time between the first and the last row. The recovery was down, and lost its work.
 
-    The killed rank may have been seen last before the checkpoint after which it was killed: training went on until then.
+    The killed rank may have been seen last before the state that is kept of it: training went on until then.
     """
     found = run_status(lake.lakehouse, run)["goodput"]
     recoveries = recoveries_of(lake.lakehouse, run)
-    committed = {name: row.committed_at for name, row in checkpoint_rows(Ledger(lake.lakehouse).rows(run)).items()}
-    seen_late_s = [(committed[str(each.resumed_from)] - each.failed_at).total_seconds() for each in recoveries]
-    down_s = sum(each.total_s for each in recoveries) - sum(max(0.0, late) for late in seen_late_s)
+    rows = Ledger(lake.lakehouse).rows(run)
+    committed = {name: row.committed_at.timestamp() for name, row in checkpoint_rows(rows).items()}
+    copied = {row.attempt: row.memory_at for row in rows if isinstance(row, ClaimRow)}
+    down_s = 0.0
+    for each in recoveries:
+        failed = each.failed_at.timestamp()
+        down_s += failed + each.total_s - max(failed, committed[str(each.resumed_from)], copied[each.attempt])
     claimed, *_, ended = Ledger(lake.lakehouse).head_rows(run)
     with open_run(lake.lakehouse, run) as connection:
         assert read_goodput(connection, run) == found
