@@ -2,14 +2,15 @@
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
+from dlac_pipeline.checkpoint.stage.copies import storage_key
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 
@@ -18,9 +19,6 @@ _WAY_OUT = (
     "look at the data and the learning rate from there, exclude rows or go back with `dlac rewind`, then train again; "
     'launch.on_nonfinite_loss = "warn" trains on'
 )
-
-CopyOf = Callable[[torch.Tensor], torch.Tensor | None]
-"""Gives the copy of a tensor, or None if it has none."""
 
 
 class FinitenessCheck:
@@ -42,22 +40,17 @@ class FinitenessCheck:
             elif step not in skipped:
                 self._report(f"expected a finite loss of run {self._run!r}, found {loss} at step {step}")
 
-    def check_weights(self, engine: object, step: int, copy_of: CopyOf = lambda _: None) -> Callable[[], None]:
-        """Check this rank's part of the weights. Raise `LossNotFinite` by policy.
+    def check_weights(self, engine: object, step: int) -> None:
+        """Check this rank's part of the weights. Raise `LossNotFinite` by policy."""
+        self.weights_of(engine, step).finish()
 
-        Return the check of the weights of which `copy_of` has a copy, to be called in any thread.
-        """
-        copies: list[tuple[str, torch.Tensor]] = []
-        if self._policy == "stop":
-            weights = [(name, tensor, copy_of(tensor)) for name, tensor in _weights(engine)]
-            copies = [(name, copied) for name, _, copied in weights if copied is not None]
-            self._check(((name, tensor) for name, tensor, copied in weights if copied is None), step)
-        return partial(self._check, copies, step)
+    def weights_of(self, engine: object, step: int) -> "WeightsCheck":
+        """Return the check of this rank's part of the weights that a checkpoint is about to save. By policy it has none."""
 
-    def _check(self, weights: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
-        for name, tensor in weights:
-            if not _is_finite(tensor):
-                self._report(f"expected finite weights of run {self._run!r} at step {step}, found others in {name!r}")
+        def report(name: str) -> None:
+            self._report(f"expected finite weights of run {self._run!r} at step {step}, found others in {name!r}")
+
+        return WeightsCheck(() if self._policy == "warn" else _weights(engine), report)
 
     def _report(self, found: str) -> None:
         if self._policy == "stop":
@@ -66,6 +59,29 @@ class FinitenessCheck:
             self._in_series = True
             _log.warning("%s", found)
             self._warn(found)
+
+
+class WeightsCheck:
+    """The check of weights. Those that are copied are checked then, while they are in the processor's cache."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], report: Callable[[str], None]) -> None:
+        """`report` is given the name of the first weight that is not finite, once."""
+        self._report = report
+        self._left: defaultdict[tuple[int, int], list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        for name, tensor in weights:
+            self._left[storage_key(tensor)].append((name, tensor))
+        self._found: list[str] = []
+
+    def copied(self, storage: tuple[int, int]) -> None:
+        """Check the weights in a storage that was copied just now. It raises nothing: other ranks may wait for this one."""
+        self._found += [name for name, tensor in self._left.pop(storage, ()) if not _is_finite(tensor)]
+
+    def finish(self) -> None:
+        """Check the other weights, and report."""
+        for storage in list(self._left):
+            self.copied(storage)
+        if self._found:
+            self._report(self._found[0])
 
 
 def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ checkpoint at a time is in progress. Until its rows are in the ledger, its files
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,12 +14,12 @@ from typing import Any
 
 import msgpack
 
-from dlac_pipeline.checkpoint.collectives import RankTree, failure_named, name_failure
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together, failure_named, name_failure
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
-from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
+from dlac_pipeline.checkpoint.finiteness import WeightsCheck
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
@@ -79,8 +79,6 @@ class _Staged:
     folder: Path
     writer: Writer
     sealer: DurableWriter
-    check_copies: Callable[[], None] | None
-    """The check of the weights that were copied, or None where saving failed."""
     failure: tuple[str, str] | None
     started: float
     phases: Phases
@@ -115,8 +113,7 @@ class CheckpointManager:
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
         self._pending_record: ReaderStateTracker | None = None
-        self.failure: Exception | None = None
-        """What ended a checkpoint of this attempt. No other one follows."""
+        self._failure: Exception | None = None
         self.own_s = 0.0
         """Seconds that this rank's part of all checkpoints took, votes and commits left out."""
         self.own_bytes = 0
@@ -130,14 +127,14 @@ class CheckpointManager:
         """Continue after a checkpoint that another replica group of this attempt committed. None is in progress here."""
         self._trained = replace(self._trained, parent=parent, is_new=leg_is_new)
         self._committer = Committer(self._trained, self._spec, self._lakehouse, self._tiers)
-        self.head, self.failure = parent, None
+        self.head, self._failure = parent, None
 
     def in_progress(self) -> list[ReaderStateTracker]:
         """Return the record of the checkpoint that is being committed, if one is."""
         return [] if self._pending is None or self._pending_record is None else [self._pending_record]
 
     def save(
-        self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any], finiteness: FinitenessCheck
+        self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any], weights: WeightsCheck
     ) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
 
@@ -147,22 +144,26 @@ class CheckpointManager:
             StoreUnavailable: a rank could not save. Nothing was committed.
             SpecInvalid: loading would refuse something in a rank's state. Nothing was committed.
             CursorMismatch: a reader differs from the order. Nothing was committed.
-            LossNotFinite: `finiteness` refused the weights of a rank. Nothing was committed.
+            LossNotFinite: `weights` of a rank are not finite. Nothing was saved.
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """
         self.settle()
-        staged = self._stage(engine, tracker, note, finiteness, time.monotonic(), in_background=False)
+        self._check(weights)
+        staged = self._stage(engine, tracker, note, time.monotonic(), None)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
 
     def begin(
-        self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any], finiteness: FinitenessCheck
+        self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any], weights: WeightsCheck
     ) -> Committed | None:
-        """Copy the state after `tracker.step`, and commit it in the background. Returns and raises as `settle` before it."""
+        """Copy the state after `tracker.step`, and commit it in the background. Returns and raises as `settle` before it.
+
+        Raises `LossNotFinite` if `weights` of a rank are not finite. Nothing of them is committed.
+        """
         started = time.monotonic()
         before = self.settle()
-        staged = self._stage(engine, tracker, note, finiteness, started, in_background=True)
+        staged = self._stage(engine, tracker, note, started, weights)
         staged.phases["stall"] = time.monotonic() - started
         self._pending, self._pending_record = (pending := Future[Committed]()), staged.prepared.taken
 
@@ -182,8 +183,8 @@ class CheckpointManager:
 
     def settle(self) -> Committed | None:
         """Wait for the checkpoint in progress, if any, and return it once. Raise its `CheckpointError` or `LedgerError`."""
-        if self.failure is not None:
-            raise self.failure
+        if self._failure is not None:
+            raise self._failure
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
@@ -192,17 +193,19 @@ class CheckpointManager:
         engine: Engine,
         tracker: ReaderStateTracker,
         note: Mapping[str, Any],
-        finiteness: FinitenessCheck,
         started: float,
-        *,
-        in_background: bool,
+        copied: WeightsCheck | None,
     ) -> _Staged:
-        """Pass this rank's state to the writer. A rank that cannot write, or whose weights are refused, votes no."""
+        """Pass this rank's state to the writer. A rank that cannot write votes no.
+
+        In the background the state is `copied`, and weights are checked on the way.
+        """
+        in_background = copied is not None
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._trained.nonce)
         folder = self._tiers.folder(name)
         sealer = DurableWriter(self._tiers, name, in_background=in_background)
-        writer: Writer = Copies(self._memory, sealer.save) if in_background else Direct(sealer.save)
-        phases, failure, check_copies = Phases(), None, None
+        writer: Writer = Direct(sealer.save) if copied is None else Copies(self._memory, sealer.save, copied.copied)
+        phases, failure = Phases(), None
         with phases.of("copy" if in_background else "write"):
             try:
                 self._tiers.make(name)
@@ -212,27 +215,32 @@ class CheckpointManager:
                 with storing(folder):
                     engine.save(folder, writer.write)
                     save_rng(folder, self._tree.rank, writer.write)
-                check_copies = finiteness.check_weights(engine, tracker.step, writer.copy_of)
             except DlacError as err:
                 failure = failure or name_failure(err, doing="saving")
             writer.handed_over()
+        if copied is not None:
+            self._check(copied)
         return _Staged(
             prepared=Prepared(name=name, engine=engine.name, taken=tracker.take(), note=note),
             folder=folder,
             writer=writer,
             sealer=sealer,
-            check_copies=check_copies,
             failure=failure,
             started=started,
             phases=phases,
         )
+
+    def _check(self, weights: WeightsCheck) -> None:
+        """Raise `LossNotFinite` at all ranks if the weights of one are not finite."""
+        with failing_together(self._tree, doing="checking the weights"):
+            weights.finish()
 
     def _noting(self, staged: _Staged, tree: RankTree) -> Committed:
         """Complete it. A failure is final: the tracker has moved on, and a later checkpoint would leave out these rows."""
         try:
             return self._complete(staged, tree)
         except Exception as err:
-            self.failure = err
+            self._failure = err
             raise
 
     def _complete(self, staged: _Staged, tree: RankTree) -> Committed:
@@ -258,10 +266,9 @@ class CheckpointManager:
         entries: list[FileEntry] = []
         failure = staged.failure
         try:
-            if failure is None and staged.check_copies is not None:
+            if failure is None:
                 with storing(staged.folder):
                     with staged.phases.of("write"):
-                        staged.check_copies()
                         staged.writer.finish()
                     with staged.phases.of("seal"):
                         entries = staged.sealer.finish()

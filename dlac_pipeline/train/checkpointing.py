@@ -119,7 +119,7 @@ class Checkpointing:
         if wait:
             self.settle()
         save = self._manager.save if wait else self._manager.begin
-        self._report(save(engine, self._tracker, note, self._finiteness))
+        self._report(save(engine, self._tracker, note, self._finiteness.weights_of(engine, step)))
         self._memory.pause()
         self._policy.taken()
         if not ends:  # the state before it is older than the checkpoint, or all that a failure leaves until the commit

@@ -73,7 +73,7 @@ def load_state(
     tree: RankTree,
     *,
     restores: bool,
-    check_weights: Callable[[], object],
+    check_weights: Callable[[], None],
 ) -> tuple[float, float]:
     """Load the state of a resume point, as `load_checkpoint` does. Collective.
 

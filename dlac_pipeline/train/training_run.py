@@ -54,7 +54,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
             run.leave()
         except BaseException as err:
             # Before the connections close: then other ranks fail at once, and are not the cause.
-            if run.loss_failure(err) is not None:
+            if isinstance(err, LossNotFinite | LossSpiked):
                 run.discard_memory()
             if folder is not None:
                 leave_reason(err)
@@ -274,18 +274,10 @@ class TrainingRun:
         """Remove the memory states of the run: a loss that ends it came of them."""
         self._checkpointing.discard_memory()
 
-    def loss_failure(self, err: BaseException) -> LossNotFinite | LossSpiked | None:
-        """Return `err` if it means that training from here is no use, or the failure of the last checkpoint if that does.
-
-        Other ranks may have heard of that failure first, and have ended in the middle of this rank's step.
-        """
-        failures = (err, self._attempt.manager.failure)
-        return next((each for each in failures if isinstance(each, LossNotFinite | LossSpiked)), None)
-
     def record_failure(self, err: BaseException) -> None:
         """Record without a supervisor that the run is given up, or that the recovery before the first step failed."""
-        if self.rank == 0 and (failure := self.loss_failure(err)) is not None:
-            self._recoveries.give_up(failure, attempt=self.resume_point.attempt, step=self.step)
+        if self.rank == 0 and isinstance(err, LossNotFinite | LossSpiked):
+            self._recoveries.give_up(err, attempt=self.resume_point.attempt, step=self.step)
         self._recoveries.fail()
 
     def close(self) -> None:

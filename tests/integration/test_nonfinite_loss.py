@@ -68,36 +68,33 @@ def test_nonfinite_weights_are_no_head(arena: Arena, mode: str) -> None:
     """Weights that became NaN in a step with a finite loss do not get into a checkpoint."""
     arena.table(appends=(600,))
     with pytest.raises(LossNotFinite, match=r"at step 10, found others in 'model\.weight'"):
-        train(arena, {}, poison=9, mode=mode)
+        train(arena, {}, poison=10, mode=mode)
     assert run_status(arena.lakehouse, "r")["step"] == 5
 
 
-@pytest.mark.parametrize("became", ["NaN before", "NaN since"])
-def test_copies_are_checked(tmp_path: Path, became: str) -> None:
-    """The verdict is that on the weights as they were copied, also of tied ones and of parts of a storage."""
-    module = torch.nn.Linear(4, 2)
-    module.bias = torch.nn.Parameter(module.weight.detach().view(-1)[3:5])
-    finite = module.weight.detach().clone()
-    copies = Copies(CopyMemory())
-    poisoned, later = (finite.fill_diagonal_(float("nan")), 0.0) if became == "NaN before" else (finite, float("nan"))
-    with torch.no_grad():
-        module.weight.copy_(poisoned)
-        engine = dlac.TorchState(module=module)
-        engine.save(tmp_path, copies.write)
-        check = FinitenessCheck("r", "stop", warn=lambda _: None).check_weights(engine, 1, copies.copy_of)
-        module.weight.fill_(later)
-    with nullcontext() if became == "NaN since" else pytest.raises(LossNotFinite, match=r"'module\.weight'"):
-        check()
+@pytest.mark.parametrize(("index", "refused"), [(1, False), (2, True), (3, True), (4, False)])
+def test_weights_are_checked_when_copied(tmp_path: Path, index: int, refused: bool) -> None:
+    """The verdict is on the numbers that were copied, and of those in a storage only on those of a weight."""
+    storage = torch.zeros(8)
+    storage[index] = float("nan")
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight = torch.nn.Parameter(storage[2:4].view(1, 2))
+    engine = dlac.TorchState(model=model)
+    check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(engine, 1)
+    engine.save(tmp_path, Copies(CopyMemory(), copied=check.copied).write)
+    storage.fill_(0.0)
+    with pytest.raises(LossNotFinite, match=r"'model\.weight'") if refused else nullcontext():
+        check.finish()
 
 
-def test_weights_without_copy_are_checked_at_once(tmp_path: Path) -> None:
-    """A part that an engine saves in another form, or on another rank, is not among the copies."""
-    copies = Copies(CopyMemory())
-    dlac.TorchState(model=torch.nn.Linear(4, 1)).save(tmp_path, copies.write)
-    other = torch.nn.Linear(4, 1)
+def test_weights_without_copy_are_checked(tmp_path: Path) -> None:
+    """Weights that an engine saves in another form, or on another rank, are not among the copies."""
+    other = torch.nn.Linear(2, 1)
     torch.nn.init.constant_(other.bias, float("inf"))
+    check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(dlac.TorchState(other=other), 1)
+    dlac.TorchState(model=torch.nn.Linear(2, 1)).save(tmp_path, Copies(CopyMemory(), copied=check.copied).write)
     with pytest.raises(LossNotFinite, match=r"'other\.bias'"):
-        FinitenessCheck("r", "stop", warn=lambda _: None).check_weights(dlac.TorchState(other=other), 1, copies.copy_of)
+        check.finish()
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"])

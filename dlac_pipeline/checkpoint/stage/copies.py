@@ -28,9 +28,6 @@ class Direct:
         """Write it."""
         self._save(state, path)
 
-    def copy_of(self, tensor: torch.Tensor) -> None:
-        """Return None: nothing is copied."""
-
     def handed_over(self) -> None:
         """Nothing is kept."""
 
@@ -64,8 +61,15 @@ class CopyMemory:
 class Copies:
     """Copies of every state, tensors with the storages that they share. `finish` writes them with `save`, in any thread."""
 
-    def __init__(self, memory: CopyMemory, save: Save = write_state) -> None:
+    def __init__(
+        self,
+        memory: CopyMemory,
+        save: Save = write_state,
+        copied: Callable[[tuple[int, int]], None] = lambda _: None,
+    ) -> None:
+        """`copied` is given the key of each storage at once, while it is in the processor's cache."""
         self._memory = memory
+        self._copied = copied
         self._save = save
         self._states: list[tuple[Path, Any]] = []
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
@@ -85,13 +89,6 @@ class Copies:
             self._save(state, path)
             return
         self._states.append((path, self._copy_of(state)))
-
-    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy of a tensor on the processor, until `finish`. None if it was not copied, or is of another kind."""
-        if tensor.device.type != "cpu" or not _is_plain(tensor):
-            return None
-        mine = self._storages.get(_key(tensor.untyped_storage()))
-        return None if mine is None else _like(tensor, mine)
 
     def handed_over(self) -> None:
         """The states themselves are not needed any more."""
@@ -128,13 +125,15 @@ class Copies:
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             own = tensor.detach()
             return copy.deepcopy(own) if own.device.type == "cpu" else own.cpu()
-        storage = tensor.untyped_storage()
-        key = _key(storage)
+        key = storage_key(tensor)
         if key not in self._storages:
+            storage = tensor.untyped_storage()
             self._originals.append(storage)
             self._storages[key] = self._memory.copy_of(storage)
+            self._copied(key)
             self.bytes += storage.nbytes()
-        copied = _like(tensor, self._storages[key])
+        mine = self._storages[key]
+        copied = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
         return torch.nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copied
 
     def _made_of_copies(self, tensor: Any) -> torch.Tensor:
@@ -150,16 +149,16 @@ Writer = Direct | Copies
 """Writer of the states of one checkpoint."""
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-
-
-def _key(storage: torch.UntypedStorage) -> tuple[int, int]:
+def storage_key(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the bytes of a tensor's storage, zeros for other kinds of tensors."""
+    if not _is_plain(tensor):
+        return 0, 0
+    storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
-def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
