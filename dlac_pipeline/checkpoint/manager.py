@@ -18,7 +18,7 @@ from dlac_pipeline.checkpoint.collectives import RankTree, failing_together, fai
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
-from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
 from dlac_pipeline.checkpoint.finiteness import WeightsCheck
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rng import save_rng
@@ -163,6 +163,8 @@ class CheckpointManager:
         """
         started = time.monotonic()
         before = self.settle()
+        if isinstance(engine, TrainerFiles):
+            self._check(weights)  # before the trainer writes its files, of which no copies are made
         staged = self._stage(engine, tracker, note, started, weights)
         staged.phases["stall"] = time.monotonic() - started
         self._pending, self._pending_record = (pending := Future[Committed]()), staged.prepared.taken

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory
@@ -26,16 +27,31 @@ from tests.conftest import Arena
 
 
 def train(
-    arena: Arena, losses: dict[int, float], *, applied: bool | None = None, poison: int = 0, **changes: Any
+    arena: Arena,
+    losses: dict[int, float],
+    *,
+    applied: bool | None = None,
+    poison: int = 0,
+    trainer: bool = False,
+    **changes: Any,
 ) -> int:
-    """Train in this process with these losses at some steps; the weights are NaN after step `poison`. Returns the last step."""
+    """Train in this process with these losses at some steps; the weights are NaN after step `poison`. Returns the last step.
+
+    A `trainer` saves its files itself, and writes the step into a file.
+    """
     spec = arena.spec("r", world_size=1, passes=1, every_steps=5, **changes)
     path = arena.home / "r.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump()))
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     model = torch.nn.Linear(4, 1)
+
+    def save(folder: Path) -> None:
+        with (arena.home / "saved").open("a") as file:
+            file.write(f"{run.step}\n")
+        torch.save(model.state_dict(), folder / "model.pt")
+
     with dlac.training_run(path) as run:
-        run.restore(dlac.TorchState(model=model))
+        run.restore(TrainerFiles(save, modules={"model": model}) if trainer else dlac.TorchState(model=model))
         for batch in run.batches():
             if batch.step == poison:
                 with torch.no_grad():
@@ -70,6 +86,14 @@ def test_nonfinite_weights_are_no_head(arena: Arena, mode: str) -> None:
     with pytest.raises(LossNotFinite, match=r"at step 10, found others in 'model\.weight'"):
         train(arena, {}, poison=10, mode=mode)
     assert run_status(arena.lakehouse, "r")["step"] == 5
+
+
+def test_trainer_saves_no_nonfinite_weights(arena: Arena) -> None:
+    """A trainer that writes its files itself is not asked to: the check comes before."""
+    arena.table(appends=(600,))
+    with pytest.raises(LossNotFinite, match="at step 10"):
+        train(arena, {}, poison=10, trainer=True, mode="asynchronous")
+    assert (arena.home / "saved").read_text().split() == ["5"]
 
 
 @pytest.mark.parametrize(("index", "refused"), [(1, False), (2, True), (3, True), (4, False)])
@@ -143,18 +167,22 @@ def test_supervisor_does_not_relaunch_nan(arena: Arena) -> None:
 
 _POISONED = """
 import sys, torch, dlac_pipeline as dlac
-model = torch.nn.Linear(4, 1)
+from torch.distributed.fsdp import fully_shard
 with dlac.training_run(sys.argv[1]) as run:
-    run.restore(dlac.TorchState(model=model))
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model)
+    run.restore(dlac.DistributedState(model=model))
     for batch in run.batches():
-        if run.rank == 1 and batch.step == 4:
-            torch.nn.init.constant_(model.weight, float("nan"))
+        model.reshard()
+        if run.rank == 1 and batch.step == 9:
+            torch.nn.init.constant_(model.weight.to_local(), float("nan"))
+        with torch.no_grad():
+            model(torch.ones(1, 4))  # leaves gathered weights, which the save of the state frees
         run.step_done(1.0)
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_other_ranks_verdict_is_recorded(arena: Arena, mode: str) -> None:
     """Without a supervisor rank 0 records that the run is given up, also if the NaN is in the weights of rank 1."""
     arena.table(appends=(600,))
@@ -169,3 +197,4 @@ def test_other_ranks_verdict_is_recorded(arena: Arena, mode: str) -> None:
     assert ended.returncode != 0
     assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["gave up"], ended.stderr[-3000:]
     assert "LossNotFinite" in run_status(arena.lakehouse, "r")["gave_up"]
+    assert run_status(arena.lakehouse, "r")["step"] == 5
