@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
@@ -114,12 +115,15 @@ class Checkpointing:
                 return
         wait = ends or self._spec.checkpoint.mode == "synchronous"
         engine, step = self._restored_engine(), self._attempt.step
+        # rank 0 records that the run is given up
+        with failing_together(self._communicator.tree, doing="checking the weights"):
+            self._finiteness.check_weights(engine, step)
         self._heartbeat.doing(Phase.CHECKPOINT, step)
         note = {**self._policy.note(reason), "total_steps": self._attempt.order.total_steps}
         if wait:
             self.settle()
         save = self._manager.save if wait else self._manager.begin
-        self._report(save(engine, self._tracker, note, self._finiteness.weights_of(engine, step)))
+        self._report(save(engine, self._tracker, note))
         self._memory.pause()
         self._policy.taken()
         if not ends:  # the state before it is older than the checkpoint, or all that a failure leaves until the commit
