@@ -2,13 +2,15 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
+from dlac_pipeline.checkpoint.stage.copies import storage_key
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 
@@ -39,12 +41,16 @@ class FinitenessCheck:
                 self._report(f"expected a finite loss of run {self._run!r}, found {loss} at step {step}")
 
     def check_weights(self, engine: object, step: int) -> None:
-        """Check this rank's part of the weights that a checkpoint is about to save. Raise `LossNotFinite` by policy."""
-        if self._policy == "warn":
-            return
-        for name, tensor in _weights(engine):
-            if not _is_finite(tensor):
-                self._report(f"expected finite weights of run {self._run!r} at step {step}, found others in {name!r}")
+        """Check this rank's part of the weights. Raise `LossNotFinite` by policy."""
+        self.weights_of(engine, step).finish()
+
+    def weights_of(self, engine: object, step: int) -> "WeightsCheck":
+        """Return the check of this rank's part of the weights that a checkpoint is about to save. By policy it has none."""
+
+        def report(name: str) -> None:
+            self._report(f"expected finite weights of run {self._run!r} at step {step}, found others in {name!r}")
+
+        return WeightsCheck(None if self._policy == "warn" else engine, report)
 
     def _report(self, found: str) -> None:
         if self._policy == "stop":
@@ -53,6 +59,47 @@ class FinitenessCheck:
             self._in_series = True
             _log.warning("%s", found)
             self._warn(found)
+
+
+class WeightsCheck:
+    """The check of an engine's weights. Those that are copied are checked then, while they are in the processor's cache."""
+
+    def __init__(self, engine: object, report: Callable[[str], None]) -> None:
+        """`engine` may be None: no weights. `report` is given the name of the first weight that is not finite."""
+        self._engine = engine
+        self._report = report
+        self._left: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] | None = None
+        self._found: list[str] = []
+        self._failure: Exception | None = None
+
+    def copied(self, storage: tuple[int, int]) -> None:
+        """Check the weights in a storage that was copied just now. It raises nothing: other ranks may wait for this one."""
+        try:
+            self._check(self._weights_left().pop(storage, []))
+        except Exception as err:
+            self._failure = self._failure or err
+
+    def finish(self) -> None:
+        """Check the other weights, and report. Raise also what `copied` could not do."""
+        left = self._weights_left()
+        while left:
+            self._check(left.popitem()[1])
+        if self._failure is not None:
+            raise self._failure
+        if self._found:
+            self._report(self._found[0])
+
+    def _check(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._found += [name for name, tensor in weights if not _is_finite(tensor)]
+
+    def _weights_left(self) -> dict[tuple[int, int], list[tuple[str, torch.Tensor]]]:
+        """Return the weights by storage. They are listed late: FSDP2 may free gathered weights when the state is taken."""
+        if self._left is None:
+            left = defaultdict(list)
+            for name, tensor in _weights(self._engine):
+                left[storage_key(tensor)].append((name, tensor))
+            self._left = dict(left)
+        return self._left
 
 
 def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:

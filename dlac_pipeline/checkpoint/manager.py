@@ -14,11 +14,12 @@ from typing import Any
 
 import msgpack
 
-from dlac_pipeline.checkpoint.collectives import RankTree, failure_named, name_failure
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together, failure_named, name_failure
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
-from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
+from dlac_pipeline.checkpoint.finiteness import WeightsCheck
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
@@ -132,7 +133,9 @@ class CheckpointManager:
         """Return the record of the checkpoint that is being committed, if one is."""
         return [] if self._pending is None or self._pending_record is None else [self._pending_record]
 
-    def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
+    def save(
+        self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any], weights: WeightsCheck
+    ) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
 
         The coordinator's `note` goes into the detail of the checkpoint's row.
@@ -141,20 +144,34 @@ class CheckpointManager:
             StoreUnavailable: a rank could not save. Nothing was committed.
             SpecInvalid: loading would refuse something in a rank's state. Nothing was committed.
             CursorMismatch: a reader differs from the order. Nothing was committed.
+            LossNotFinite: `weights` of a rank are not finite. Nothing was saved.
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """
         self.settle()
-        staged = self._stage(engine, tracker, note, time.monotonic(), in_background=False)
+        self._check(weights)
+        staged = self._stage(engine, tracker, note, time.monotonic(), None)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
 
-    def begin(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed | None:
-        """Copy the state after `tracker.step`, and commit it in the background. Returns and raises as `settle` before it."""
-        started = time.monotonic()
-        before = self.settle()
-        staged = self._stage(engine, tracker, note, started, in_background=True)
-        staged.phases["stall"] = time.monotonic() - started
+    def begin(
+        self,
+        engine: Engine,
+        tracker: ReaderStateTracker,
+        note: Mapping[str, Any],
+        weights: WeightsCheck,
+        *,
+        since: float,
+    ) -> None:
+        """Copy the state after `tracker.step`, and commit it in the background. The one before is settled.
+
+        Training waits `since` this monotonic time. Raises `LossNotFinite` if `weights` of a rank are not finite. Nothing of
+        them is committed.
+        """
+        if isinstance(engine, TrainerFiles):
+            self._check(weights)  # before the trainer writes its files, of which no copies are made
+        staged = self._stage(engine, tracker, note, since, weights)
+        staged.phases["stall"] = time.monotonic() - since
         self._pending, self._pending_record = (pending := Future[Committed]()), staged.prepared.taken
 
         def complete() -> None:
@@ -165,7 +182,6 @@ class CheckpointManager:
 
         # A daemon: a process that fails otherwise does not wait for it, as the other ranks may be gone.
         threading.Thread(target=complete, name="checkpoint", daemon=True).start()
-        return before
 
     def done(self) -> Committed | None:
         """Return the checkpoint that was in progress, once, if it is committed by now. Raises as `settle`."""
@@ -184,14 +200,17 @@ class CheckpointManager:
         tracker: ReaderStateTracker,
         note: Mapping[str, Any],
         started: float,
-        *,
-        in_background: bool,
+        copied: WeightsCheck | None,
     ) -> _Staged:
-        """Pass this rank's state to the writer. A rank that cannot write votes no."""
+        """Pass this rank's state to the writer. A rank that cannot write votes no.
+
+        In the background the state is `copied`, and weights are checked on the way.
+        """
+        in_background = copied is not None
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._trained.nonce)
         folder = self._tiers.folder(name)
         sealer = DurableWriter(self._tiers, name, in_background=in_background)
-        writer: Writer = Copies(self._memory, sealer.save) if in_background else Direct(sealer.save)
+        writer: Writer = Direct(sealer.save) if copied is None else Copies(self._memory, sealer.save, copied.copied)
         phases, failure = Phases(), None
         with phases.of("copy" if in_background else "write"):
             try:
@@ -205,6 +224,8 @@ class CheckpointManager:
             except DlacError as err:
                 failure = failure or name_failure(err, doing="saving")
             writer.handed_over()
+        if copied is not None:
+            self._check(copied)
         return _Staged(
             prepared=Prepared(name=name, engine=engine.name, taken=tracker.take(), note=note),
             folder=folder,
@@ -214,6 +235,11 @@ class CheckpointManager:
             started=started,
             phases=phases,
         )
+
+    def _check(self, weights: WeightsCheck) -> None:
+        """Raise `LossNotFinite` at all ranks if the weights of one are not finite."""
+        with failing_together(self._tree, doing="checking the weights"):
+            weights.finish()
 
     def _noting(self, staged: _Staged, tree: RankTree) -> Committed:
         """Complete it. A failure is final: the tracker has moved on, and a later checkpoint would leave out these rows."""

@@ -1,12 +1,12 @@
 """Checkpoints of a training run: loaded into the script's engine, taken when the policy has a reason, and reported."""
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
@@ -114,16 +114,15 @@ class Checkpointing:
             if not reason:
                 return
         wait = ends or self._spec.checkpoint.mode == "synchronous"
-        engine, step = self._restored_engine(), self._attempt.step
-        # rank 0 records that the run is given up
-        with failing_together(self._communicator.tree, doing="checking the weights"):
-            self._finiteness.check_weights(engine, step)
+        engine, step, started = self._restored_engine(), self._attempt.step, time.monotonic()
         self._heartbeat.doing(Phase.CHECKPOINT, step)
         note = {**self._policy.note(reason), "total_steps": self._attempt.order.total_steps}
+        weights = self._finiteness.weights_of(engine, step)
+        self.settle()
         if wait:
-            self.settle()
-        save = self._manager.save if wait else self._manager.begin
-        self._report(save(engine, self._tracker, note))
+            self._report(self._manager.save(engine, self._tracker, note, weights))
+        else:
+            self._manager.begin(engine, self._tracker, note, weights, since=started)
         self._memory.pause()
         self._policy.taken()
         if not ends:  # the state before it is older than the checkpoint, or all that a failure leaves until the commit

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manifest import FileEntry
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory
 from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
@@ -110,6 +112,31 @@ def test_trainer_saves_no_nonfinite_weights(arena: Arena) -> None:
     with pytest.raises(LossNotFinite, match="at step 10"):
         train(arena, {}, poison=10, trainer=True, mode="asynchronous")
     assert (arena.home / "saved").read_text().split() == ["5"]
+
+
+@pytest.mark.parametrize(("index", "refused"), [(1, False), (2, True), (3, True), (4, False)])
+def test_weights_are_checked_when_copied(tmp_path: Path, index: int, refused: bool) -> None:
+    """The verdict is on the numbers that were copied, and of those in a storage only on those of a weight."""
+    storage = torch.zeros(8)
+    storage[index] = float("nan")
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight = torch.nn.Parameter(storage[2:4].view(1, 2))
+    engine = dlac.TorchState(model=model)
+    check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(engine, 1)
+    engine.save(tmp_path, Copies(CopyMemory(), copied=check.copied).write)
+    storage.fill_(0.0)
+    with pytest.raises(LossNotFinite, match=r"'model\.weight'") if refused else nullcontext():
+        check.finish()
+
+
+def test_weights_without_copy_are_checked(tmp_path: Path) -> None:
+    """Weights that an engine saves in another form, or on another rank, are not among the copies."""
+    other = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(other.bias, float("inf"))
+    check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(dlac.TorchState(other=other), 1)
+    dlac.TorchState(model=torch.nn.Linear(2, 1)).save(tmp_path, Copies(CopyMemory(), copied=check.copied).write)
+    with pytest.raises(LossNotFinite, match=r"'other\.bias'"):
+        check.finish()
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"])

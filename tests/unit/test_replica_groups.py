@@ -198,7 +198,7 @@ class Replica:
         model = torch.nn.Linear(2, 1)
         self.checkpointing.engine = TorchFTState(model=model, optimizer=torch.optim.SGD(model.parameters()))
 
-    def _save(self, engine: Any, tracker: ReaderStateTracker, note: Any) -> None:
+    def _save(self, engine: Any, tracker: ReaderStateTracker, *_: Any, **__: Any) -> None:
         self.saved = list(tracker.step_ranges())
         tracker.take()
 

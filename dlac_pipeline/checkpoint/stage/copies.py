@@ -63,8 +63,15 @@ class CopyMemory:
 class Copies:
     """Copies of every state, tensors with the storages that they share. `finish` writes them with `save`, in any thread."""
 
-    def __init__(self, memory: CopyMemory, save: Save = write_state) -> None:
+    def __init__(
+        self,
+        memory: CopyMemory,
+        save: Save = write_state,
+        copied: Callable[[tuple[int, int]], None] = lambda _: None,
+    ) -> None:
+        """`copied` is given the key of each storage at once, while it is in the processor's cache."""
         self._memory = memory
+        self._copied = copied
         self._save = save
         self._states: list[tuple[Path, Any]] = []
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
@@ -114,17 +121,18 @@ class Copies:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        plain = _is_plain(tensor)
         if not plain and is_traceable_wrapper_subclass(tensor):
             return self._made_of_copies(tensor)
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             own = tensor.detach()
             return copy.deepcopy(own) if own.device.type == "cpu" else own.cpu()
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr(), storage.nbytes()
+        key = storage_key(tensor)
         if key not in self._storages:
+            storage = tensor.untyped_storage()
             self._originals.append(storage)
             self._storages[key] = self._memory.copy_of(storage)
+            self._copied(key)
             self.bytes += storage.nbytes()
         mine = self._storages[key]
         copied = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -141,6 +149,18 @@ class Copies:
 
 Writer = Direct | Copies
 """Writer of the states of one checkpoint."""
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the bytes of a tensor's storage, zeros for other kinds of tensors."""
+    if not _is_plain(tensor):
+        return 0, 0
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
 
 
 def _whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
