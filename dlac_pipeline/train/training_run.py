@@ -4,7 +4,6 @@ Under `dlac train` the launch folder names the run and the rank. Under torchrun 
 spec: `training_run("job.toml")`. Rank 0 then claims the run itself.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +28,6 @@ from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader
-
-_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -58,7 +55,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
         except BaseException as err:
             # Before the connections close: then other ranks fail at once, and are not the cause.
             if isinstance(err, LossNotFinite | LossSpiked):
-                run.give_up_training()
+                run.discard_memory()
             if folder is not None:
                 leave_reason(err)
             else:
@@ -273,12 +270,8 @@ class TrainingRun:
         if self.stopped or self.step == self.total_steps or not self._leave_early():
             self._end()
 
-    def give_up_training(self) -> None:
-        """Complete the checkpoint in progress, whose steps are before the loss that ends the run, and remove memory states."""
-        try:
-            self.settle()
-        except Exception as err:
-            _log.warning("the checkpoint in progress was not completed: %s", err)
+    def discard_memory(self) -> None:
+        """Remove the memory states of the run: a loss that ends it came of them."""
         self._checkpointing.discard_memory()
 
     def record_failure(self, err: BaseException) -> None:
