@@ -135,6 +135,18 @@ def test_small_floats_are_checked(name: str) -> None:
             check.check_weights(dlac.TorchState(model=model), 1)
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_largest_numbers_are_finite(kind: torch.dtype) -> None:
+    """Their sum is infinite."""
+    model = torch.nn.Linear(4, 1, dtype=kind)
+    torch.nn.init.constant_(model.weight, torch.finfo(kind).max)
+    check = FinitenessCheck("r", "stop", warn=lambda _: None)
+    check.check_weights(dlac.TorchState(model=model), 1)
+    torch.nn.init.constant_(model.weight, float("-inf"))
+    with pytest.raises(LossNotFinite, match=r"'model\.weight'"):
+        check.check_weights(dlac.TorchState(model=model), 1)
+
+
 def test_other_modules_are_checked() -> None:
     """A module beside a sharded model, such as an average of it, is no less in the checkpoint."""
     average = torch.nn.Linear(4, 1)
