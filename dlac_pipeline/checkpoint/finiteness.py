@@ -3,11 +3,12 @@
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.nn import Module
 
 from dlac_pipeline.checkpoint.stage.copies import storage_key
@@ -45,7 +46,10 @@ class FinitenessCheck:
         self.weights_of(engine, step).finish()
 
     def weights_of(self, engine: object, step: int) -> "WeightsCheck":
-        """Return the check of this rank's part of the weights that a checkpoint is about to save. By policy it has none."""
+        """Return the check of this rank's part of the weights that a checkpoint is about to save.
+
+        The policy "warn" checks none.
+        """
 
         def report(name: str) -> None:
             self._report(f"expected finite weights of run {self._run!r} at step {step}, found others in {name!r}")
@@ -75,22 +79,20 @@ class WeightsCheck:
     def copied(self, storage: tuple[int, int]) -> None:
         """Check the weights in a storage that was copied just now. It raises nothing: other ranks may wait for this one."""
         try:
-            self._check(self._weights_left().pop(storage, []))
+            for name, tensor in self._weights_left().pop(storage, []):
+                if not _is_finite(tensor):
+                    self._found.append(name)
         except Exception as err:
             self._failure = self._failure or err
 
     def finish(self) -> None:
-        """Check the other weights, and report. Raise also what `copied` could not do."""
-        left = self._weights_left()
-        while left:
-            self._check(left.popitem()[1])
-        if self._failure is not None:
-            raise self._failure
+        """Check the other weights, and report. If all others are finite, raise the first exception of a check."""
+        for storage in list(self._weights_left()):
+            self.copied(storage)
         if self._found:
             self._report(self._found[0])
-
-    def _check(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._found += [name for name, tensor in weights if not _is_finite(tensor)]
+        if self._failure is not None:
+            raise self._failure
 
     def _weights_left(self) -> dict[tuple[int, int], list[tuple[str, torch.Tensor]]]:
         """Return the weights by storage. They are listed late: FSDP2 may free gathered weights when the state is taken."""
@@ -109,12 +111,25 @@ def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(module, Module):
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:  # a constant of the user's may well be infinite
-                    tensor: Any = parameter.detach()
-                    yield f"{part}.{name}", tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                    yield f"{part}.{name}", _own_part(parameter)
+
+
+def _own_part(parameter: Any) -> Any:
+    """Return what this rank has of a parameter, without padding: all of it, a shard of FSDP2, or a partition of ZeRO 3."""
+    partition = getattr(parameter, "ds_tensor", None)
+    if partition is None:
+        tensor = parameter.detach()
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # At ZeRO 3 the parameter itself is empty, or gathered. A partition on NVMe has no memory.
+    start = dist.get_rank(parameter.ds_process_group) * partition.ds_numel
+    numbers = max(0, parameter.ds_numel - start) if partition.status.name == "AVAILABLE" else 0
+    return partition.detach()[:numbers]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Return True if all numbers are finite, without a copy."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     with suppress(NotImplementedError):

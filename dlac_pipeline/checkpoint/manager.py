@@ -134,11 +134,17 @@ class CheckpointManager:
         return [] if self._pending is None or self._pending_record is None else [self._pending_record]
 
     def save(
-        self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any], weights: WeightsCheck
+        self,
+        engine: Engine,
+        tracker: ReaderStateTracker,
+        note: Mapping[str, Any],
+        weights: WeightsCheck,
+        *,
+        since: float,
     ) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
 
-        The coordinator's `note` goes into the detail of the checkpoint's row.
+        The coordinator's `note` goes into the detail of the checkpoint's row. Training waits `since` this monotonic time.
 
         Raises:
             StoreUnavailable: a rank could not save. Nothing was committed.
@@ -149,7 +155,7 @@ class CheckpointManager:
         """
         self.settle()
         self._check(weights)
-        staged = self._stage(engine, tracker, note, time.monotonic(), None)
+        staged = self._stage(engine, tracker, note, since, None)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
@@ -200,17 +206,17 @@ class CheckpointManager:
         tracker: ReaderStateTracker,
         note: Mapping[str, Any],
         started: float,
-        copied: WeightsCheck | None,
+        weights: WeightsCheck | None,
     ) -> _Staged:
         """Pass this rank's state to the writer. A rank that cannot write votes no.
 
-        In the background the state is `copied`, and weights are checked on the way.
+        With `weights` the state is copied, and they are checked on the way. Without, it is written at once.
         """
-        in_background = copied is not None
+        in_background = weights is not None
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._trained.nonce)
         folder = self._tiers.folder(name)
         sealer = DurableWriter(self._tiers, name, in_background=in_background)
-        writer: Writer = Direct(sealer.save) if copied is None else Copies(self._memory, sealer.save, copied.copied)
+        writer: Writer = Direct(sealer.save) if weights is None else Copies(self._memory, sealer.save, weights.copied)
         phases, failure = Phases(), None
         with phases.of("copy" if in_background else "write"):
             try:
@@ -224,8 +230,8 @@ class CheckpointManager:
             except DlacError as err:
                 failure = failure or name_failure(err, doing="saving")
             writer.handed_over()
-        if copied is not None:
-            self._check(copied)
+        if weights is not None:
+            self._check(weights)
         return _Staged(
             prepared=Prepared(name=name, engine=engine.name, taken=tracker.take(), note=note),
             folder=folder,

@@ -120,7 +120,7 @@ class Checkpointing:
         weights = self._finiteness.weights_of(engine, step)
         self.settle()
         if wait:
-            self._report(self._manager.save(engine, self._tracker, note, weights))
+            self._report(self._manager.save(engine, self._tracker, note, weights, since=started))
         else:
             self._manager.begin(engine, self._tracker, note, weights, since=started)
         self._memory.pause()

@@ -15,10 +15,11 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint import finiteness
 from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, storage_key
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.operations.status import run_status
@@ -89,7 +90,7 @@ def test_nonfinite_weights_are_no_head(arena: Arena, mode: str) -> None:
 
 
 def test_trainer_saves_no_nonfinite_weights(arena: Arena) -> None:
-    """A trainer that writes its files itself is not asked to: the check comes before."""
+    """The weights are checked before a trainer writes its files."""
     arena.table(appends=(600,))
     with pytest.raises(LossNotFinite, match="at step 10"):
         train(arena, {}, poison=10, trainer=True, mode="asynchronous")
@@ -113,12 +114,34 @@ def test_weights_are_checked_when_copied(tmp_path: Path, index: int, refused: bo
 
 def test_weights_without_copy_are_checked(tmp_path: Path) -> None:
     """Weights that an engine saves in another form, or on another rank, are not among the copies."""
-    other = torch.nn.Linear(2, 1)
-    torch.nn.init.constant_(other.bias, float("inf"))
+    other = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(2, 1))
+    for name, parameter in other.named_parameters():
+        torch.nn.init.constant_(parameter, float("inf") if "bias" in name else 1.0)
     check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(dlac.TorchState(other=other), 1)
     dlac.TorchState(model=torch.nn.Linear(2, 1)).save(tmp_path, Copies(CopyMemory(), copied=check.copied).write)
-    with pytest.raises(LossNotFinite, match=r"'other\.bias'"):
+    with pytest.raises(LossNotFinite, match=r"'other\.0\.bias'"):
         check.finish()
+
+
+def test_failed_check_is_raised_at_the_end(arena: Arena) -> None:
+    """Other ranks may wait for this one while it copies. Weights that are known not to be finite come first."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    first, *_, last = model.parameters()
+
+    def checked(tensor: torch.Tensor) -> bool:
+        if tensor.shape == (3, 2):
+            raise MemoryError("no memory")
+        return bool(torch.isfinite(tensor).all())
+
+    arena.monkeypatch.setattr(finiteness, "_is_finite", checked)
+    checks = FinitenessCheck("r", "stop", warn=lambda _: None)
+    check = checks.weights_of(dlac.TorchState(model=model), 1)
+    check.copied(storage_key(first))
+    with pytest.raises(MemoryError):
+        check.finish()
+    torch.nn.init.constant_(last, float("nan"))
+    with pytest.raises(LossNotFinite, match=r"'model\.1\.bias'"):
+        checks.check_weights(dlac.TorchState(model=model), 1)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"])
@@ -135,9 +158,9 @@ def test_small_floats_are_checked(name: str) -> None:
             check.check_weights(dlac.TorchState(model=model), 1)
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_largest_numbers_are_finite(kind: torch.dtype) -> None:
-    """Their sum is infinite."""
+    """Their sum is infinite. Complex numbers are checked, too."""
     model = torch.nn.Linear(4, 1, dtype=kind)
     torch.nn.init.constant_(model.weight, torch.finfo(kind).max)
     check = FinitenessCheck("r", "stop", warn=lambda _: None)
@@ -177,7 +200,8 @@ def test_supervisor_does_not_relaunch_nan(arena: Arena) -> None:
     assert run_status(arena.lakehouse, "r")["step"] == 5
 
 
-_POISONED = """
+_POISONED = {
+    "FSDP2": """
 import sys, torch, dlac_pipeline as dlac
 from torch.distributed.fsdp import fully_shard
 with dlac.training_run(sys.argv[1]) as run:
@@ -192,16 +216,32 @@ with dlac.training_run(sys.argv[1]) as run:
             if run.rank == 1:
                 torch.nn.init.constant_(model.weight.to_local(), float("nan"))
         run.step_done(1.0)
-"""
+""",
+    "ZeRO 3": """
+import sys, deepspeed, torch, dlac_pipeline as dlac
+adam = {"type": "AdamW", "params": {"torch_adam": True}}
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam, "zero_optimization": {"stage": 3}}
+with dlac.training_run(sys.argv[1]) as run:
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 3), config=config)
+    run.restore(engine)
+    for batch in run.batches():
+        weight = engine.module.weight
+        if run.rank == 1:  # the last element is none of the weight: 9 are divided among two ranks
+            weight.ds_tensor[-1 if batch.step < 10 else 0] = float("nan")
+        run.step_done(1.0)
+""",
+}
+_MODES = [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
-def test_other_ranks_verdict_is_recorded(arena: Arena, mode: str) -> None:
+@pytest.mark.parametrize("engine", ["FSDP2", pytest.param("ZeRO 3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", _MODES)
+def test_other_ranks_verdict_is_recorded(arena: Arena, mode: str, engine: str) -> None:
     """Without a supervisor rank 0 records that the run is given up, also if the NaN is in the weights of rank 1."""
     arena.table(appends=(600,))
     path, script = arena.home / "r.yaml", arena.home / "poisoned.py"
     path.write_text(yaml.safe_dump(arena.spec("r", passes=1, every_steps=5, mode=mode).model_dump()))
-    script.write_text(_POISONED)
+    script.write_text(_POISONED[engine])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "DLAC_HOME": str(arena.home), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(

@@ -59,7 +59,7 @@ def test_passport_has_what_both_runs_read(forked: Forked) -> None:
     with closing(OpenPassport(out)) as passport:
         assert (passport.facts.documents, passport.facts.incomplete) == (len(forked.parent_rows) + 200, ())
         assert all(passport.has([str(row)]) for row in {*forked.parent_rows, *range(1000, 1200)})
-        others = [row for row in range(3000) if row not in forked.parent_rows and not 1000 <= row < 1200]
+        others = [row for row in range(0, 3000, 5) if row not in forked.parent_rows and not 1000 <= row < 1200]
         assert sum(passport.has([str(row)]) for row in others) < 0.02 * len(others)
     answers = [
         json.loads(forked.here("identify", str(out), "--document", row, "--json").stdout)["trained_on"]
