@@ -4,7 +4,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -78,12 +78,11 @@ class WeightsCheck:
 
     def copied(self, storage: tuple[int, int]) -> None:
         """Check the weights in a storage that was copied just now. It raises nothing: other ranks may wait for this one."""
-        try:
+        with self._keeping_failure():
             for name, tensor in self._weights_left().pop(storage, []):
-                if not _is_finite(tensor):
-                    self._found.append(name)
-        except Exception as err:
-            self._failure = self._failure or err
+                with self._keeping_failure():
+                    if not _is_finite(tensor):
+                        self._found.append(name)
 
     def finish(self) -> None:
         """Check the other weights, and report. If all others are finite, raise the first exception of a check."""
@@ -93,6 +92,13 @@ class WeightsCheck:
             self._report(self._found[0])
         if self._failure is not None:
             raise self._failure
+
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as err:
+            self._failure = self._failure or err
 
     def _weights_left(self) -> dict[tuple[int, int], list[tuple[str, torch.Tensor]]]:
         """Return the weights by storage. They are listed late: FSDP2 may free gathered weights when the state is taken."""
@@ -120,7 +126,7 @@ def _own_part(parameter: Any) -> Any:
     if partition is None:
         tensor = parameter.detach()
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # At ZeRO 3 the parameter itself is empty, or gathered. A partition on NVMe has no memory.
+    # At ZeRO 3 the parameter itself may be empty, or gathered. A partition on NVMe has no memory.
     start = dist.get_rank(parameter.ds_process_group) * partition.ds_numel
     numbers = max(0, parameter.ds_numel - start) if partition.status.name == "AVAILABLE" else 0
     return partition.detach()[:numbers]

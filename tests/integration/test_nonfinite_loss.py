@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.operations.status import run_status
 from examples.demo.report import write_report
 from tests.conftest import Arena
+
+
+class Status(Enum):
+    """Of a partition, as DeepSpeed has it."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
 
 
 def train(
@@ -136,12 +144,25 @@ def test_failed_check_is_raised_at_the_end(arena: Arena) -> None:
     arena.monkeypatch.setattr(finiteness, "_is_finite", checked)
     checks = FinitenessCheck("r", "stop", warn=lambda _: None)
     check = checks.weights_of(dlac.TorchState(model=model), 1)
+    model.register_parameter("beside", torch.nn.Parameter(first.detach().view(-1)[:2]))  # of the same storage
     check.copied(storage_key(first))
     with pytest.raises(MemoryError):
         check.finish()
-    torch.nn.init.constant_(last, float("nan"))
-    with pytest.raises(LossNotFinite, match=r"'model\.1\.bias'"):
-        checks.check_weights(dlac.TorchState(model=model), 1)
+    for poisoned, name in ((last, "1.bias"), (first, "beside")):
+        torch.nn.init.constant_(poisoned, float("nan"))
+        with pytest.raises(LossNotFinite, match=f"'model\\.{name}'"):
+            checks.check_weights(dlac.TorchState(model=model), 1)
+
+
+@pytest.mark.parametrize(("rank", "status", "checked"), [(0, 1, 2), (2, 1, 1), (3, 1, 0), (0, 2, 0)])
+def test_partition_is_checked_without_padding(arena: Arena, rank: int, status: int, checked: int) -> None:
+    """Five numbers on four ranks: the last two have padding, which nothing initializes. What is on NVMe has no memory."""
+    parameter: Any = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_numel, parameter.ds_process_group = 5, "ranks"
+    parameter.ds_tensor = torch.zeros(2)
+    parameter.ds_tensor.ds_numel, parameter.ds_tensor.status = 2, Status(status)
+    arena.monkeypatch.setattr(torch.distributed, "get_rank", {"ranks": rank}.__getitem__)
+    assert len(finiteness._own_part(parameter)) == checked
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"])
@@ -243,7 +264,7 @@ def test_other_ranks_verdict_is_recorded(arena: Arena, mode: str, engine: str) -
     path.write_text(yaml.safe_dump(arena.spec("r", passes=1, every_steps=5, mode=mode).model_dump()))
     script.write_text(_POISONED[engine])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "DLAC_HOME": str(arena.home), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "DLAC_HOME": str(arena.home), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(
         [*torchrun, str(script), str(path)], env=environment, capture_output=True, text=True, check=False
     )
