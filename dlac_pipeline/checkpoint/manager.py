@@ -144,7 +144,8 @@ class CheckpointManager:
     ) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
 
-        The coordinator's `note` goes into the detail of the checkpoint's row. Training waits `since` this monotonic time.
+        The one before is settled. The coordinator's `note` goes into the detail of the checkpoint's row. Training waits `since`
+        this monotonic time.
 
         Raises:
             StoreUnavailable: a rank could not save. Nothing was committed.
@@ -153,7 +154,6 @@ class CheckpointManager:
             LossNotFinite: `weights` of a rank are not finite. Nothing was saved.
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """
-        self.settle()
         self._check(weights)
         staged = self._stage(engine, tracker, note, since, None)
         committed = self._noting(staged, self._tree)
