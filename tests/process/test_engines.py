@@ -16,7 +16,7 @@ from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.lakehouse.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, SpecInvalid
-from tests.engine_ranks import STEPS, Saved, assert_same, save
+from tests.engine_ranks import STEPS, Saved, assert_same, run_program, save
 
 pytestmark = pytest.mark.timeout(900)  # each test starts several processes several times
 
@@ -66,6 +66,24 @@ def test_fsdp2_is_loaded_by_fewer_ranks(tmp_path: Path) -> None:
     check_resizes(saved, 1)
 
 
+def test_state_without_gradients_is_loaded(tmp_path: Path) -> None:
+    """A sharded layer that no step used has no moments, and comes back without them."""
+    check_resizes(save(tmp_path, 2, engine="fsdp2", unused=True), 1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("engine", "optimizer"),
+    [
+        ("ddp", "adafactor"),  # torch cannot step it under FSDP2
+        *((engine, name) for engine in ("fsdp2", "ddp") for name in ("amsgrad", "leveled", "nadam", "momentum")),
+    ],
+)
+def test_other_optimizers_load_at_any_size(tmp_path: Path, engine: str, optimizer: str) -> None:
+    """Moments of any names and shapes, of a layer that is used and of one that is not."""
+    check_resizes(save(tmp_path, 2, engine=engine, optimizer=optimizer, unused=True), 2, 1, 4)
+
+
 @pytest.mark.soak
 def test_zero_1_is_converted_once(tmp_path: Path) -> None:
     """A frozen layer and buffers are converted from 2 ranks to 1 too. The second load uses the existing conversion."""
@@ -101,7 +119,14 @@ def test_pytorch_state_loads_at_any_size(tmp_path: Path, engine: str, writer: st
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "what",
-    [{"engine": "zero3", "frozen": True}, {"engine": "zero1", "momentum": True}, {"engine": "zero3", "momentum": True}],
+    [
+        {"engine": "zero3", "frozen": True},
+        *(
+            {"engine": engine, "optimizer": optimizer}
+            for engine in ("zero1", "zero2", "zero3")
+            for optimizer in ("momentum", "amsgrad", "nadam")
+        ),
+    ],
 )
 def test_unconvertible_state_is_refused_by_all(tmp_path: Path, what: dict[str, Any]) -> None:
     """The error names frozen parameters at ZeRO 3 and optimizers without Adam's moments. The same number of ranks still loads."""
@@ -135,6 +160,56 @@ def test_failed_write_blocks_no_rank(tmp_path: Path, engine: str) -> None:
     of_rank_1 = ("shard-00002", "shards-00001", "rank_1")
     assert not any(each in path.name for path in saved.folder.rglob("*") for each in of_rank_1)
     assert len(saved.state["losses"]) == STEPS + 2
+
+
+OWN_BUFFERS = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.stage.copies import Direct
+
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), Path(sys.argv[1])
+for engine in (dlac.TorchState, dlac.DistributedState):
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
+    first, again = (DistributedDataParallel(each, broadcast_buffers=False) for each in models)
+    first(torch.arange(8.0).reshape(4, 2) * (rank + 1)).sum().backward()
+    (saved := folder / engine.__name__).mkdir(exist_ok=True)
+    engine(model=first).save(saved, Direct().write)
+    dist.barrier()
+    engine(model=again).load(saved, saved_world_size=2)
+    for name, value in first.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    means = [torch.zeros(2) for _ in range(2)]
+    dist.all_gather(means, models[1][1].running_mean)
+    assert not torch.equal(*means)
+dist.destroy_process_group()
+"""
+
+
+def test_buffers_of_ranks_are_restored(tmp_path: Path) -> None:
+    """Each rank gets its own running mean of a BatchNorm back, where nothing synchronizes them."""
+    program = tmp_path / "program.py"
+    program.write_text(OWN_BUFFERS)
+    ranks = run_program(2, str(program), str(tmp_path))
+    assert not any(ranks.codes), ranks.stderr
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+@pytest.mark.parametrize("compiled", ["saving", "loading"])
+def test_compiled_model_loads_plain_one(tmp_path: Path, kind: str, compiled: str) -> None:
+    """A checkpoint has the names of the bare model, so that `torch.compile` may be added or removed."""
+    first, again = Parts(), Parts()
+    first.train(2)
+    changed = first if compiled == "saving" else again
+    changed.model = torch.compile(changed.model, backend="eager")  # type: ignore[assignment]  # it has the same interface
+    first.engine(kind).save(tmp_path, Direct().write)
+    again.engine(kind).load(tmp_path, saved_world_size=1)
+    assert [*map(str, again.model.state_dict().values())] == [*map(str, first.model.state_dict().values())]
+    assert again.states()[1:] == first.states()[1:]
 
 
 class Parts:

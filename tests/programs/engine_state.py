@@ -1,9 +1,9 @@
 """One rank that trains a tiny model with an engine, and saves or loads it through its adapter, without a run.
 
-$REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, bf16, fp16), whether a layer is frozen and the
-optimizer is SGD with momentum, an object that it `keeps` (a NumPy number, an enum), folder, and the action: save after
-`steps` steps with writer `direct` or `copies`, or load what `saved_world_size` ranks saved. Rank 0 writes the whole state to
-`dump`: parameters, optimizer, parameter groups, buffers, schedule and loss scale.
+$REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, bf16, fp16), whether a layer is frozen or
+unused, the optimizer (one of `OPTIMIZERS`), an object that it `keeps` (a NumPy number, an enum), folder,
+and the action: save after `steps` steps with writer `direct` or `copies`, or load what `saved_world_size` ranks saved. Rank 0
+writes the whole state to `dump`: parameters, optimizer, parameter groups, buffers, schedule and loss scale.
 """
 
 import copy
@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,41 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 KEPT = {"number": np.float64(0.1), "enum": HTTPStatus.OK}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Leveled(torch.optim.SGD):
+    """An optimizer whose state has one number for each column of a matrix, whole on all ranks."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss
+        """Step by the mean of the gradients so far."""
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            level = self.state[parameter].setdefault("level", self._zeros(parameter))
+            level += self._like(parameter, grad.mean(dim=0, keepdim=True))
+            sharded = hasattr(parameter, "to_local")
+            local, levels = (parameter.to_local(), level.to_local()) if sharded else (parameter, level)
+            local.sub_(0.01 * levels)
+
+    def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._like(parameter, torch.zeros(1, *parameter.shape[1:]))
+
+    def _like(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        if not hasattr(parameter, "device_mesh"):
+            return whole
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(whole, parameter.device_mesh, [Replicate()], run_check=False)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "leveled": lambda groups: Leveled(groups, lr=0.01),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+}
 SAMPLES = 8
 """Samples of one global batch."""
 
@@ -39,8 +75,9 @@ class Tiny(nn.Module):
 
     seen: torch.Tensor
 
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen: bool, unused: bool) -> None:
         super().__init__()
+        self.unused = unused
         self.body = nn.Linear(4, 7)
         self.still = nn.Linear(7, 7)
         self.head = nn.Linear(7, 1)
@@ -50,7 +87,8 @@ class Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return one number per sample."""
         self.seen += 1
-        out: torch.Tensor = self.head(torch.relu(self.still(torch.relu(self.body(x)))))
+        hidden = torch.relu(self.body(x))
+        out: torch.Tensor = self.head(hidden if self.unused else torch.relu(self.still(hidden)))
         return out
 
     def groups(self) -> list[dict[str, Any]]:
@@ -64,9 +102,9 @@ class TrainedModel:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.kind, self.precision = request["engine"], request.get("precision", "fp32")
-        self.momentum = request.get("momentum", False)
+        self.optimizer_name = request.get("optimizer", "adamw")
         self.keeps = KEPT.get(request.get("keeps", "nothing"))
-        self.model = Tiny(request.get("frozen", False))
+        self.model = Tiny(request.get("frozen", False), request.get("unused", False))
         self.stage = int(self.kind[4:]) if self.kind.startswith("zero") else None
         self.engine: Engine = self._deepspeed() if self.stage is not None else self._torch()
 
@@ -85,11 +123,8 @@ class TrainedModel:
         if self.precision == "fp16":
             config["fp16"]["initial_scale_power"] = 8
             config["fp16"]["loss_scale_window"] = 2
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.groups(), lr=0.01)
-        if self.momentum:
-            optimizer = torch.optim.SGD(self.groups(), lr=0.01, momentum=0.9)
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
-            model=self.model, optimizer=optimizer, config=config
+            model=self.model, optimizer=OPTIMIZERS[self.optimizer_name](self.groups()), config=config
         )
         return adapt(self.deepspeed)
 
@@ -102,9 +137,9 @@ class TrainedModel:
                 fully_shard(layer)
             fully_shard(self.model)
         elif self.kind == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(self.model)
+            wrapped = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=self.model.unused)
         self.wrapped = wrapped
-        self.optimizer = torch.optim.AdamW(self.groups(), lr=0.01)
+        self.optimizer = OPTIMIZERS[self.optimizer_name](self.groups())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         if self.kind == "torch":
             return TorchState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
@@ -156,7 +191,7 @@ class TrainedModel:
         for name, parameter in self.model.named_parameters():
             if self.stage and parameter.requires_grad:
                 tensors[name] = safe_get_full_fp32_param(parameter).clone()
-                for key in ("momentum_buffer",) if self.momentum else ("exp_avg", "exp_avg_sq"):
+                for key in ("momentum_buffer",) if self.optimizer_name == "momentum" else ("exp_avg", "exp_avg_sq"):
                     tensors[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).clone()
         groups = [
             {key: value for key, value in group.items() if key != "params"}

@@ -16,14 +16,17 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.model_names import unwrapped_name
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors, plain_state
-from dlac_pipeline.checkpoint.engines.torch_state import unwrapped_name
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, SpecInvalid, WorldSizeUnsupported
 from dlac_pipeline.lakehouse.store_files import make_below
 
 _INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 """Facts that a checkpoint must contain to be converted."""
+
+_CONVERTED = frozenset({"step", "exp_avg", "exp_avg_sq"})
+"""Parts of an optimizer's state that DeepSpeed converts."""
 
 
 class DeepSpeedState:
@@ -148,6 +151,7 @@ def to_universal(source: Path, target: Path) -> None:
     """
     from deepspeed.checkpoint import ds_to_universal
 
+    _check_moments(source)
     options = Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -165,6 +169,19 @@ def to_universal(source: Path, target: Path) -> None:
                 f"expected a DeepSpeed checkpoint in {str(source)!r} that can be converted to another number of ranks, "
                 f"DeepSpeed found {type(err).__name__}: {err}; resume with the number of ranks that saved it"
             ) from err
+
+
+def _check_moments(folder: Path) -> None:
+    """Raise `WorldSizeUnsupported` if an optimizer's state has more than DeepSpeed's conversion keeps of it."""
+    for path in sorted(folder.glob("*_optim_states.pt")):
+        saved = load_tensors(path, safe_classes(), mmap=True)["optimizer_state_dict"]
+        own = saved.get("base_optimizer_state", saved.get("optimizer_state_dict", {}))
+        kept = own.get("state", {}).values() if isinstance(own, dict) else own
+        if lost := sorted({key for each in kept for key in each} - _CONVERTED):
+            raise WorldSizeUnsupported(
+                f"expected {sorted(_CONVERTED)!r} in the state of the optimizer, which DeepSpeed converts to another number of "
+                f"ranks, found {lost!r} too: resume with the number of ranks that saved it"
+            )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
+from dlac_pipeline.checkpoint.engines.optimizer_states import OptimizerStates
+from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.shards import PlainLoadPlanner, PlainSavePlanner, ShardReader, ShardWriter
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.stage.copies import Write
@@ -33,17 +35,19 @@ class DistributedState(Engine):
     name = "dcp"
 
     def __init__(self, *, model: Module, optimizer: Optimizer | Sequence[Optimizer] = (), **parts: Any) -> None:
+        """Raise `ScriptInvalid` if an optimizer has a parameter that the model does not have."""
         self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._optimizers = OptimizerStates(model, [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+        self._optimizers.check()
         self._rest = TorchState(**parts)
 
     def save(self, folder: Path, write: Write) -> None:
         """Every rank's parts and an index."""
         writer = ShardWriter(folder, write)
         with _together(folder) as alone:
-            model, optimizer = get_state_dict(self._model, self._optimizers)  # the tensors in use
-            state = {"model": model, "optimizer": optimizer}
+            state = {"model": get_model_state_dict(self._model), "optimizer": self._optimizers.state()}
             save(state, storage_writer=writer, planner=PlainSavePlanner(), no_dist=alone)
+        save_buffers(folder, {"model": self._model}, write)
         self._rest.save(folder, write)
         if writer.failure is not None:
             raise writer.failure
@@ -51,16 +55,13 @@ class DistributedState(Engine):
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load the parts that this rank has now, from whichever ranks saved them: tensors and plain values only."""
         reader = ShardReader(folder)
-        optimizers = [] if reader.lacks("optimizer") else self._optimizers
-        model, optimizer = get_state_dict(self._model, optimizers)
-        state = {"model": _without_tied(model, reader), "optimizer": dict(optimizer)}
-        if reader.lacks("optimizer.param_groups"):
-            state["optimizer"].pop("param_groups", None)
+        model = get_model_state_dict(self._model)
+        state = {"model": _without_tied(model, reader), **self._optimizers.targets(reader)}
         with _together(folder) as alone:
             load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=alone)
-        model.update(state["model"])
-        optimizer.update(state["optimizer"])
-        set_state_dict(self._model, optimizers, model_state_dict=model, optim_state_dict=optimizer)
+        set_model_state_dict(self._model, {**model, **state.pop("model")})
+        self._optimizers.load(reader, state)
+        load_buffers(folder, {"model": self._model}, saved_world_size=saved_world_size)
         rest = self._rest
         if reader.is_adopted:
             found = TorchState.parts_in(folder)

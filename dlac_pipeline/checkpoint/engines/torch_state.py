@@ -1,24 +1,22 @@
 """Replicated PyTorch state."""
 
 import copy
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
+from dlac_pipeline.checkpoint.engines.model_names import bare_names
+from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
 
-_WRAPPER = "module."
-"""Prefix of data-parallel wrappers before the names of the model inside."""
 _LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 """Methods of a module that load its state."""
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap. No model uses them."""
 
 
 class TorchState(Engine):
@@ -29,18 +27,15 @@ class TorchState(Engine):
 
     name = "torch"
     _FILE = "torch-state.pt"
-    _WRAPPED = "dlac.wrapped"
-    """Beside the parts, where one has a data-parallel wrapper: part -> where in its names the wrapper put "module."."""
 
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
 
     def save(self, folder: Path, write: Write) -> None:
-        """Rank 0 saves one file."""
+        """Rank 0 saves one file, in which models have the names of the bare models. Other ranks save buffers of their own."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            states = {name: part.state_dict() for name, part in self._parts.items()}
-            wrapped = {name: places for name, part in self._parts.items() if (places := _wrapped_places(part))}
-            self.write_parts(folder, write, {**states, self._WRAPPED: wrapped} if wrapped else states)
+            self.write_parts(folder, write, {name: _bare_state(part) for name, part in self._parts.items()})
+        save_buffers(folder, self._parts, write)
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only.
@@ -49,7 +44,9 @@ class TorchState(Engine):
         """
         state = load_tensors(folder / self._FILE, mmap=True)
         for name, part in self._parts.items():
-            part.load_state_dict(state[name] if _only_copies(part) else copy.deepcopy(state[name]))
+            wrapped = _wrapped_state(part, state[name])
+            part.load_state_dict(wrapped if _only_copies(part) else copy.deepcopy(wrapped))
+        load_buffers(folder, self._parts, saved_world_size=saved_world_size)
 
     @classmethod
     def write_parts(cls, folder: Path, write: Write, states: dict[str, Any]) -> None:
@@ -60,24 +57,7 @@ class TorchState(Engine):
     def parts_in(cls, folder: Path) -> dict[str, Any]:
         """Return the saved parts of `folder` by name."""
         found: dict[str, Any] = load_tensors(folder / cls._FILE)
-        return {name: state for name, state in found.items() if name != cls._WRAPPED}
-
-    @classmethod
-    def bare_weights(cls, folder: Path, part: str) -> dict[str, torch.Tensor] | None:
-        """Return the tensors of a part by their names without a data-parallel wrapper, or None without such a part."""
-        found: dict[str, Any] = load_tensors(folder / cls._FILE)
-        if part not in found or part == cls._WRAPPED:
-            return None
-        places = found.get(cls._WRAPPED, {}).get(part, [])
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in found[part].items():
-            if isinstance(value, torch.Tensor):
-                bare = name
-                for place in sorted(places, key=len, reverse=True):
-                    if bare.startswith(place):
-                        bare = place.removesuffix(_WRAPPER) + bare.removeprefix(place)
-                tensors[bare] = value
-        return tensors
+        return found
 
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""
@@ -97,13 +77,20 @@ def _only_copies(part: Any) -> bool:
     )
 
 
-def unwrapped_name(name: str) -> str:
-    """Return the name of a tensor in the model without these wrappers."""
-    return ".".join(each for each in name.split(".") if each not in WRAPPERS)
+def _bare_state(part: Any) -> Any:
+    """Return the state of a part. A wrapper may be added or removed before the state is loaded again."""
+    state = part.state_dict()
+    if not isinstance(part, torch.nn.Module):
+        return state
+    names = bare_names(part, state)
+    return (
+        state if all(map(operator.eq, names, names.values())) else {names[name]: each for name, each in state.items()}
+    )
 
 
-def _wrapped_places(part: Any) -> list[str]:
-    """Return the prefixes of names that end in a data-parallel wrapper's. A model's own attribute `module` is none."""
-    modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
-    found = (name for name, module in modules if isinstance(module, DataParallel | DistributedDataParallel))
-    return [f"{name}.{_WRAPPER}" if name else _WRAPPER for name in found]
+def _wrapped_state(part: Any, state: Any) -> Any:
+    """Return a saved state with the names that a part has now."""
+    if not isinstance(part, torch.nn.Module) or not isinstance(state, dict):
+        return state
+    names = {bare: name for name, bare in bare_names(part, part.state_dict()).items() if bare != name}
+    return {names.get(name, name): each for name, each in state.items()} if names else state

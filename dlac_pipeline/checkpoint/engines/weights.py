@@ -9,9 +9,10 @@ import torch
 
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, moments_in, safe_classes, to_universal
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
+from dlac_pipeline.checkpoint.engines.model_names import WRAPPERS, unwrapped_name
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
 from dlac_pipeline.checkpoint.engines.shards import ShardReader, whole_tensors
-from dlac_pipeline.checkpoint.engines.torch_state import WRAPPERS, TorchState, unwrapped_name
+from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
@@ -73,11 +74,10 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
 
 
 def _of_torch(folder: Path, part: str) -> Weights:
-    found = TorchState.bare_weights(folder, part)
-    if found is None:
-        parts = sorted(TorchState.parts_in(folder))
-        raise CheckpointError(f"expected a part named {part!r} in the checkpoint, found {parts!r}")
-    return found
+    parts = TorchState.parts_in(folder)
+    if part not in parts:
+        raise CheckpointError(f"expected a part named {part!r} in the checkpoint, found {sorted(parts)!r}")
+    return {name: value for name, value in parts[part].items() if isinstance(value, torch.Tensor)}
 
 
 def _of_shards(folder: Path, part: str) -> Weights:

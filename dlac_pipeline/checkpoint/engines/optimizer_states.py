@@ -1,0 +1,191 @@
+"""Optimizer states by the names of parameters, as a checkpoint of `DistributedState` has them.
+
+A load takes what the index lists. torch's `get_state_dict` makes a step of a new optimizer instead, to learn what to ask for:
+it asks for states that parameters without a gradient never had, and leaves out those of frozen parameters.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from dlac_pipeline.checkpoint.engines.model_names import bare_names
+from dlac_pipeline.checkpoint.engines.shards import ShardReader
+from dlac_pipeline.lakehouse.errors import CheckpointError, ResumeMismatch, ScriptInvalid, SpecInvalid
+
+_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+
+
+class OptimizerStates:
+    """The states of one model's optimizers. Each parameter has one optimizer at most."""
+
+    def __init__(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+
+    def state(self) -> dict[str, Any]:
+        """Return {"state": {parameter: its state}, "param_groups": [...]} with the tensors in use.
+
+        A parameter without a state, as one that never had a gradient, is left out.
+
+        Raises:
+            ScriptInvalid: an optimizer has a parameter that the model does not have, or two have the same.
+            SpecInvalid: an optimizer has a state that could not be loaded again.
+        """
+        names = self._names()
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for optimizer in self._optimizers:
+            found = optimizer.state_dict()
+            if strange := found.keys() - {_STATE, _GROUPS}:
+                raise SpecInvalid(
+                    f"expected {_STATE!r} and {_GROUPS!r} in the state of {type(optimizer).__name__}, found {sorted(strange)!r}, "
+                    "which DistributedState does not save: use dlac_pipeline.TorchState"
+                )
+            numbered = [names[parameter] for group in optimizer.param_groups for parameter in group[_PARAMETERS]]
+            state |= {numbered[key] if isinstance(key, int) else key: each for key, each in found[_STATE].items()}
+            groups += [
+                {**group, _PARAMETERS: [numbered[number] for number in group[_PARAMETERS]]} for group in found[_GROUPS]
+            ]
+        _check_keys(state, f"optimizer.{_STATE}")
+        return {_STATE: state, _GROUPS: groups}
+
+    def targets(self, reader: ShardReader) -> dict[str, Any]:
+        """Return name -> tensor to load into, or None for a plain value, for each part of an optimizer in the index."""
+        parameters = {name: parameter for parameter, name in self._names().items()}
+        targets: dict[str, Any] = {}
+        for name, path in _optimizer_paths(reader, parameters):
+            entry = reader.index["tensors"].get(name)
+            parameter = parameters.get(str(path[1])) if path[0] == _STATE and path[-1] != "step" else None
+            targets[name] = None if entry is None else _target(entry["size"], entry["dtype"], parameter)
+        return targets
+
+    def load(self, reader: ShardReader, values: Mapping[str, Any]) -> None:
+        """Set the states of the optimizers to the loaded values of the `targets`.
+
+        Raises:
+            ResumeMismatch: the checkpoint has the state of a parameter that no optimizer has, or groups differ.
+            CheckpointError: an adopted checkpoint lacks a part of a parameter's state.
+        """
+        names = self._names()
+        found: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+        for name, path in _optimizer_paths(reader, set(names.values())):
+            set_element(found, path, values[name])
+        if reader.is_adopted:
+            _check_complete(found[_STATE])
+        else:
+            self._check_used(found, set(names.values()))
+        for optimizer in self._optimizers:
+            if found[_STATE] or found[_GROUPS]:
+                _load_optimizer(optimizer, names, found)
+
+    def check(self) -> None:
+        """Raise `ScriptInvalid` as `state`."""
+        self._names()
+
+    def _names(self) -> dict[Parameter, str]:
+        """Return the name of each parameter of the optimizers."""
+        own = dict(self._model.named_parameters())
+        known = {own[name]: bare for name, bare in bare_names(self._model, own).items()}
+        names: dict[Parameter, str] = {}
+        for optimizer in self._optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group[_PARAMETERS]):
+                if parameter not in known:
+                    raise ScriptInvalid(
+                        f"expected parameters of the model in {type(optimizer).__name__}, found one of shape "
+                        f"{tuple(parameter.shape)!r} that the model does not have: make the optimizer after fully_shard, "
+                        "and pass model=... with all of its parameters"
+                    )
+                if parameter in names:
+                    raise ScriptInvalid(
+                        f"expected one optimizer for each parameter, found {known[parameter]!r} in two: leave it out of one"
+                    )
+                names[parameter] = known[parameter]
+        return names
+
+    def _check_used(self, found: Mapping[str, Any], names: set[str]) -> None:
+        saved = {*found[_STATE], *(name for group in found[_GROUPS] for name in group[_PARAMETERS])}
+        if lost := sorted(saved - names):
+            raise ResumeMismatch(
+                f"expected optimizers with the parameters of the checkpoint, found none with {lost[:4]!r}"
+                f"{' and others' if lost[4:] else ''}: pass the optimizers as they were, before run.restore"
+            )
+
+
+def _load_optimizer(optimizer: Optimizer, names: Mapping[Parameter, str], found: Mapping[str, Any]) -> None:
+    """Set the state of one optimizer. What the checkpoint lacks of its settings stays as the script made it."""
+    groups, number = [], 0
+    state: dict[Any, Any] = {key: each for key, each in found[_STATE].items() if key not in set(names.values())}
+    for own in optimizer.param_groups:
+        group_names = [names[parameter] for parameter in own[_PARAMETERS]]
+        saved = [group for group in found[_GROUPS] if not set(group_names).isdisjoint(group[_PARAMETERS])]
+        if len(saved) > 1 or (found[_GROUPS] and group_names and not saved):
+            raise ResumeMismatch(
+                f"expected the parameter groups of the checkpoint, found a group with {group_names[:4]!r}, which are in "
+                f"{len(saved)} of its groups: make the optimizer's groups as they were"
+            )
+        settings = {**own, **(saved[0] if saved else {})}
+        numbers = range(number, number + len(group_names))
+        groups.append({**settings, _PARAMETERS: list(numbers)})
+        state |= {
+            each: found[_STATE][name] for each, name in zip(numbers, group_names, strict=True) if name in found[_STATE]
+        }
+        number += len(group_names)
+    optimizer.load_state_dict({_STATE: state, _GROUPS: groups})
+
+
+def _optimizer_paths(reader: ShardReader, parameters: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield (name in the index, path below "optimizer"). Another program may have saved `state.<parameter>.<key>` as one key."""
+    by_length = sorted(parameters, key=len, reverse=True)
+    for name, path in reader.index["paths"].items():
+        if path[0] != "optimizer":
+            continue
+        below = tuple(path[1:])
+        if reader.is_adopted and below[0] not in (_STATE, _GROUPS):
+            kind, _, rest = str(below[0]).partition(".")
+            owner = next((each for each in by_length if rest.startswith(f"{each}.")), None)
+            if kind != _STATE or owner is None:
+                continue
+            below = (_STATE, owner, rest.removeprefix(f"{owner}."))
+        elif reader.is_adopted and below[0] == _STATE and below[1] not in parameters:
+            continue
+        yield name, below
+
+
+def _target(size: Sequence[int], dtype: torch.dtype, parameter: Parameter | None) -> torch.Tensor:
+    """Return a tensor to load into, shared out as the parameter if it has the same shape."""
+    if parameter is not None and parameter.shape == torch.Size(size):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    device = None if parameter is None else parameter.device
+    whole = torch.empty(size, dtype=dtype, device=device)
+    if isinstance(parameter, DTensor) and size:
+        mesh = parameter.device_mesh
+        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole
+
+
+def _check_keys(value: Any, place: str) -> None:
+    """Raise `SpecInvalid` for a key that is no string: an index has names."""
+    if not isinstance(value, Mapping):
+        return
+    for key, each in value.items():
+        if not isinstance(key, str):
+            raise SpecInvalid(
+                f"expected strings as keys in the state of an optimizer, found {key!r} in {place}: use dlac_pipeline.TorchState"
+            )
+        _check_keys(each, f"{place}.{key}")
+
+
+def _check_complete(state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that all parameters with a state have the same keys. Files of another program may be missing."""
+    expected = {key for each in state.values() for key in each}
+    for name, each in state.items():
+        if missing := sorted(expected - each.keys()):
+            raise CheckpointError(
+                f"expected {sorted(expected)!r} in the adopted optimizer's state of each parameter, found {name!r} without "
+                f"{missing!r}: adopt a whole checkpoint, or one without an optimizer"
+            )

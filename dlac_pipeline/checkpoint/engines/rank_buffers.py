@@ -1,0 +1,49 @@
+"""Buffers that differ between ranks, such as the running mean of a BatchNorm that nothing synchronizes."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dlac_pipeline.checkpoint.engines.model_names import bare_names
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.stage.copies import Write
+
+
+def save_buffers(folder: Path, parts: Mapping[str, Any], write: Write) -> None:
+    """Save this rank's buffers, if other ranks exist. The state has the buffers of one of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    buffers = {name: dict(_buffers_of(part)) for name, part in parts.items()}
+    if any(buffers.values()):
+        write(_file(folder, dist.get_rank()), buffers)
+
+
+def load_buffers(folder: Path, parts: Mapping[str, Any], *, saved_world_size: int) -> None:
+    """Set this rank's buffers to those that it saved. With more ranks than saved, ranks begin again at the first one's."""
+    rank = dist.get_rank() % saved_world_size if dist.is_initialized() else 0
+    if not _file(folder, rank).exists():
+        return
+    saved = load_tensors(_file(folder, rank))
+    for name, part in parts.items():
+        for buffer_name, buffer in _buffers_of(part):
+            if buffer_name in saved.get(name, {}):
+                buffer.copy_(saved[name][buffer_name])
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"buffers-{rank:05d}.pt"
+
+
+def _buffers_of(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the saved buffers of a part that no wrapper makes equal on all ranks, by their names in the bare model."""
+    if not isinstance(part, torch.nn.Module):
+        return
+    wrapped = [module for module in part.modules() if isinstance(module, DistributedDataParallel)]
+    equal = {id(buffer) for module in wrapped if module.broadcast_buffers for buffer in module.buffers()}
+    buffers = dict(part.named_buffers())
+    names = bare_names(part, buffers.keys() & part.state_dict().keys())
+    yield from ((bare, buffers[name]) for name, bare in names.items() if id(buffers[name]) not in equal)

@@ -1,0 +1,229 @@
+"""States of every kind: a restored model and its optimizers train on as if they had never stopped, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from dlac_pipeline import DistributedState, TorchState
+from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.lakehouse.errors import ResumeMismatch, ScriptInvalid, SpecInvalid
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+Optimizers = Callable[["Net"], list[Optimizer]]
+
+
+class Net(nn.Module):
+    """Layers of many kinds. Which of them a step uses, and which are trained, changes with the step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.count: torch.Tensor
+        self.first = nn.Linear(4, 4)
+        self.late = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1, bias=kind != "matrices")
+        if kind == "tied":
+            self.late.weight = self.first.weight
+        elif kind == "shared":
+            self.late = self.first
+        elif kind == "empty":
+            self.nothing = nn.Parameter(torch.empty(0, 3))
+        elif kind == "scalar":
+            self.scale = nn.Parameter(torch.tensor(0.5))
+        elif kind == "complex":
+            self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        elif kind == "buffers":
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        elif kind == "bf16":
+            self.to(torch.bfloat16)
+
+    def set_trained(self, step: int) -> None:
+        """Freeze or thaw a layer as a script does."""
+        if self.kind == "frozen":
+            self.late.requires_grad_(step < 2)
+        elif self.kind == "thawed":
+            self.late.requires_grad_(step > 4)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        """Return one number per sample."""
+        hidden = torch.tanh(self.first(x))
+        if self.kind == "scalar":
+            hidden = hidden * self.scale
+        if self.kind == "complex":
+            hidden = hidden * self.phase.abs()
+        if self.kind == "buffers":
+            self.count.add_(1)
+            hidden = self.norm(hidden)
+        if self.kind != "unused" and (self.kind != "used later" or step > 4):
+            hidden = torch.tanh(self.late(hidden))
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
+def one(kind: type[Optimizer], **settings: Any) -> Optimizers:
+    """Return a maker of one optimizer for all parameters."""
+    return lambda net: [kind(net.parameters(), **settings)]
+
+
+def groups(net: Net) -> list[Optimizer]:
+    """Make one optimizer of two groups, one with a tensor as learning rate."""
+    rest = [each for each in net.parameters() if each is not net.head.weight]
+    return [
+        torch.optim.AdamW(
+            [{"params": rest, "lr": torch.tensor(0.02)}, {"params": [net.head.weight], "weight_decay": 0.0}],
+            lr=0.01,
+            capturable=False,
+            foreach=False,
+        )
+    ]
+
+
+def several(net: Net) -> list[Optimizer]:
+    """Make two optimizers, one of which has no state."""
+    head = [*net.head.parameters()]
+    rest = [each for each in net.parameters() if not any(each is other for other in head)]
+    return [torch.optim.SGD(head, lr=0.01), torch.optim.Adam(rest, lr=0.01)]
+
+
+OPTIMIZERS: dict[str, Optimizers] = {
+    "adadelta": one(torch.optim.Adadelta),
+    "adafactor": one(torch.optim.Adafactor),
+    "adagrad": one(torch.optim.Adagrad),
+    "adam": one(torch.optim.Adam),
+    "amsgrad": one(torch.optim.Adam, amsgrad=True),
+    "adamw": one(torch.optim.AdamW, lr=0.01),
+    "fused": one(torch.optim.AdamW, lr=0.01, fused=True),
+    "adamax": one(torch.optim.Adamax),
+    "asgd": one(torch.optim.ASGD),
+    "lbfgs": one(torch.optim.LBFGS, lr=0.1, max_iter=3),
+    "muon": one(torch.optim.Muon),
+    "nadam": one(torch.optim.NAdam),
+    "radam": one(torch.optim.RAdam),
+    "rmsprop": one(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "rprop": one(torch.optim.Rprop),
+    "sgd": one(torch.optim.SGD, lr=0.01),
+    "momentum": one(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "groups": groups,
+    "several": several,
+}
+KINDS = ["unused", "used later", "frozen", "thawed", "tied", "shared", "empty", "scalar", "complex", "bf16", "buffers"]
+CASES = [
+    *((kind, optimizer) for kind in KINDS for optimizer in ("adamw", "sgd", "several", "groups")),
+    *(("used later", optimizer) for optimizer in OPTIMIZERS if optimizer != "muon"),
+    ("matrices", "muon"),
+]
+
+
+class Trained:
+    """A net with its optimizers and its schedules."""
+
+    def __init__(self, kind: str, make: Optimizers, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.net = Net(kind)
+        if kind == "matrices":
+            self.net.first, self.net.late = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.optimizers = make(self.net)
+        self.schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in self.optimizers]
+
+    def engine(self, name: str) -> Engine:
+        """Return the adapter of all parts."""
+        schedules = {f"schedule{index}": each for index, each in enumerate(self.schedules)}
+        if name == "dcp":
+            return DistributedState(model=self.net, optimizer=self.optimizers, **schedules)
+        optimizers = {f"optimizer{index}": each for index, each in enumerate(self.optimizers)}
+        return TorchState(model=self.net, **optimizers, **schedules)
+
+    def train(self, steps: Iterable[int]) -> list[float]:
+        """Train these steps. Return their losses."""
+        return [self._step(step) for step in steps]
+
+    def _step(self, step: int) -> float:
+        torch.manual_seed(step)
+        self.net.set_trained(step)
+        x = torch.randn(8, 4).to(self.net.head.weight.dtype)
+
+        def loss() -> torch.Tensor:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            found: torch.Tensor = (self.net(x, step).squeeze(-1) - x.sum(-1)).square().mean()
+            torch.autograd.backward(found)
+            return found
+
+        found = loss()
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step(loss if isinstance(optimizer, torch.optim.LBFGS) else None)  # type: ignore[arg-type]
+            schedule.step()
+        return float(found.detach())
+
+    def state(self) -> str:
+        """Return all states as text, numbers exactly."""
+        parts: list[Any] = [self.net, *self.optimizers, *self.schedules]
+        states = [dict(each.state_dict()) for each in parts]
+        return str(tree_map_only(torch.Tensor, torch.Tensor.tolist, states))
+
+
+@pytest.mark.parametrize("engine", ["torch", "dcp"])
+@pytest.mark.parametrize(("kind", "optimizer"), CASES)
+def test_restored_state_trains_identically(tmp_path: Path, kind: str, optimizer: str, engine: str) -> None:
+    """Parameters without a gradient, frozen, thawed, tied, empty and of other types, with each of torch's optimizers."""
+    first = Trained(kind, OPTIMIZERS[optimizer], seed=1)
+    first.train([1, 2, 3])
+    first.engine(engine).save(tmp_path, Direct().write)
+    expected = first.train([4, 5, 6])
+    again = Trained(kind, OPTIMIZERS[optimizer], seed=2)
+    again.net.set_trained(3)
+    again.engine(engine).load(tmp_path, saved_world_size=1)
+    assert again.train([4, 5, 6]) == expected
+    assert again.state() == first.state()
+
+
+def test_save_makes_no_step(tmp_path: Path) -> None:
+    """Optimizers without a state keep none: torch's own functions make a step to fill it."""
+    trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)
+    trained.engine("dcp").save(tmp_path, Direct().write)
+    assert not trained.optimizers[0].state
+    again = Trained("unused", OPTIMIZERS["adamw"], seed=2)
+    again.engine("dcp").load(tmp_path, saved_world_size=1)
+    assert not again.optimizers[0].state
+
+
+def test_parameter_of_no_model_is_refused() -> None:
+    """An optimizer made before the model was sharded or replaced would never train it."""
+    with pytest.raises(ScriptInvalid, match=r"Adam.*shape \(4, 4\).*after fully_shard"):
+        DistributedState(model=nn.Linear(4, 4), optimizer=torch.optim.Adam(nn.Linear(4, 4).parameters()))
+
+
+def test_parameter_of_two_optimizers_is_refused() -> None:
+    """Their states would have one name."""
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ScriptInvalid, match="found 'weight' in two"):
+        DistributedState(model=layer, optimizer=[torch.optim.Adam(layer.parameters()) for _ in range(2)])
+
+
+def test_lost_parameter_is_named(tmp_path: Path) -> None:
+    """An optimizer without a parameter whose state was saved would train on without it."""
+    trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)
+    trained.engine("dcp").save(tmp_path, Direct().write)
+    again = Trained("unused", lambda net: [torch.optim.AdamW(net.head.parameters())], seed=1)
+    with pytest.raises(ResumeMismatch, match=r"found none with \['first\.bias', 'first\.weight'"):
+        again.engine("dcp").load(tmp_path, saved_world_size=1)
+
+
+def test_numbered_state_is_not_saved(tmp_path: Path) -> None:
+    """An index has names, so a number as key would come back as text."""
+    trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)
+    trained.optimizers[0].state[trained.net.head.weight] = {3: torch.ones(1)}
+    with pytest.raises(SpecInvalid, match=r"found 3 in optimizer\.state\.head\.weight"):
+        trained.engine("dcp").save(tmp_path, Direct().write)
