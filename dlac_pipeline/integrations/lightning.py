@@ -71,7 +71,7 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record an optimizer step that has just ended, and take a checkpoint if one is due."""
+        """Record an optimizer step that has just ended."""
         micro_loss: torch.Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if micro_loss is None:
             raise SpecInvalid(
@@ -84,3 +84,7 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
         self._run.step_done(loss)
         if self._run.stopped:
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the checkpoint that is due after the last step, as long as Lightning has its state."""
+        self._run.finish_step()

@@ -9,6 +9,7 @@ import torch
 from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.train.restored_state import RestoredGenerators
 from dlac_pipeline.train.run_loader import RunLoader
 from dlac_pipeline.train.training_run import TrainingRun
 
@@ -43,6 +44,25 @@ def attach_run(trainer: Any, run: TrainingRun) -> None:
     checkpointer = RunCheckpointer(trainer.checkpointer, run, modules=trainer.model_parts)
     trainer.checkpointer = checkpointer
     trainer.forward_backward_step = checkpointer.summing(trainer.forward_backward_step)
+    validator = getattr(trainer, "validator", None)
+    if validator is not None:
+        validator.validate = _keeping_generators(validator.validate)
+
+
+def _keeping_generators(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `validate` without an effect on the random generators.
+
+    torchtitan validates after it has saved a step, and not again when it resumes from that step.
+    """
+
+    def validate_keeping(*args: Any, **kwargs: Any) -> Any:
+        generators = RestoredGenerators()
+        try:
+            return validate(*args, **kwargs)
+        finally:
+            generators.reset()
+
+    return validate_keeping
 
 
 class RunCheckpointer:
@@ -76,6 +96,7 @@ class RunCheckpointer:
         loss, self._loss = self._loss * self._run.world_size, 0.0
         before = self._run.head
         self._run.step_done(loss)
+        self._run.finish_step()  # torchtitan counts the next step before it asks for a batch
         if last_step:
             self._run.checkpoint()
         return self._run.head != before

@@ -22,7 +22,7 @@ from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
 
 
 class RestoredGenerators:
-    """The random generators as they were when the state was loaded. Constructors of a trainer may draw numbers afterwards."""
+    """The random generators as they are now, as after the load of a state. Constructors of a trainer draw numbers afterwards."""
 
     def __init__(self) -> None:
         self._kept = rng_state()

@@ -99,6 +99,8 @@ class TrainingRun:
         self._policy.resumed(self.resume_point, self._lakehouse)
         self._batch: Batch | None = None
         self._due_reason: str | None = None
+        self._is_unfinished = False
+        """True after a step whose checkpoint or memory state, if one is due, is not taken yet."""
         self._over = False
 
     def _open(self) -> tuple[OpenAttempt, Checkpointing]:
@@ -186,9 +188,12 @@ class TrainingRun:
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
         for batch in copy_batches(self._watched_batches(), device=device, pin_memory=pin_memory):
             self._batch = batch
+            if self.step:
+                self.reset_generators()  # what the script drew since `restore`, it had drawn before the checkpoint too
             yield batch
             if self._batch is not None:
                 raise ScriptInvalid(f"expected run.step_done(loss) for step {batch.step} before the next batch")
+            self.finish_step()
             if self.stopped or batch.step == self.resume_point.rehearses_until:
                 break
         if self._attempt.rehearses:
@@ -198,24 +203,24 @@ class TrainingRun:
         self._over = True
 
     def step_done(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> None:
-        """Record that the optimizer step of the last batch is done, and take a checkpoint when one is due.
+        """Record that the optimizer step of the last batch is done.
+
+        A checkpoint that is due is taken when the script asks for the next batch, or leaves. So it has what the script does in
+        between: a step of the learning rate, an average of the weights, an evaluation that draws random numbers.
 
         `loss` is this rank's `batch.mean(...)`. `applied` defaults to the engine's report. A loss on an accelerator is read
         when the next step is done, so that the rank does not wait for the device.
 
         Raises:
             ScriptInvalid: no batch is in hand.
-            CheckpointError, LedgerError: a checkpoint, or the last one in progress, could not be taken.
-            SpecInvalid: the state contains something that could not be loaded again.
+            CheckpointError, LedgerError: the last checkpoint in progress could not be taken.
         """
-        if self.record_step(loss, applied=applied):
-            self.checkpoint()
+        self.record_step(loss, applied=applied)
 
     def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
-        """Do the first part of `step_done`. Return True if a checkpoint is due, which `checkpoint` then takes.
+        """Do what `step_done` does. Return True if a checkpoint is due.
 
-        A trainer that saves by itself calls the two parts. It may also call `checkpoint` after a step at which none is due.
-        Raises as `step_done` does.
+        A trainer that saves by itself then calls `checkpoint`. It may also do so after a step at which none is due.
         """
         batch = self._batch
         if batch is None:
@@ -224,12 +229,29 @@ class TrainingRun:
         self._checkpointing.record_step(batch, loss, applied=applied)
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
         self._due_reason = self._checkpointing.due_reason()
-        if self._due_reason is None:
-            self._checkpointing.keep_in_memory()
+        self._is_unfinished = True
         return self._due_reason is not None
 
+    def finish_step(self) -> None:
+        """Take the checkpoint, or save the memory state, that is due after the last finished step. Collective.
+
+        The request for the next batch and the end of the run do so. A trainer calls it where it has ended its work on a step.
+
+        Raises:
+            CheckpointError, LedgerError: the checkpoint, or the one in progress, could not be taken.
+            SpecInvalid: the state contains something that could not be loaded again.
+        """
+        if not self._is_unfinished:
+            return
+        if self._due_reason is not None:
+            self.checkpoint()
+            return
+        self._is_unfinished = False
+        self._checkpointing.keep_in_memory()
+
     def checkpoint(self) -> None:
-        """Take a checkpoint after the last finished step, unless it has one. Collective. Raises as `step_done` does."""
+        """Take a checkpoint after the last finished step, unless it has one. Collective. Raises as `finish_step` does."""
+        self._is_unfinished = False
         attempt = self._attempt
         if attempt.step > attempt.tracker.committed_step and not attempt.rehearses:
             self._checkpointing.take(self._due_reason or "trainer")
@@ -250,7 +272,7 @@ class TrainingRun:
         return RunLoader(self, inputs, micro_batches=micro_batches, device=device)
 
     def reset_generators(self) -> None:
-        """Set the random generators to their state after `restore`, once: constructors of a trainer may have drawn numbers."""
+        """Set the random generators to their state after `restore`, once: the script may have drawn numbers since."""
         self._checkpointing.reset_generators()
 
     def settle(self) -> None:
@@ -261,8 +283,9 @@ class TrainingRun:
         """Commit the steps that the script has trained, also if the script leaves before the run is over.
 
         Nothing is committed in the middle of a step or before `restore`, because the state of the model is unknown then.
-        Raises as `settle` does.
+        Raises as `finish_step` does.
         """
+        self.finish_step()
         self.settle()
         restored = self._checkpointing.engine is not None
         if self._over or not restored or self._batch is not None or self._attempt.rehearses:

@@ -25,4 +25,4 @@ with dlac.training_run() as run:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        run.step_done(loss)  # records the rows of this step, and commits a checkpoint when one is due
+        run.step_done(loss)  # records the rows of this step

@@ -25,6 +25,6 @@ with dlac.training_run("job.toml") as run:
             optimizer.zero_grad()
         total += loss.detach() / 2
         if accelerator.sync_gradients:  # the optimizer step is done
-            run.step_done(total)  # commits a checkpoint when one is due, which save_state writes
+            run.step_done(total)  # a checkpoint that is due follows, which save_state writes
             total = torch.tensor(0.0)
             time.sleep(0.03)  # slow enough to be killed by hand

@@ -17,5 +17,5 @@ with dlac.training_run("job.toml") as run:  # joins the process group
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        run.step_done(loss)  # records the rows of this step, and commits a checkpoint when one is due
+        run.step_done(loss)  # records the rows of this step
         time.sleep(0.03)  # slow enough to be killed by hand

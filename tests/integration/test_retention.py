@@ -312,9 +312,9 @@ def test_named_checkpoint_is_kept(arena: Arena) -> None:
         run.restore(TorchState(model=torch.nn.Linear(4, 1)))
         for batch in run.batches():
             run.step_done(0.0)
-            if batch.step == 30:
+            if batch.step == 31:
                 name_checkpoint(ledger, "r", "release-2")
-            if batch.step == 40:
+            if batch.step == 41:
                 row = arena.lineage("r")[-1]
                 manifest = read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles())
                 repeated = [each["checkpoint_id"] for each in manifest.ledger_rows if each["kind"] == "name"]

@@ -313,6 +313,54 @@ def test_inexact_lightning_models_are_refused(arena: Arena) -> None:
 
 
 @pytest.mark.filterwarnings("default")
+def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
+    """Validation after the step of a checkpoint draws random numbers, before a crash as in an undisturbed run."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
+
+    class Network(LightningModule):
+        def __init__(self, dies_at: int) -> None:
+            super().__init__()
+            self.dies_at = dies_at
+            self.layers = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            if self.trainer.global_step == self.dies_at:
+                raise RuntimeError("crash")
+            return torch.nn.functional.mse_loss(self.layers(batch["x"][:, None])[:, 0], batch["y"])
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            torch.rand(len(batch))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    make_points(arena)
+    for name, dies_at in (("killed", 12), ("killed", 0), ("alone", 0)):
+        with suppress(RuntimeError), opened_run(arena, name, **_POINTS) as run:
+            model = Network(dies_at or -1)
+            data = DlacDataModule(run, lambda batch: {"x": batch["x"], "y": batch["y"]})
+            data.val_dataloader = lambda: DataLoader(range(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+            checkpoints = DlacCheckpoint(run, model)
+            trainer = Trainer(
+                accelerator="cpu",
+                max_steps=run.total_steps or -1,
+                val_check_interval=5,
+                callbacks=[checkpoints],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                logger=False,
+            )
+            trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
+    assert len(arena.losses("killed")) == 20
+    assert arena.losses("killed") == arena.losses("alone")
+    assert {row.attempt for row in arena.lineage("killed")} == {1, 2}
+
+
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("script", ["train_accelerate.py", pytest.param("train_lightning.py", marks=pytest.mark.slow)])
 def test_example_resumes_after_crash(arena: Arena, script: str) -> None:
     """A script raises in a step and is run again, in this process. Its losses are those of an undisturbed run."""

@@ -61,8 +61,16 @@ class Manager:
     maybe_wait_for_saving = close = maybe_wait_for_staging
 
 
+class Validator:
+    """torchtitan's validation, whose loader draws a seed."""
+
+    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        """Draw a number."""
+        torch.rand(())
+
+
 class TitanLike:
-    """The loop of torchtitan's trainer."""
+    """The loop of torchtitan's trainer, which validates after each tenth step."""
 
     def __init__(self, run: dlac.TrainingRun) -> None:
         self.step, self.steps = 0, run.total_steps
@@ -78,6 +86,7 @@ class TitanLike:
         optimizers = Optimizers(self.model, self.optimizer)
         states = {"model": network, "optimizer": optimizers, "train_state": self, "dataloader": self.dataloader}
         self.checkpointer: Any = Manager(states)
+        self.validator = Validator()
 
     def train(self) -> None:
         """Train until the last step."""
@@ -87,6 +96,8 @@ class TitanLike:
             self.step += 1
             self.train_step(batches)
             self.checkpointer.save(self.step, last_step=self.step == self.steps)
+            if self.step % 10 == 0:
+                self.validator.validate(self.model_parts, self.step)
 
     def train_step(self, batches: Iterator[Any]) -> None:
         """Accumulate the gradients of an optimizer step."""

@@ -1,0 +1,38 @@
+"""Work after `run.step_done` is part of the step: a restart has it, from a checkpoint and from memory."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+def entries(arena: Arena, run: str) -> dict[int, dict[str, Any]]:
+    """Return the last entry of the script's journal for each step."""
+    lines = (arena.home / "journal" / f"{run}.jsonl").read_text().splitlines()
+    return {entry["step"]: entry for entry in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize(("memory", "resumed"), [("", 10), ("/dev/shm", 16)])
+def test_work_after_step_is_restored(arena: Arena, memory: str, resumed: int) -> None:
+    """Schedule, average and evaluation after a step give the numbers of an undisturbed run, after a SIGKILL too."""
+    arena.table(appends=(1000,))
+    for run, dies_at in (("undisturbed", 0), ("killed", 17)):
+        spec = arena.spec(
+            run,
+            "train_after_step.py",
+            world_size=1,
+            passes=1,
+            every_steps=10,
+            memory=memory,
+            memory_every_steps=1,
+            dies_at=dies_at,
+        )
+        launch = arena.launch(spec)
+        assert launch.wait() == 0, launch.stderr
+    assert [each["step"] for each in launch.of("attempt")] == [0, resumed]
+    assert entries(arena, "killed") == entries(arena, "undisturbed")
