@@ -1,12 +1,13 @@
 """The job of a run under chaos: a user's job under another name, on this node alone, with proxies before its servers."""
 
 import os
+import re
 import secrets
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import Random
+from tempfile import mkdtemp
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,13 +15,14 @@ import psutil
 
 from dlac_pipeline.chaos.proxy import NetworkProxy
 from dlac_pipeline.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
-from dlac_pipeline.checkpoint.memory.states import memory_folder
+from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK, free_port
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.config import sqlite_file
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.lakehouse.own_folders import remove_own
 from dlac_pipeline.lakehouse.store_files import is_local, path_at
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.listeners_spec import ListenersSpec
@@ -28,8 +30,8 @@ from dlac_pipeline.spec.listeners_spec import ListenersSpec
 _PORTS = {"http": 80, "thrift": 9083, "postgresql": 5432, "postgresql+psycopg2": 5432, "postgresql+psycopg": 5432}
 """Schemes of servers before which a proxy can stand, with their usual ports. The certificate of https names its host."""
 _ENDPOINT = "s3.endpoint"
-_MEMORY = "dlac-chaos"
-"""Begin of the name of a node's folder of shared memory, before a process id and the node's number."""
+_MEMORY = re.compile(r"dlac-chaos-(\d+)-.*")
+"""Name of a node's folder of shared memory, with the process id of its command."""
 
 
 def chaos_spec(job: JobSpec, *, run: str, steps: int | None, cascade: int = 1) -> JobSpec:
@@ -84,18 +86,17 @@ class ChaosJob:
         spec, memory = self.spec, self.spec.checkpoint.memory
         if spec.launch.max_nodes == 1 or not memory or not Path(memory).is_dir():
             return spec
-        own = Path(memory) / f"{_MEMORY}-{os.getpid()}-{node}"
         if node not in self._memories:
             _remove_left_memories(Path(memory))
-            own.mkdir(mode=0o700, exist_ok=True)
-            self._memories[node] = own
-        return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"memory": str(own)})})
+            self._memories[node] = Path(mkdtemp(prefix=f"dlac-chaos-{os.getpid()}-{node}-", dir=memory))
+        own = str(self._memories[node])
+        return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"memory": own})})
 
     def forget_memory(self, node: int) -> None:
         """Remove the states that a node keeps in memory, as its loss does."""
-        folder = memory_folder(self.spec_of(node))
+        folder = states.memory_folder(self.spec_of(node))
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            states.remove(folder)
 
     def has_target(self, kind: str) -> bool:
         """Return whether an outage has something to take away. A store of its own has no folder of the run at first."""
@@ -135,7 +136,8 @@ class ChaosJob:
         for proxy in self._proxies.values():
             proxy.close()
         for memory in self._memories.values():
-            shutil.rmtree(memory, ignore_errors=True)
+            with suppress(OSError):
+                remove_own(memory.parent, memory.name)
 
     def _prepare_catalog(self, *, required: bool) -> None:
         lakehouse = self.spec.lakehouse
@@ -182,7 +184,9 @@ class ChaosJob:
 
 
 def _remove_left_memories(memory: Path) -> None:
-    """Remove the memories of nodes whose command was killed."""
-    for folder in memory.glob(f"{_MEMORY}-[0-9]*-[0-9]*"):
-        if not psutil.pid_exists(int(folder.name.split("-")[2])):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove this user's memories of nodes whose command was killed."""
+    for name in os.listdir(memory):
+        found = _MEMORY.fullmatch(name)
+        if found and not psutil.pid_exists(int(found[1])):
+            with suppress(OSError):  # of another user
+                remove_own(memory, name)

@@ -20,6 +20,7 @@ from dlac_pipeline.lakehouse import s3_objects
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably, temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.lakehouse.own_folders import remove_tree
 from dlac_pipeline.lakehouse.retrying import is_final, retrying
 from dlac_pipeline.lakehouse.s3_objects import Objects, S3Objects
 
@@ -136,7 +137,7 @@ def file_digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-def make_below(above: Path, folder: Path) -> None:
+def make_below(above: Path, folder: Path, *, mode: int = 0o777) -> None:
     """Create `folder`, and the missing folders between it and `above`, with durable names.
 
     `above` is never created. If its mount is gone, nothing is written into the bare mount point, where a later mount would hide
@@ -150,7 +151,7 @@ def make_below(above: Path, folder: Path) -> None:
     try:
         for name in folder.relative_to(above).parts:
             path /= name
-            path.mkdir(exist_ok=True)
+            path.mkdir(mode, exist_ok=True)
             fsync_path(path.parent)
     except FileNotFoundError as err:
         raise OSError(f"no folder {str(above)!r}, which was there when the attempt began: mount it again") from err
@@ -189,7 +190,7 @@ class _Local:
 
     def remove(self, path: str) -> None:
         if Path(path).exists():
-            shutil.rmtree(path)
+            remove_tree(Path(path))
 
 
 _LOCAL = _Local()

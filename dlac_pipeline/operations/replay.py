@@ -20,6 +20,7 @@ from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -49,12 +50,12 @@ def sandbox(parent: Path | None = None) -> Iterator[Path]:
 
 def remove_left_overs(parent: Path) -> None:
     """Remove the folders in `parent` whose owner has died. Folders of other users stay."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+    for name in [each.name for each in parent.glob(f"{PREFIX}*")]:
+        with suppress(OSError), open_own(parent, name) as folder:
+            descriptor = os.open(_LOCK, os.O_RDWR, dir_fd=folder)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                remove_own(parent, name)
             finally:
                 os.close(descriptor)
 

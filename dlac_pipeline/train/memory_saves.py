@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import shutil
 import statistics
 import time
 from collections import deque
@@ -152,7 +151,7 @@ class MemorySaves:
                     "a rank could not keep a state in memory, for the reason in its log: a restart reads the last checkpoint"
                 )
             if self._communicator.is_first_of_node:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                states.remove(self._folder)
             self._free_files(self._folder)
             self._folder = None
 
@@ -189,7 +188,7 @@ class MemorySaves:
             if self._number == 1 and self._communicator.is_first_of_node:
                 self._check_room(self._folder)
             slot.mkdir(mode=0o700, exist_ok=True)
-            states.seal_file(slot, rank).unlink(missing_ok=True)
+            states.remove_seal(slot, rank)
         except OSError as err:
             failure = err
         try:  # collective, even if this rank cannot write
@@ -232,7 +231,7 @@ class MemorySaves:
             tree.broadcast(tree.lowest(b""))
             if self._communicator.is_first_of_node and self._run_folder is not None:
                 folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
-                shutil.rmtree(states.fetched_folder(folder, self._communicator.first_rank_here), ignore_errors=True)
+                states.remove(states.fetched_folder(folder, self._communicator.first_rank_here))
 
     def _make(self, folder: Path, engine: Engine) -> str:
         """Make the folder of this attempt's states, or return why none are kept. Old states are removed.
@@ -267,7 +266,7 @@ class MemorySaves:
         """Free what this rank has written, and say so with the next message."""
         rank = self._communicator.rank
         with suppress(OSError):
-            states.seal_file(slot, rank).unlink(missing_ok=True)
+            states.remove_seal(slot, rank)
         self._free_files(slot)
         with suppress(OSError):  # no rank waits for a copy then. The mark needs some of the freed memory
             states.mark_copied(slot.parent, self._communicator.first_rank_here, states.ALWAYS)

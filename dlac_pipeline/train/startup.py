@@ -127,7 +127,7 @@ def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
     folder = own_folder(spec, nonce)
     if folder is not None:
         with storing(folder):
-            make_below(folder.parent, folder)
+            make_below(folder.parent, folder, mode=0o700)
         if os.environ.get(LAUNCHED_VARIABLE, "0") == "0":
             forget_launches(folder.parent, keep=KEEP_LAUNCHES)
     return folder

@@ -196,6 +196,24 @@ def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
     assert audit_run(campaign.lakehouse, run).exact
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
+def test_prepared_folder_is_refused(campaign: Arena, tmp_path: Path) -> None:
+    """Another user has put links to this user's files where states go: the run trains without states, and removes nothing."""
+    run, precious = "memory-prepared", tmp_path / "precious"
+    (precious / "thesis").mkdir(parents=True)
+    spec = spec_of(campaign, run, memory=str(tmp_path))
+    folder = memory_folder(spec)
+    assert folder is not None
+    folder.parent.mkdir()
+    folder.symlink_to(precious)
+    os.chown(folder.parent, 65_534, 65_534)
+    launch = campaign.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    assert any("only this user can write" in event["message"] for event in launch.of("warning"))
+    assert os.listdir(precious) == ["thesis"]
+    assert campaign.journal(run) == campaign.journal("reference")
+
+
 @pytest.mark.soak
 def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
     """A state of the branch that a rewind abandons is not used, although it is newer than the new head."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,19 @@ def test_repeated_claim_keeps_its_state() -> None:
     assert (found.claim, found.state) == (claim, None)
 
 
+def test_claimed_state_is_the_very_one() -> None:
+    """An attempt that is fenced off has written another state of the same step: the claim names the earlier one only."""
+    claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
+    ledger: Any = SimpleNamespace(rows=lambda run, *, kinds: [*_ROWS, claim])
+    fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
+    named, later = (MemoryState(Path(), (replace(STATE, saved_at=at),)) for at in (5.0, 6.0))
+    for states_found, expected in (([later], None), ([later, named], named)):
+        choice = MemoryChoice(run="r", ledger=ledger, replaced=2, find=lambda found=states_found: found)
+        claimed = choice.find_claimed(fence, leg="{}")
+        assert claimed is not None
+        assert claimed.state == expected
+
+
 @pytest.mark.parametrize(
     ("state", "rows", "head", "replaced"),
     [
@@ -149,7 +163,7 @@ def test_other_states_are_left(state: RankState, rows: list[LedgerRow], head: Ch
 
 def test_state_is_whole_or_none(tmp_path: Path) -> None:
     """All ranks must have sealed the same step, and their files must have their size."""
-    folder = tmp_path / "dlac" / "run"
+    folder = tmp_path / f"dlac-{os.getuid()}" / "run"
     attempt = states.attempt_folder(folder, 2, "b")
     states.make_folder(attempt)
     slot = states.slot_of(attempt, 0)
@@ -165,6 +179,8 @@ def test_state_is_whole_or_none(tmp_path: Path) -> None:
     assert state == MemoryState(slot, (first, second))
     assert states.read_states(folder) == [state]
     assert states.check_unchanged(state)
+    states.write_seal(slot, 1, states.pack_seal(replace(second, saved_at=6.0)))
+    assert not states.check_unchanged(state), "another state of the same step"
     (slot / "a.pt").write_bytes(b"abcd")
     assert not states.check_unchanged(state)
     states.seal_file(slot, 0).write_bytes(b"\xc1")

@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves, _bytes_of_state
 from dlac_pipeline.train.restored_state import _losing, read_memory
-from tests.unit.test_node_memory import keep, part_of, spec_of
+from tests.unit.test_node_memory import OWN, keep, part_of, spec_of
 
 
 class _Engine:
@@ -199,7 +199,7 @@ def test_lost_state_names_what_to_do() -> None:
 )
 def test_lost_peer_leaves_states(tmp_path: Path, failure: Exception, stays: bool) -> None:
     """A rank that dies while all load is not the state's fault."""
-    folder = tmp_path / "mine" / "run"
+    folder = tmp_path / OWN / "mine"
     keep(folder, replace(part_of(0), world_size=1))
     (state,) = states.read_states(folder)
     with pytest.raises(type(failure) if stays else MemoryStateLost), _losing(state):

@@ -30,6 +30,8 @@ from tests.unit.test_memory_choice import STATE
 
 KEY = key_of("a secret of two nodes", "r@ledger")
 HERE = "127.0.0.1"
+OWN = f"dlac-{os.getuid()}"
+"""Folder of this user's memory states."""
 
 
 def spec_of(folder: Path) -> JobSpec:
@@ -54,8 +56,8 @@ def part_of(rank: int, *, world_size: int = 3, step: int = 13, **changes: Any) -
 def keep(folder: Path, part: RankState, *, slot: int = 0) -> None:
     """Write a part into the memory of a node, as a rank does."""
     attempt = states.attempt_folder(folder, part.attempt, part.nonce)
-    states.make_folder(attempt)
     place = states.slot_of(attempt, slot)
+    states.make_folder(place)
     for name, size in part.files:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(bytes([part.rank, part.step]) * (size // 2) + bytes(size % 2))
@@ -202,7 +204,7 @@ def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
 
 def test_new_copy_ends_the_one_before(tmp_path: Path) -> None:
     """A sender that was given up tries again: what arrives of its first copy later is not written."""
-    folder = tmp_path / "mine" / "run"
+    folder = tmp_path / OWN / "mine"
     attempt = states.attempt_folder(folder, 2, "b")
     states.make_folder(attempt)
     slot = states.slot_of(attempt, 0)
@@ -280,7 +282,7 @@ def test_stranger_is_not_taken_for_node() -> None:
 )
 def test_bad_files_are_refused(tmp_path: Path, files: list[tuple[str, int]]) -> None:
     """No file is written outside the slot, over a seal, or without room for it."""
-    attempt = states.attempt_folder(tmp_path / "mine" / "run", 2, "b")
+    attempt = states.attempt_folder(tmp_path / OWN / "mine", 2, "b")
     states.make_folder(attempt)
     slot = states.slot_of(attempt, 0)
     refusal = offer_parts(slot, [states.pack_seal(replace(part_of(0), files=files))])
@@ -317,7 +319,7 @@ def offer_parts(slot: Path, seals: Sequence[bytes], *, content: bytes = b"") -> 
 
 def test_truncated_copy_is_not_sealed(tmp_path: Path) -> None:
     """The sender dies in the middle of a file: the seal before is gone, and the other slot is untouched."""
-    folder = tmp_path / "mine" / "run"
+    folder = tmp_path / OWN / "mine"
     keep(folder, part_of(0))
     keep(folder, part_of(0, step=14), slot=1)
     slot = states.slot_of(states.attempt_folder(folder, 2, "b"), 0)
@@ -327,16 +329,16 @@ def test_truncated_copy_is_not_sealed(tmp_path: Path) -> None:
 
 def test_overwritten_state_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt that is fenced off may still write: its seal is gone or another one after the files were sent."""
-    folder, mine = tmp_path / "theirs" / "run", tmp_path / "mine" / "run"
+    folder, mine = tmp_path / OWN / "theirs", tmp_path / OWN / "mine"
     keep(folder, part_of(0))
     slot = states.slot_of(states.attempt_folder(folder, 2, "b"), 0)
     target = states.slot_of(states.attempt_folder(mine, 2, "b"), 0)
     states.make_folder(target.parent)
     sent = Connection.send_file
 
-    def send_file(self: Connection, path: Path, size: int) -> int:
+    def send_file(self: Connection, folder: int, name: str, size: int) -> int:
         states.seal_file(slot, 0).write_bytes(states.pack_seal(part_of(0, step=15)))
-        return sent(self, path, size)
+        return sent(self, folder, name, size)
 
     monkeypatch.setattr(Connection, "send_file", send_file)
     with turns(folder) as server, connect(server.address, "fetch") as connection:
@@ -358,7 +360,7 @@ def test_name_of_slot_is_checked(tmp_path: Path, name: str) -> None:
 def test_node_without_buddy_keeps_own_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buddy does not answer: after a while the ranks are free to keep states on their own node, until it answers."""
     monkeypatch.setattr(buddy, "_RETRY_S", 0.01)
-    folder = tmp_path / "mine" / "run"
+    folder = tmp_path / OWN / "mine"
     keep(folder, part_of(0))
     attempt = states.attempt_folder(folder, 2, "b")
     warnings: list[str] = []
@@ -380,7 +382,7 @@ def test_node_without_buddy_keeps_own_states(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("slot", range(states.SLOTS))
 def test_older_slot_lowers_no_mark(tmp_path: Path, slot: int) -> None:
     """After an outage both slots are new. The newest state is copied, and the ranks do not wait for it again."""
-    mine, theirs = tmp_path / "mine" / "run", tmp_path / "theirs" / "run"
+    mine, theirs = tmp_path / OWN / "mine", tmp_path / OWN / "theirs"
     keep(mine, part_of(0, step=103), slot=slot)
     keep(mine, part_of(0, step=102), slot=1 - slot)
     attempt = states.attempt_folder(mine, 2, "b")
@@ -398,7 +400,7 @@ def test_older_slot_lowers_no_mark(tmp_path: Path, slot: int) -> None:
 def test_ranks_wait_for_late_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buddy answers again: the ranks overwrite no slot during the copy, and are free again if it fails."""
     monkeypatch.setattr(buddy, "_LATER_S", 0.01)
-    mine, theirs = tmp_path / "mine" / "run", tmp_path / "theirs" / "run"
+    mine, theirs = tmp_path / OWN / "mine", tmp_path / OWN / "theirs"
     keep(mine, part_of(0))
     attempt = states.attempt_folder(mine, 2, "b")
     states.make_folder(states.attempt_folder(theirs, 2, "b"))
@@ -421,7 +423,7 @@ def test_ranks_wait_for_late_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_shared_memory_is_not_copied(tmp_path: Path) -> None:
     """Two supervisors on one node have one folder: nothing is copied over itself."""
-    folder = tmp_path / "mine" / "run"
+    folder = tmp_path / OWN / "mine"
     keep(folder, part_of(0))
     attempt = states.attempt_folder(folder, 2, "b")
     with turns(folder) as server:
@@ -458,6 +460,22 @@ def test_fetched_state_is_not_overwritten(tmp_path: Path) -> None:
         assert states.read_parts(found.folders[0]) == []
         found.memories[0].end()
         assert not found.folders[0].exists()
+
+
+def test_umask_of_groups_hides_no_state(tmp_path: Path) -> None:
+    """A umask that lets a group write applies to no folder of states. What was converted of a state is removed as well."""
+    before = os.umask(0)
+    try:
+        with nodes(tmp_path, 2) as found:
+            for rank in range(2):
+                keep(found.folders[1 - rank], part_of(rank, world_size=2))
+            state, place = fetch(found)
+            assert states.read_slot(place) == replace(state, folder=place)
+            (found.folders[0] / "converted" / "0-000002-b").mkdir(parents=True)
+            states.forget_states(found.folders[0], before=9)
+            assert not found.folders[0].exists()
+    finally:
+        os.umask(before)
 
 
 def fetch(found: Nodes) -> tuple[states.MemoryState, Path]:
@@ -519,9 +537,9 @@ def test_changed_content_is_not_sealed(tmp_path: Path, monkeypatch: pytest.Monke
     """A bit changes on the way: the checksum finds it."""
     numbers = iter(range(99))
     monkeypatch.setattr(zlib, "crc32", lambda content, before=0: next(numbers))
-    folder = tmp_path / "mine" / "run"
+    folder = tmp_path / OWN / "mine"
     keep(folder, part_of(0))
-    target = tmp_path / "theirs" / "run" / "000002-b" / "0-000002-b"
+    target = tmp_path / OWN / "theirs" / "000002-b" / "0-000002-b"
     states.make_folder(target.parent)
     with turns(folder) as server, connect(server.address, "fetch") as connection:
         connection.send(slot=states.slot_name(target), ranks=[0])

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
+from dlac_pipeline.lakehouse.own_folders import remove_tree
 
 _log = logging.getLogger(__name__)
 NODE_NAME_VARIABLE = "DLAC_NODE_NAME"
@@ -43,7 +43,7 @@ class LocalCopies:
                 self._copied.discard(each)
                 try:
                     discard_conversion(folder)
-                    shutil.rmtree(folder)
+                    remove_tree(folder)
                 except OSError as err:
                     _log.warning(
                         "expected to remove the local copy %s, found %s; the next checkpoint tries again", folder, err

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 import threading
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from contextlib import suppress
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.ledger import branches, commits, older_ledger, run_rows, typed_rows
+from dlac_pipeline.lakehouse.own_folders import remove_tree
 from dlac_pipeline.lakehouse.store_files import below
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
@@ -93,7 +93,8 @@ class Removal:
         local = self._tiers.folder("/".join(folder.split("/")[-2:]))
         discard_conversion(local)
         self._files.remove(folder)
-        shutil.rmtree(local, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(local)
         if (attempt_of(local.parent.name) or self._attempt) < self._attempt:
             with suppress(OSError):
                 local.parent.rmdir()  # it is empty when its last checkpoint is gone

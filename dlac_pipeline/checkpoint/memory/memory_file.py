@@ -29,7 +29,7 @@ class MemoryFile:
 
     def __init__(self, path: Path, *, is_mapped: bool) -> None:
         """Open the file, or make it. `is_mapped` needs a file in memory. Raise `OSError` if it cannot be made."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._is_mapped = is_mapped
         self._pages: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
         """The mapped pages."""

@@ -16,12 +16,12 @@ into its own folder, because the earlier attempt may still write, and removes th
 
 import os
 import re
-import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import msgpack
 import psutil
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
+from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.spec.job_spec import JobSpec
 
 SLOTS = 2
@@ -37,6 +38,7 @@ _FORMAT_VERSION = 1
 _FORGET_S = 86_400.0
 """Seconds after which the memory states of another run, which writes none any more, are removed."""
 _CGROUP = Path("/sys/fs/cgroup")
+_SEAL = re.compile(r"rank-[0-9]+\.sealed")
 _SLOT = re.compile(r"([0-9]{6,}-[0-9a-z]+)/[0-9]-\1")
 ALWAYS = 2**62
 """A step after all others: the states of a node are not copied, and no rank waits for that."""
@@ -142,17 +144,35 @@ def attempt_folder(folder: Path, attempt: int, nonce: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of an attempt's memory states. Raise `OSError` if others may write it."""
-    for each in (folder.parent.parent, folder.parent, folder):
-        each.mkdir(mode=0o700, exist_ok=True)
-    _check_own(folder.parent.parent)
+    """Make a folder of memory states, and those above it. Raise `OSError` if others may write one."""
+    with open_own(*_place_of(folder), make=True):
+        pass
 
 
-def _check_own(folder: Path) -> None:
-    """Raise `OSError` for a folder of another user, or one that others may write. Anybody may write beside it."""
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not folder.is_dir() or folder.is_symlink():
-        raise PermissionError(f"expected a folder that only this user can write, found {str(folder)!r}: remove it")
+def opened(folder: Path) -> AbstractContextManager[int]:
+    """Open a folder of memory states, from that of its user on. Raises as `open_own`: then nothing in it is to be trusted."""
+    return open_own(*_place_of(folder))
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of memory states, unless it is refused as by `opened`."""
+    with suppress(OSError):  # it is gone, or being removed
+        remove_own(*_place_of(folder))
+
+
+def _place_of(folder: Path) -> tuple[Path, Path]:
+    """Return the folder in which the memory states of all users are, and the path from there."""
+    above = [each.parent for each in (folder, *folder.parents) if each.name == f"dlac-{os.getuid()}"]
+    if not above:
+        raise FileNotFoundError(f"expected a folder of this user's memory states, found {str(folder)!r}")
+    return above[-1], folder.relative_to(above[-1])
+
+
+def _names_in(folder: Path) -> list[Path]:
+    """Return what a folder of memory states has. Nothing if it is refused, or gone."""
+    with suppress(OSError), opened(folder) as here:
+        return [folder / name for name in os.listdir(here)]
+    return []
 
 
 def slot_of(folder: Path, number: int) -> Path:
@@ -196,19 +216,45 @@ def parse_seal(content: bytes) -> RankState:
 
 def write_seal(slot: Path, rank: int, content: bytes) -> None:
     """Seal a rank's files in a slot."""
-    path = seal_file(slot, rank)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    temporary.rename(path)
+    _write(seal_file(slot, rank), content)
+
+
+def read_seal(slot: Path, rank: int) -> bytes:
+    """Return the content of a rank's seal in a slot. Raise `OSError` if there is none, or the slot is refused."""
+    return _read(seal_file(slot, rank))
+
+
+def remove_seal(slot: Path, rank: int) -> None:
+    """Remove a rank's seal in a slot, if it exists. Raise `OSError` if the slot does not exist, or is refused."""
+    with opened(slot) as here, suppress(FileNotFoundError):
+        os.unlink(seal_file(slot, rank).name, dir_fd=here)
+
+
+def marks_of_seals(slot: Path, ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the identity and the time of each rank's seal. Raises as `read_seal`."""
+    with opened(slot) as here:
+        found = [os.stat(seal_file(slot, rank).name, dir_fd=here) for rank in ranks]
+    return [(each.st_ino, each.st_mtime_ns) for each in found]
+
+
+def _read(path: Path) -> bytes:
+    with opened(path.parent) as here, open(path.name, "rb", opener=partial(os.open, dir_fd=here)) as stream:
+        return stream.read()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, and rename it. Raise `OSError` if its folder is refused."""
+    temporary = f"{path.name}.{os.getpid()}.tmp"
+    with opened(path.parent) as here:
+        with open(temporary, "wb", opener=partial(os.open, mode=0o600, dir_fd=here)) as stream:
+            stream.write(content)
+        os.rename(temporary, path.name, src_dir_fd=here, dst_dir_fd=here)
 
 
 def read_parts(folder: Path) -> list[Part]:
     """Return the sealed parts of a run's memory states on this node. Empty if others may have written them."""
-    try:
-        _check_own(folder.parent)
-        return [part for slot in folder.glob("*/*-*") for part in _parts_in(slot)]
-    except OSError:  # there are none, or they are being removed
-        return []
+    slots = [slot for attempt in _names_in(folder) for slot in _names_in(attempt) if "-" in slot.name]
+    return [part for slot in slots for part in _parts_in(slot)]
 
 
 def find_states(folder: Path, parts: Iterable[Part]) -> list[MemoryState]:
@@ -237,26 +283,27 @@ def read_slot(slot: Path) -> MemoryState | None:
     return next(iter(find_states(slot.parent.parent, _parts_in(slot))), None)
 
 
-def _parts_in(slot: Path) -> Iterator[Part]:
-    for path in slot.glob("rank-*.sealed"):
-        with suppress(OSError, ValueError):  # being written, or of another version
-            part = Part(slot_name(slot), path.read_bytes())
-            if all((slot / name).stat().st_size == size for name, size in part.state.files):
-                yield part
+def _parts_in(slot: Path) -> list[Part]:
+    parts: list[Part] = []
+    for path in _names_in(slot):
+        if _SEAL.fullmatch(path.name):
+            with suppress(OSError, ValueError):  # being written, or of another version
+                part = Part(slot_name(slot), _read(path))
+                with opened(slot) as here:
+                    if all(os.stat(name, dir_fd=here).st_size == size for name, size in part.state.files):
+                        parts.append(part)
+    return parts
 
 
 def mark_copied(folder: Path, first_rank: int, step: int) -> None:
     """Note the last step whose state of a node's ranks another node has, in the folder of an attempt."""
-    mark = folder / f"copied.{first_rank:05d}"
-    temporary = mark.with_suffix(f"{mark.suffix}.{os.getpid()}")
-    temporary.write_text(str(step))
-    temporary.rename(mark)
+    _write(folder / f"copied.{first_rank:05d}", str(step).encode())
 
 
 def copied_step(folder: Path, first_rank: int) -> int:
     """Return the step that `mark_copied` noted, or 0."""
     with suppress(OSError, ValueError):
-        return int((folder / f"copied.{first_rank:05d}").read_text())
+        return int(_read(folder / f"copied.{first_rank:05d}"))
     return 0
 
 
@@ -275,19 +322,27 @@ def link_part(part: Part, slot: Path, target: Path) -> None:
 
 def remove_state(state: MemoryState) -> None:
     """Remove the states of the attempt of a state on this node, also those to which a fetched one has links."""
-    for seal in [seal_file(state.folder, rank.rank).resolve() for rank in state.ranks]:
-        shutil.rmtree(seal.parent.parent, ignore_errors=True)
-    shutil.rmtree(state.folder.parent, ignore_errors=True)
+    attempts = {state.folder.parent}
+    for rank in state.ranks:
+        with suppress(OSError), opened(state.folder) as here:  # a seal of its own is no link
+            attempts.add(Path(os.readlink(seal_file(state.folder, rank.rank).name, dir_fd=here)).parents[1])
+    for each in attempts:
+        remove(each)
 
 
 def forget_states(folder: Path, *, before: int) -> None:
     """Remove the memory states of a run's attempts before the attempt `before`, with what was converted of them."""
-    with suppress(OSError):  # it is gone, or being removed
-        for each in folder.iterdir():
-            number = each.name.partition("-")[0]
-            if not number.isdigit() or int(number) < before:
-                shutil.rmtree(each, ignore_errors=True)
-        folder.rmdir()
+    for each in _names_in(folder):
+        number = each.name.partition("-")[0]
+        if not number.isdigit() or int(number) < before:
+            remove(each)
+    remove_if_empty(folder)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a run's memory states if it has no attempt, and is not refused."""
+    with suppress(OSError), opened(folder), opened(folder.parent) as above:
+        os.rmdir(folder.name, dir_fd=above)
 
 
 def forget_other_slots(folder: Path, state: MemoryState | None, *, before: int) -> None:
@@ -297,41 +352,44 @@ def forget_other_slots(folder: Path, state: MemoryState | None, *, before: int) 
     """
     for slot in earlier_slots(folder, before=before):
         if state is None or slot_name(slot) != slot_name(state.folder):
-            shutil.rmtree(slot, ignore_errors=True)
-    for fetched in _of_earlier(folder, "fetched.*", before=before):
-        shutil.rmtree(fetched, ignore_errors=True)
+            remove(slot)
+    for fetched in _of_earlier(folder, "fetched.", before=before):
+        remove(fetched)
 
 
 def earlier_slots(folder: Path, *, before: int) -> list[Path]:
     """Return the slots of a run's attempts before the attempt `before` on this node."""
-    return _of_earlier(folder, "*-*", before=before)
+    return _of_earlier(folder, "-", before=before)
 
 
-def _of_earlier(folder: Path, pattern: str, *, before: int) -> list[Path]:
-    """Return what has names like `pattern` in the folders of a run's attempts before the attempt `before`."""
-    found: list[Path] = []
-    with suppress(OSError):  # another supervisor of the node removes them just now
-        found += folder.glob(f"*/{pattern}")
-    numbers = [each.parent.name.partition("-")[0] for each in found]
-    return [each for number, each in zip(numbers, found, strict=True) if number.isdigit() and int(number) < before]
+def _of_earlier(folder: Path, mark: str, *, before: int) -> list[Path]:
+    """Return what has `mark` in its name in the folders of a run's attempts before the attempt `before`."""
+    numbers = [(each.name.partition("-")[0], each) for each in _names_in(folder)]
+    attempts = [each for number, each in numbers if number.isdigit() and int(number) < before]
+    return [each for attempt in attempts for each in _names_in(attempt) if mark in each.name]
 
 
 def forget_old_states(folder: Path) -> None:
     """Remove the memory states of other runs of this user that have written none for a day."""
-    for run in folder.parent.iterdir():
+    for run in _names_in(folder.parent):
         with suppress(OSError):  # the run ends just now
-            newest = max(each.stat().st_mtime for each in [run, *run.glob("*/*-*")])
-            if run != folder and newest < time.time() - _FORGET_S:
-                shutil.rmtree(run, ignore_errors=True)
+            if run != folder and _written_at(run) < time.time() - _FORGET_S:
+                remove(run)
+
+
+def _written_at(folder: Path) -> float:
+    with opened(folder) as here:
+        return max(os.fstat(inner).st_mtime for *_, inner in os.fwalk(".", dir_fd=here))
 
 
 def bytes_in(slot: Path) -> int:
     """Return the bytes of a slot, with those that are being written."""
     total = 0
-    with suppress(OSError):  # removed just now
-        for path in slot.rglob("*"):
-            with suppress(OSError):  # renamed just now
-                total += path.stat().st_size
+    with suppress(OSError), opened(slot) as here:  # removed just now
+        for _, _, names, inner in os.fwalk(".", dir_fd=here):
+            for name in names:
+                with suppress(OSError):  # renamed just now
+                    total += os.stat(name, dir_fd=inner).st_size
     return total
 
 

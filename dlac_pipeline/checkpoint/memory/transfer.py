@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -110,14 +111,14 @@ class Connection:
             raise TransferRefused(str(refused))
         return message
 
-    def send_file(self, path: Path, size: int) -> int:
-        """Send the first `size` bytes of a file, and return their checksum. Raise `OSError` if it is shorter."""
+    def send_file(self, folder: int, name: str, size: int) -> int:
+        """Send the first `size` bytes of a file in an open folder. Return their checksum. Raise `OSError` if it is shorter."""
         buffer, done, checksum = memoryview(bytearray(min(size, _BUFFER_BYTES))), 0, 0
-        with path.open("rb", buffering=0) as file:
+        with open(name, "rb", buffering=0, opener=partial(os.open, dir_fd=folder)) as file:
             while done < size:
                 count = file.readinto(buffer[: size - done])
                 if not count:
-                    raise OSError(f"expected {size} bytes in {str(path)!r}, found {done}")
+                    raise OSError(f"expected {size} bytes in {name!r}, found {done}")
                 checksum = zlib.crc32(buffer[:count], checksum)
                 self._socket.sendall(buffer[:count])
                 done += count
@@ -152,14 +153,14 @@ def send_parts(connection: Connection, slot: Path, ranks: Sequence[int], *, with
 
     Without files the seals name none.
     """
-    paths = [states.seal_file(slot, rank) for rank in ranks]
-    seals = [path.read_bytes() for path in paths]
+    seals = [states.read_seal(slot, rank) for rank in ranks]
     found = [states.parse_seal(seal) for seal in seals]
     connection.send(seals=seals if with_files else [states.pack_seal(replace(each, files=[])) for each in found])
     connection.receive()
     files = [file for each in found for file in each.files] if with_files else []
-    checksums = [connection.send_file(slot / name, size) for name, size in files]
-    is_same = [path.read_bytes() for path in paths] == seals
+    with states.opened(slot) as here:
+        checksums = [connection.send_file(here, name, size) for name, size in files]
+    is_same = [states.read_seal(slot, rank) for rank in ranks] == seals
     connection.send(refused="" if is_same else "the state was overwritten", checksums=checksums)
     if not is_same:
         raise OSError(f"expected the state in {str(slot)!r} to stay, found that it was overwritten")
@@ -176,12 +177,13 @@ def receive_parts(
         seals = [bytes(seal) for seal in connection.receive()["seals"]]
         found = [states.Part(states.slot_name(slot), seal).state for seal in seals]
         files = [(_path_in(slot, name), size) for each in found for name, size in each.files]
-        _check_room(slot, files)
+        with states.opened(slot.parent):
+            _check_room(slot, files)
         check(found)
-        with guard():
+        with guard(), states.opened(slot.parent):
             slot.mkdir(mode=0o700, exist_ok=True)
             for each in found:
-                states.seal_file(slot, each.rank).unlink(missing_ok=True)
+                states.remove_seal(slot, each.rank)
             for folder in {path.parent for path, _ in files}:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (ValueError, KeyError, TypeError, OSError) as err:

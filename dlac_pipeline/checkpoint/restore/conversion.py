@@ -20,6 +20,7 @@ from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.lakehouse.durable_io import fsync_path, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline.lakehouse.own_folders import remove_tree
 from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def discard_conversion(folder: Path) -> None:
 def _remove(folders: Iterable[Path]) -> None:
     for each in folders:
         if each.exists():
-            shutil.rmtree(each)
+            remove_tree(each)
 
 
 @contextmanager

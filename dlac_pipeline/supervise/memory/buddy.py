@@ -77,10 +77,9 @@ class BuddyCopies:
         for number in range(states.SLOTS):
             slot = states.slot_of(self._folder, number)
             try:
-                found = [states.seal_file(slot, rank).stat() for rank in self._ranks]
-                mark = [(each.st_ino, each.st_mtime_ns) for each in found]
+                mark = states.marks_of_seals(slot, self._ranks)
                 if mark != self._marks.get(number):
-                    seals = (states.seal_file(slot, rank).read_bytes() for rank in self._ranks)
+                    seals = (states.read_seal(slot, rank) for rank in self._ranks)
                     (step,) = {states.parse_seal(seal).step for seal in seals}
                     if newest is None or step > newest[1]:
                         newest = slot, step, mark

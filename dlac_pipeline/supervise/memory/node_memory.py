@@ -1,6 +1,5 @@
 """Memory states of a run on the nodes of a round, as the supervisor of one node serves, copies and fetches them."""
 
-import shutil
 import sys
 import threading
 import time
@@ -192,18 +191,17 @@ class NodeMemory:
             return
         current.ended.set()
         if current.folder is not None:
-            shutil.rmtree(states.fetched_folder(current.folder, current.ranks[0]), ignore_errors=True)
-        slots = [] if current.folder is None else [states.slot_of(current.folder, each) for each in range(states.SLOTS)]
-        has_own = any(states.seal_file(slot, rank).exists() for slot in slots for rank in current.ranks)
-        if current.folder is not None and not has_own:
-            shutil.rmtree(current.folder, ignore_errors=True)
-            with suppress(OSError):  # it has other attempts, or does not exist
-                current.folder.parent.rmdir()
+            states.remove(states.fetched_folder(current.folder, current.ranks[0]))
+            parts = states.read_parts(current.folder.parent)
+            name = current.folder.name
+            if not any(part.slot.startswith(f"{name}/") and part.state.rank in current.ranks for part in parts):
+                states.remove(current.folder)
+                states.remove_if_empty(current.folder.parent)
 
     def forget(self) -> None:
         """Remove the memory states of the run on this node."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            states.remove(self._folder)
 
     def close(self) -> None:
         """Stop serving."""
@@ -252,8 +250,7 @@ class NodeMemory:
         home, guard = states.fetched_folder(current.folder, current.ranks[0]), _until(current.guard, until)
         target = states.slot_at(home, name)
         with guard():
-            states.make_folder(current.folder)
-            target.mkdir(mode=0o700, parents=True)
+            states.make_folder(target)
             for part in own:
                 states.link_part(part, slot, target)
         missing = set(range(point.world_size)) - {part.state.rank for part in own}

@@ -163,6 +163,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 def home_of(folder: Path) -> str:
     """Return the identity of a folder in memory. Two supervisors on one node may have the same one."""
-    found = folder.stat()
+    with states.opened(folder) as here:
+        found = os.fstat(here)
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else os.uname().nodename}/{found.st_dev}/{found.st_ino}"

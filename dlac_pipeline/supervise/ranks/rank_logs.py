@@ -71,7 +71,7 @@ class LogBound:
 def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
     """Cut the middle of a file out, to half of the allowed size. Return the removed bytes. `before` were removed earlier."""
     head = max(_BLOCK_BYTES, max_bytes // 4 // _BLOCK_BYTES * _BLOCK_BYTES)
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         size = os.fstat(descriptor).st_size
         cut = (size - 2 * head) // _BLOCK_BYTES * _BLOCK_BYTES

@@ -1,12 +1,12 @@
 """Start of a node's ranks in a new launch folder, and the removal of old launch folders."""
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.lakehouse.own_folders import remove_tree
 from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
@@ -26,7 +26,7 @@ def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
 def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
     """Start this node's ranks with a new launch folder. Raise `StoreUnavailable` if the folder cannot be made."""
     with storing(folder):
-        make_below(folder.parent, folder)
+        make_below(folder.parent, folder, mode=0o700)  # logs and errors may contain secrets
     write_spec(folder, spec)
     forget_launches(folder.parent, keep=KEEP_LAUNCHES * round_.share.nodes)
     return starter.start(spec, folder, round_.share)
@@ -51,4 +51,5 @@ def forget_launches(folder: Path, *, keep: int) -> None:
     with suppress(FileNotFoundError):  # another node that shares the folder was faster
         oldest_last = sorted(folder.glob("launch-*/"), key=lambda each: each.stat().st_mtime, reverse=True)
         for each in oldest_last[keep:][-_FORGET_AT_ONCE:]:
-            shutil.rmtree(each, ignore_errors=True)
+            with suppress(OSError):  # the next launch tries again
+                remove_tree(each)
