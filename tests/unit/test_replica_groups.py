@@ -154,6 +154,18 @@ def test_step_done_twice_is_healed(tmp_path: Path) -> None:
     assert groups[0].execution == groups[1].execution != 5
 
 
+def test_half_healed_group_heals_again(tmp_path: Path) -> None:
+    """One rank of the group got the state, and the other one failed: in the next quorum both ask for it."""
+    manager = Manager(Meeting(1))
+    manager.steps = [-1]
+    others = [[0, 1, 0, 0], [0, 0, 1, 0]]
+    group = group_of(tmp_path, _manager=manager)
+    ranks: Any = SimpleNamespace(rank=0, world_size=2, add=lambda flags: flags.add_(torch.tensor(others.pop(0))))
+    vars(group).update(_communicator=ranks)
+    group.meet()
+    assert manager.steps == [-1, 7, -1, 7]
+
+
 def test_second_reduction_of_batch_is_refused(tmp_path: Path) -> None:
     """A second one would commit two steps with one batch."""
     group = group_of(tmp_path, _manager=Manager(Meeting(1)))

@@ -237,6 +237,21 @@ def test_message_belongs_to_its_name() -> None:
     assert [each.message for each in ours.read_all(["a", "d", "e"])] == [{"step": 1}, {"step": 2}, None]
 
 
+def test_deleted_message_is_written_again() -> None:
+    """A stranger deletes a message: no reader waits for it or finds it, and its writer's next message takes its place."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ours = SealedStore(store, SECRET, "dlac/r")
+    for name in ("a", "b"):
+        ours.publish(name, {"step": 1})
+    ours.read_all(["a", "b"])
+    found = ours.read("a")
+    store.delete_key("dlac/r/a")
+    assert (ours.read("a").raw, ours.read("a").message) == (b"", None)
+    assert [each.message for each in ours.read_all(["a", "b"])] == [None, {"step": 1}]
+    assert ours.replace("a", found, {"step": 2}).message == {"step": 2}
+    assert ours.read("a").message == {"step": 2}
+
+
 def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the node's hosts file maps its name to loopback, the other nodes' route to it has the address."""
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
