@@ -64,7 +64,7 @@ def start_server(spec: JobSpec) -> None:
         _kill()
         log, problem = _files_of(spec)
         make_folder_durably(log.parent)  # as an attempt does, which the first launch of a run has not begun yet
-        with log.open("ab") as stream:
+        with open(log, "ab", opener=_open_own_log) as stream:
             if stream.tell() > _LOG_BYTES:
                 stream.truncate(0)
         problem.unlink(missing_ok=True)
@@ -75,6 +75,11 @@ def start_server(spec: JobSpec) -> None:
         with held_signals(), set_environment({**environment_of(spec), **own}):
             forkserver.ensure_running()
         _RUNNING.update({"for": wanted, "pid": _pid()})
+
+
+def _open_own_log(path: str, flags: int) -> int:
+    """Open a log that only this user can read, and no link to another file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def is_alive() -> bool:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
+from dlac_pipeline.lakehouse.masking import mask_secrets
+
 PRELOAD_VARIABLE = "DLAC_PRELOAD"
 """Set for the fork server alone: `title`, `log`, `problem` (two files), `folder` of the script, `modules` of the job spec."""
 _ALWAYS = ("torch.distributed.elastic.multiprocessing.api", "dlac_pipeline.train.training_run", "dlac_pipeline.dataset")
@@ -54,9 +56,9 @@ def _import(name: str, problem: Path, *, advice: str) -> None:
         if threads:
             raise RuntimeError(f"it began the threads {threads}, which do not survive a fork")
     except Exception as err:
+        found = mask_secrets(f"{type(err).__name__}: {err}")
         problem.write_text(
-            f"expected to import {name!r} before ranks are forked, found {type(err).__name__}: {err}; {advice}set "
-            'launch.start = "spawn"'
+            f'expected to import {name!r} before ranks are forked, found {found}; {advice}set launch.start = "spawn"'
         )
         os._exit(1)
 

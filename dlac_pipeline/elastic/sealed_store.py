@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cryptography.fernet import Fernet, InvalidToken
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.masking import note_secrets
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def shared_secret(launch: LaunchSpec) -> str:
     except (OSError, ValueError) as err:
         raise SpecInvalid(f"expected a readable file at launch.rendezvous_key_file = {file!r}, found {err}") from err
     if len(secret) >= _SHORTEST_KEY:
+        note_secrets({"secret": secret})
         return secret
     where = f"in {file!r}" if file else f"in the environment variable {KEY_VARIABLE}"
     raise SpecInvalid(

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
+from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting, note_secrets
 
 SCHEMES = ("s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "wasb", "wasbs", "hdfs", "viewfs", "oss")
 """Schemes of object stores and of distributed file systems that a warehouse and a checkpoint store may have."""
@@ -64,6 +64,7 @@ class LakehouseConfig(BaseModel):
     @model_validator(mode="after")
     def _is_absolute(self) -> Self:
         """Spell folders in one way, absolute: each process of a run may have another working directory."""
+        note_secrets({"uri": self.uri, **self.properties})
         if self.kind != "sql" or self.is_named:
             return self  # the server knows its warehouse
         uri, warehouse = self.uri, self.warehouse

@@ -1,13 +1,16 @@
 """Secrets in text that goes to terminals, logs, reports and Dagster: each becomes ***.
 
-The net is wide: a harmless value that looks like a secret is masked as well.
+The net is wide: a harmless value that looks like a secret is masked as well. Values of secrets that this process knows, from
+its settings and its environment, are masked wherever they are.
 """
 
+import json
+import os
 import re
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 MASK = "***"
 _WORD = re.compile(
@@ -60,8 +63,21 @@ _KNOWN = re.compile(
     re.DOTALL,
 )
 """Forms by which secrets are known without a name."""
+_CODE = re.compile(r"^[ \t|]*File \"[^\"\n]+\", line \d+.*\n(?P<code>.+)", re.MULTILINE)
+"""A line of code in a traceback."""
+_LITERAL = re.compile(r"(?P<quote>['\"])(?:\\.|(?!(?P=quote))[^\\\n])*(?P=quote)")
+_PLACEHOLDER = re.compile(r"(\{[^{}]*\})")
+_PASSWORD = re.compile(r"://[^:/@\s'\"]*:(\S+)@")
+_RENDEZVOUS_KEY = "DLAC_RENDEZVOUS_KEY"
+_LEAST = 6
+"""Characters of a value that is masked wherever it is. Harmless text would have a shorter one."""
+_SURE = 12
+"""Characters of a value that is masked also between letters, and of one that is masked without the name of a secret."""
+_values: set[str] = set()
+"""Values of secrets in the settings that this process has read."""
 
 
+@lru_cache(4096)
 def is_secret_name(name: str) -> bool:
     """Return whether a setting, header, parameter or variable of this name holds a secret."""
     plain = unquote(unquote(name)).strip()
@@ -69,9 +85,66 @@ def is_secret_name(name: str) -> bool:
     return not _HARMLESS.search(plain) and bool(_WORD.search(plain) or _GLUED.search(plain))
 
 
+def note_secrets(value: Any, name: str = "", *, private: bool = False) -> None:
+    """Have the values of secrets in a setting masked from now on: those with the name of a secret, and passwords of addresses.
+
+    With `private`, as for variables of ranks, long values of letters and digits are secrets under any name.
+    """
+    if isinstance(value, Mapping):
+        for each, inner in value.items():
+            note_secrets(inner, str(each), private=private or each == "env")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            note_secrets(inner, name, private=private)
+    elif isinstance(value, str):
+        is_mixed = bool(re.search("[A-Za-z]", value) and re.search("[0-9]", value)) and not re.search(r"[/\s]", value)
+        if is_secret_name(name) or (private and is_mixed and len(value) >= _SURE):
+            _values.add(value)
+        _values.update(_PASSWORD.findall(value))
+
+
+def mask_known(text: str) -> str:
+    """Return the text with *** for the values of secrets that this process knows, and for forms of secrets."""
+    named = (value for name, value in os.environ.items() if name == _RENDEZVOUS_KEY or is_secret_name(name))
+    found = {*_values, *(value for value in named if not (value.startswith("/") and os.path.exists(value)))}
+    values = frozenset(value for value in found if len(value) >= _LEAST and MASK not in value)
+    return _KNOWN.sub(MASK, _pattern_of(values).sub(MASK, text) if values else text)
+
+
+@lru_cache(8)
+def _pattern_of(values: frozenset[str]) -> re.Pattern[str]:
+    """Return a pattern of values as they are, quoted, and in addresses. Longer ones come first."""
+    forms = {form for each in values for form in (each, repr(each)[1:-1], json.dumps(each)[1:-1], quote(each, safe=""))}
+    forms |= {unquote(each) for each in values if len(unquote(each)) >= _LEAST}
+    sure = [
+        re.escape(form) if len(form) >= _SURE else rf"(?<![A-Za-z0-9]){re.escape(form)}(?![A-Za-z0-9])"
+        for form in forms
+    ]
+    return re.compile("|".join(sorted(sure, key=len, reverse=True)))
+
+
 def mask_secrets(text: str) -> str:
-    """Return the text with *** for each password, token or other secret in it."""
-    text = _KNOWN.sub(MASK, text)
+    """Return the text with *** for each password, token or other secret. Of code in a traceback only literals are masked."""
+    text = mask_known(text)
+    shown, at = [], 0
+    for found in _CODE.finditer(text):
+        shown += [_mask_text(text[at : found.start("code")]), _mask_code(found["code"])]
+        at = found.end()
+    return "".join([*shown, _mask_text(text[at:])])
+
+
+def _mask_code(code: str) -> str:
+    """Mask secrets in the literals of a line of code, but for placeholders."""
+
+    def mask(found: re.Match[str]) -> str:
+        return "".join(
+            _mask_text(each) if at % 2 == 0 else each for at, each in enumerate(_PLACEHOLDER.split(found[0]))
+        )
+
+    return _LITERAL.sub(mask, _mask_pairs(code, quoted=True))
+
+
+def _mask_text(text: str) -> str:
     text = _USERINFO.sub(rf"\g<before>:{MASK}@", text)
     text = _TOKEN_USER.sub(rf"\g<before>{MASK}@", text)
     text = _BARE_USERINFO.sub(rf"\g<before>:{MASK}@", text)
@@ -94,17 +167,22 @@ def mask_setting(name: str, value: Any) -> Any:
 
 def _mask_named(found: re.Match[str], *, more: Collection[str] = ()) -> str:
     is_secret = is_secret_name(found["name"]) or unquote(unquote(found["name"])).casefold() in more
-    return found["before"] + (MASK if is_secret else found["value"])
+    return found["before"] + (MASK if is_secret and found["value"] else found["value"])
 
 
-def _mask_pairs(text: str) -> str:
-    """Mask values in name=value, 'name': 'value' and headers. Values of harmless names are searched as well."""
+def _mask_pairs(text: str, *, quoted: bool = False) -> str:
+    """Mask values in name=value, 'name': 'value' and headers. Values of harmless names are searched as well.
+
+    With `quoted`, only values in quotes without placeholders.
+    """
     shown, at = [], 0
     for pair in _PAIR.finditer(text):
         if pair.start() < at or not is_secret_name(pair["name"]):
             continue
         in_path = pair["sign"] == "=" and text.endswith("/", 0, pair.start())
         value = (in_path and _FOLDER_VALUE.match(text, pair.end())) or _VALUE.match(text, pair.end())
+        if quoted and (value is None or value.lastgroup == "bare" or "{" in value[0]):
+            continue
         if value and _is_pair(pair, value[0] if value.lastgroup == "bare" else None):
             quote = "" if value.lastgroup == "bare" else value[value.lastgroup or 0]
             shown += [text[at : pair.end()], quote, MASK, quote]

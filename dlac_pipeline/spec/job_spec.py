@@ -16,6 +16,7 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, che
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.external.locations import external_identifier
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
+from dlac_pipeline.lakehouse.masking import note_secrets
 from dlac_pipeline.spec import spec_problems
 from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec
 from dlac_pipeline.spec.listeners_spec import ListenersSpec
@@ -318,6 +319,12 @@ class JobSpec(spec_problems.Section):
     """Receivers of the run's events: OpenLineage, MLflow, Weights & Biases, OpenTelemetry, Prometheus, or your own."""
     params: dict[str, str] = Field(default_factory=dict)
     """Settings that the training script reads itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_noted_secrets(cls, raw: Any) -> Any:
+        note_secrets(raw)
+        return raw
 
     @field_validator("run")
     @classmethod

@@ -11,6 +11,7 @@ from dlac_pipeline.elastic.ranks.watched_time import watched_time
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
+from dlac_pipeline.lakehouse.masking import mask_known
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claims import left_in_order
@@ -84,7 +85,7 @@ class Failure(RankError):
     def describe(self) -> str:
         """Return the summary, the user's frames of the traceback and the log file, a line each."""
         log = f"log of rank {self.rank}: {self.log}" if self.log else ""
-        return "\n".join(part for part in (self.summary, self.traceback, log) if part)
+        return mask_known("\n".join(part for part in (self.summary, self.traceback, log) if part))
 
 
 def planned_end(cause: str, *, step: int, undone: Sequence[RankHeartbeat] = ()) -> Failure:

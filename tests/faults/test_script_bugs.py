@@ -55,6 +55,23 @@ def test_repeated_exception_stops_run(
     assert message in gave_up.cause
 
 
+def test_secret_of_ranks_stays_in_them(campaign: Arena) -> None:
+    """An exception has values of `launch.env`: neither log, terminal nor ledger has them, and others cannot read the folders."""
+    run, secrets = "bug-secret", {"TRACKER_TOKEN": "Hunter2Hunter2", "TRACKER": "k3y-without-a-name"}
+    launch = campaign.launch(campaign.spec(run, "train_raising.py", world_size=1, bug="secret", env=secrets))
+    assert launch.wait() == SCRIPT_FAILED, launch.events
+    folders = list((campaign.home / "checkpoints" / run).glob("launch-*"))
+    written = [path for folder in folders for path in folder.iterdir() if path.name != "spec.json"]
+    texts = {str(path): path.read_text(errors="replace") for path in written}
+    texts |= {"events": str(launch.events), "stderr": launch.stderr}
+    texts |= {"recoveries": str(recoveries_of(campaign.lakehouse, run))}
+    for secret in secrets.values():
+        assert [place for place, text in texts.items() if secret in text] == []
+    for place in ("events", "recoveries", str(folders[0] / "rank-00000.log")):
+        assert "the tracker refused *** and ***" in texts[place]
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+
+
 @pytest.mark.soak
 def test_repaired_script_trains_all_rows(arena: Arena) -> None:
     """The rows that a broken script had in hand are not quarantined. The repaired script trains all of them."""

@@ -39,6 +39,8 @@ def main() -> None:
     """Train until the bug."""
     with dlac.training_run() as run:
         bug, at = run.spec.params["bug"], int(run.spec.params.get("at", "0"))
+        if bug == "secret":
+            raise ValueError(f"the tracker refused {os.environ['TRACKER_TOKEN']} and {os.environ['TRACKER']}")
         if bug == "start":
             raise KeyError(f"param {time.time()}")
         model = torch.nn.Linear(4, 1)

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlac_pipeline.lakehouse import masking
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
-from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets, mask_setting
+from dlac_pipeline.lakehouse.masking import is_secret_name, mask_known, mask_secrets, mask_setting
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
@@ -342,3 +343,52 @@ def test_rendered_job_is_masked(on: str) -> None:
     packed = re.search(r"eJ[\w-]{100,}=*", job)
     assert packed is not None
     assert SECRET not in unpack({REQUEST_VARIABLE: packed[0]}).model_dump_json()
+
+
+def test_known_values_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of settings and variables that hold secrets are masked wherever they are, and in any spelling."""
+    monkeypatch.setattr(masking, "_values", set())
+    monkeypatch.setenv("REGISTRY_TOKEN", "from the environment")
+    odd = 'p"\\s/9\nxyz'
+    env = {"HF_TOKEN": "short7", "LICENCE": "k3y-without-a-name", "STAGE": "production-of-spring", "DB_PASSWORD": odd}
+    properties = {"s3.secret-access-key": "0123456789abcdef"}
+    parse_spec({**spec_with("launch", env=env), "lakehouse": {"properties": properties}}, origin="the test")
+    LakehouseConfig(uri="postgresql://me:pass%40word@db/lake")
+    secrets = [*(value for name, value in env.items() if name != "STAGE"), *properties.values(), "pass@word"]
+    for secret in [*secrets, "from the environment"]:
+        for form in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret, safe="")):
+            assert mask_secrets(f"login with {form}, refused") == "login with ***, refused"
+            assert mask_known(f"({form})") == "(***)"
+    for text in ("production-of-spring", "shortly7", "short71 steps"):
+        assert mask_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'self.client = Client(token = os.environ["TOKEN"])',
+        "password = getpass(prompt=prompt)",
+        "headers = dict(Authorization=f'Bearer {self.api_token}')",
+        'url = f"https://me:{password}@host/x?sig={signature}"',
+        "return x[1:w@v]",
+    ],
+)
+def test_code_in_traceback_stays_readable(code: str) -> None:
+    """A line of code has names of secrets, but no value."""
+    text = f'Traceback (most recent call last):\n  File "/x/train.py", line 7, in main\n    {code}\n           ^^^^^\nKeyError: 1'
+    assert mask_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f'login(password="{SECRET}")',
+        f"token = '{SECRET}'",
+        f'url = f"https://me:{SECRET}@{{host}}"',
+        f"{{'api_key': '{SECRET}'}}",
+    ],
+)
+def test_literals_in_traceback_are_masked(code: str) -> None:
+    """A secret that is written in the code is masked, and so is the message of the exception."""
+    text = f'  File "/x/train.py", line 7, in main\n    {code}\nValueError: password={SECRET}'
+    assert SECRET not in mask_secrets(text)

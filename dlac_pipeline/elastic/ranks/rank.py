@@ -25,7 +25,7 @@ from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file, reason
 from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, first_rank
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception, text_of
 from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, error_kind
-from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
+from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting, note_secrets
 
 RUN_VARIABLE = "DLAC_RUN"
 """Variable with the name of the run, for tools that list processes."""
@@ -177,7 +177,7 @@ def _run(script: str) -> int:
 
 def _print_to_log(text: str) -> None:
     with suppress(OSError):  # the log may be on the disk that is full
-        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.write(mask_secrets(text).rstrip("\n") + "\n")
         sys.stderr.flush()
 
 
@@ -185,8 +185,11 @@ def leave_reason(err: BaseException) -> None:
     """Overwrite the reserved blanks, or an earlier record: this exception may be that the disk is full.
 
     A DLAC error is recorded under its public class, `sys.exit` with a status other than 0 without a class. An interrupt, which
-    a person sends, is not recorded.
+    a person sends, is not recorded. Secrets of the job spec are masked, also if the script has not read it.
     """
+    folder = Path(os.environ[LAUNCH_VARIABLE])
+    with suppress(OSError, ValueError):
+        note_secrets(json.loads((folder / "spec.json").read_text()))
     status = _status_of(err) if isinstance(err, SystemExit) else None
     if isinstance(err, KeyboardInterrupt | GeneratorExit) or status == 0 or hasattr(err, _RECORDED):
         return
@@ -196,7 +199,7 @@ def leave_reason(err: BaseException) -> None:
         reason["kind"] = error_kind(err)
         reason["message"] = mask_secrets(text_of(err))[: _RESERVED_BYTES // 8]
         reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
-    with reason_file(Path(os.environ[LAUNCH_VARIABLE]), global_rank()).open("r+b") as stream:
+    with reason_file(folder, global_rank()).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
 
 

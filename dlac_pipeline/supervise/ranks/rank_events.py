@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dlac_pipeline.lakehouse.masking import mask_known
+
 Event = dict[str, Any]
 """An event for listeners: its name under `event`, and facts of that event."""
 Ending = Literal["finished", "caught_up", "stopped", "left"]
@@ -33,7 +35,7 @@ class EventWriter:
             self.receive(dict(event))
         if self._path is not None:
             with self._path.open("a") as stream:
-                stream.write(json.dumps({**event, "at": time.time()}) + "\n")
+                stream.write(mask_known(json.dumps({**event, "at": time.time()})) + "\n")
 
 
 class EventReader:
