@@ -11,7 +11,7 @@ from typing import Any
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
-from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
+from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file, stop_file
 from dlac_pipeline.elastic.ranks.rank import leave_reason
 from dlac_pipeline.lakehouse.errors import Preempted
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -51,6 +51,7 @@ class CheckpointPolicy:
             launched=folder is None and "LOCAL_RANK" in os.environ and not spec.launch.replicas,
             on_deadline=self._too_late,
             notice_file=None if folder is None else notice_file(folder, rank),
+            stop_file=None if folder is None else stop_file(folder, rank),
         )
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:

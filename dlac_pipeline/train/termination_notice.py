@@ -54,9 +54,14 @@ class Notices:
         launched: bool,
         on_deadline: Callable[[], None],
         notice_file: Path | None = None,
+        stop_file: Path | None = None,
     ) -> None:
-        """Listen for notices, one of which is the end of the launcher if `launched`. The first one makes `notice_file`."""
+        """Listen for notices, among them the end of the launcher if `launched`. The first one makes `notice_file`.
+
+        `stop_file` appears when the supervisor requests a stop. The script may have replaced the handler of its signal.
+        """
         self._launch = launch
+        self._stop_file = stop_file
         self._notice_file = notice_file
         self._on_deadline = on_deadline
         self.first: Notice | None = None
@@ -124,6 +129,8 @@ class Notices:
                     # The main thread may be stuck in a collective. A handler that the script has installed is left alone.
                     if number in _SIGNALS and signal.getsignal(number) == self._on_signal:
                         self._note(signal.Signals(number).name)
+            if self.first is None and self._stop_file is not None and self._stop_file.exists():
+                self._note(signal.SIGTERM.name)
             if not all(map(_is_alive, self._launchers)):
                 self._note("launcher")
         self._wakeup_receiver.close()

@@ -109,6 +109,19 @@ def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) ->
     finish_exactly(campaign, run)
 
 
+def test_own_handler_leaves_preemption(campaign: Arena) -> None:
+    """The script has a handler of SIGTERM of its own: it is called, and the run still stops after a checkpoint."""
+    run = "own-handler"
+    launch = campaign.launch(campaign.spec(run, own_handler=True, **TRAINING))
+    launch.wait_for("step")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "stopped"
+    assert campaign.lineage(run)[-1].step == launch.of("stopped")[0]["step"]
+    (log,) = (campaign.home / "checkpoints" / run).glob("launch-*/rank-00000.log")
+    assert "SIGTERM is handled by the script" in log.read_text()
+
+
 @pytest.mark.soak
 def test_termination_url_gets_its_headers(campaign: Arena) -> None:
     """Nothing happens while it answers 404. Once it answers 200 the run exits after a checkpoint."""

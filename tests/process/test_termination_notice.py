@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 FORKS = """
 import multiprocessing, signal, time
@@ -22,6 +23,24 @@ notices.close()
 print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
 
+OWN_HANDLER = """
+import signal, sys, time
+from pathlib import Path
+from dlac_pipeline.train.termination_notice import Notices
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+
+stop = Path(sys.argv[1])
+notices = Notices(LaunchSpec(script="x"), local_rank=0, launched=False, on_deadline=lambda: None, stop_file=stop)
+signal.signal(signal.SIGTERM, lambda *_: print("the script's own"))
+signal.raise_signal(signal.SIGTERM)
+time.sleep(1.5)
+print(notices.first)
+stop.touch()
+time.sleep(1.5)
+print(notices.first.name)
+notices.close()
+"""
+
 TOO_LATE = """
 import os, time
 from dlac_pipeline.train.termination_notice import Notices
@@ -34,15 +53,23 @@ time.sleep(600)
 """
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program in its own process."""
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, timeout=250
+    )
 
 
 def test_signal_to_forked_child_stays_there() -> None:
     """A terminated worker of a data loader dies of the signal, and the rank that forked it has no termination notice."""
     result = run(FORKS)
     assert result.stdout.splitlines() == ["-15 None", "SIGUSR1", "True"], result.stderr
+
+
+def test_file_requests_stop_as_well(tmp_path: Path) -> None:
+    """A script that handles SIGTERM itself gets the signal, and the file in the launch folder is the notice."""
+    result = run(OWN_HANDLER, str(tmp_path / "stop"))
+    assert result.stdout.splitlines() == ["the script's own", "None", "SIGTERM"], result.stderr
 
 
 def test_process_ends_at_deadline_despite_hang() -> None:

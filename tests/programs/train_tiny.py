@@ -1,7 +1,7 @@
 """A tiny model trained on a table of (row_id, x): plain PyTorch, gradients averaged by hand, and its own journal.
 
 Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
-`slow_rank` is slow by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN.
+`slow_rank` is slow by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN, `own_handler` ignores SIGTERM.
 $NOISE_SEED adds noise to the loss that no saved generator knows.
 
 The journal has the row ids in the tensors of each finished step, as evidence that is independent of DLAC.
@@ -46,6 +46,8 @@ def train(run: dlac.TrainingRun) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.restore(dlac.TorchState(model=model, optimizer=optimizer))
     noise = float(params.get("noise", "0.01"))
+    if "own_handler" in params:
+        signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM is handled by the script", flush=True))
     for batch in run.batches():
         if batch.step == int(params.get("dies_at", "0")):
             os._exit(1)

@@ -28,6 +28,11 @@ def notice_file(folder: Path, rank: int) -> Path:
     return folder / f"notice-{rank:05d}"
 
 
+def stop_file(folder: Path, rank: int) -> Path:
+    """Return the file that requests a stop of the rank, as SIGTERM does: the script may handle that signal itself."""
+    return folder / f"stop-{rank:05d}"
+
+
 def room_file(folder: Path) -> Path:
     """Return the file that asks all ranks to exit after a checkpoint, so that more nodes can join the next attempt."""
     return folder / "room"

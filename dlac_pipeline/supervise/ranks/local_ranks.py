@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file, stop_file
 from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
 from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -132,8 +132,11 @@ class RankGroup:
         return {"log": str(path), "log_tail": mask_secrets(tail)}
 
     def request_stop(self) -> None:
-        """Send SIGTERM: each rank takes a checkpoint at the next step boundary and exits."""
+        """Send SIGTERM: each rank takes a checkpoint at the next step boundary and exits. A file has the same request."""
         self.processes.signal(signal.SIGTERM)
+        with contextlib.suppress(OSError):  # the disk may be full
+            for rank in self.ranks:
+                stop_file(self.folder, rank).touch()
 
     def request_checkpoint(self) -> bool:
         """Ask all ranks of the attempt to exit after a checkpoint, without a deadline. Return True if that was written."""
