@@ -249,7 +249,8 @@ class MemorySaves:
             if needed <= (room := states.room_for_states(folder)):
                 return ""
         except Exception as err:  # the other ranks wait for an answer
-            return f"expected to make {str(folder)!r} for states in memory, found {type(err).__name__}: {err}"
+            found = f"found {type(err).__name__}: {err}; or name another folder in checkpoint.memory"
+            return f"expected to make {str(folder)!r} for states in memory, {found}"
         return (
             f"expected about {needed >> 20} MiB of free memory for states in {str(folder)!r} on {gethostname()}, found "
             f"{room >> 20} MiB: {_MORE_ROOM}"

@@ -15,6 +15,7 @@ import torch
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
+from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -212,6 +213,27 @@ def test_prepared_folder_is_refused(campaign: Arena, tmp_path: Path) -> None:
     assert any("only this user can write" in event["message"] for event in launch.of("warning"))
     assert os.listdir(precious) == ["thesis"]
     assert campaign.journal(run) == campaign.journal("reference")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
+def test_read_only_memory_is_named(campaign: Arena) -> None:
+    """No process of a rank starts without semaphores: the first attempt ends the run, with the cause and what to do."""
+    under = ["unshare", "-m", "sh", "-c", 'mount -o remount,bind,ro /dev/shm && exec "$@"', "sh"]
+    launch = campaign.launch(spec_of(campaign, "memory-read-only"), under=under)
+    assert launch.wait() == BadInput.exit_code, launch.events
+    (error,) = launch.of("error")
+    assert error["kind"] == "BadInput"
+    assert "expected a writable /dev/shm" in error["message"]
+    assert "docker run --tmpfs /dev/shm" in error["message"]
+    assert len(launch.of("attempt")) == 1
+
+
+def test_read_only_folder_ends_no_run(campaign: Arena, small_disk: Path) -> None:
+    """No state can be kept in the folder: a warning names the setting, and the run trains on."""
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    launch = campaign.launch(spec_of(campaign, "memory-of-read-only", memory=str(small_disk), world_size=1))
+    assert launch.wait() == 0, launch.stderr
+    assert any("checkpoint.memory" in event["message"] for event in launch.of("warning"))
 
 
 @pytest.mark.soak
