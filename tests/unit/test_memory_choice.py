@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,7 @@ def test_claimed_state_is_the_very_one() -> None:
     fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
     named, later = (MemoryState(Path(), (replace(STATE, saved_at=at),)) for at in (5.0, 6.0))
     for states_found, expected in (([later], None), ([later, named], named)):
-        choice = MemoryChoice(run="r", ledger=ledger, replaced=2, find=lambda found=states_found: found)
+        choice = MemoryChoice(run="r", ledger=ledger, replaced=2, find=partial(list, states_found))
         claimed = choice.find_claimed(fence, leg="{}")
         assert claimed is not None
         assert claimed.state == expected
