@@ -3,8 +3,8 @@
 Two ranks train a small model whose state has 1 GB: a frozen table makes it so large, and costs no time in steps. A rank is
 killed (single), or all ranks at once (concurrent), or a rank, and twice more a rank during the recovery, before the first new
 step (cascading). One run resumes from states in memory, one every 50 steps, with an asynchronous checkpoint every 6 s. The
-other has no states in memory, and resumes from the store, with a synchronous checkpoint every 4 s. DLAC distrusts a state in
-memory whose attempt died before its first step, so the last attempt of a cascade reads the store in both.
+other has no states in memory, and resumes from the store, with a synchronous checkpoint every 4 s. The last
+attempt of a cascade reads the store in both only if two attempts died while they loaded the state.
 
 A recovery is the time from the kill, the last one of a cascade, to the first new step, with the steps that are repeated. The
 restart is the time to any step. Each failure comes up to a second after a state was kept. Rows replayed are those of steps that

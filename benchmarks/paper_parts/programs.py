@@ -54,8 +54,9 @@ PROGRAMS = {
     "failures": Program(
         title="Recovery time by failure, with a state of 1 GB",
         paper='scenarios "including single node failures, concurrent multi-node failures, and cascading failures" (5.1)',
-        about="A cascade kills a rank, and twice more a rank during the recovery. DLAC distrusts a state in memory whose "
-        "attempt died before its first step, so the last attempt of a cascade reads the store in both runs. Times are"
+        about="A cascade kills a rank, and twice more a rank during the recovery. When this was measured, an attempt from "
+        "memory that died before its first step was followed by one from the store, so the last attempt of a cascade read "
+        "the store in both runs. By now two deaths in the load are needed for that. Times are"
         " from the last kill. Each kill comes up to a second after a state was kept, so little is repeated. Limits of"
         " failures without progress are raised. Each failure was made once, so a figure has no spread",
         modelled="processes of one node in place of nodes: shared memory and the supervisor survive, a death is noticed at "

@@ -78,8 +78,6 @@ class SupervisedAttempt:
         self._ending: Ending | None = None
         """The ending that rank 0 has reported."""
         self._head_step = self._resumed_step = 0
-        self._from_memory = False
-        """True if it resumed from memory."""
         self._has_point = False
         """True once the ranks of this node have the resume point."""
 
@@ -121,7 +119,6 @@ class SupervisedAttempt:
         if self._replaces is None:
             current = self._retry(self._supervision.ledger.state, self._spec.run).fence.attempt
         found = self._supervision.memory.find(self._round)
-        distrusts = self._failure is not None and (self._failure.lost_memory or self._failure.distrusts_memory)
         request = ClaimRequest(
             nonce=self._nonce,
             replaces=self._replaces,
@@ -129,7 +126,7 @@ class SupervisedAttempt:
             options=self._options,
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
-            from_memory=not distrusts,
+            from_memory=self._failure is None or not self._failure.lost_memory,
             find_states=found.read,
         )
         point: ResumePoint = self._retry(
@@ -161,7 +158,7 @@ class SupervisedAttempt:
         """Announce the resume point to all nodes, and begin to fetch its state in memory."""
         self.number = point.attempt
         self._monitor.step = self._resumed_step = point.step
-        self._head_step, self._from_memory = point.head_step, point.memory_of > 0
+        self._head_step = point.head_step
         self.leg = leg = Leg.from_json(point.leg)
         rows = [self._retry(self._supervision.plans.row, source.plan_id) for source in leg.sources]
         self._supervision.publish_start(point, self._round.share, self.folder)
@@ -305,8 +302,6 @@ class SupervisedAttempt:
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
         failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step)
-        is_untrained = failure.last_step <= self._resumed_step
-        failure = replace(failure, distrusts_memory=self._from_memory and is_untrained)
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})

@@ -50,8 +50,6 @@ class ResumePoint:
     """Step of the checkpoint. `step` is a later one with a memory state."""
     memory_of: int = 0
     """The attempt whose memory state is in `folder`, or 0. It has the cursors, too."""
-    memory_rows: int = 0
-    """Rows that all ranks of that attempt had worked on."""
     memory_at: float = 0.0
     """Time of that state in seconds since the epoch."""
     head_at: float = 0.0
@@ -110,7 +108,6 @@ class ResumePoint:
             head_step=head.step,
             checkpoint_id=head.checkpoint_id or None,
             memory_of=claim.memory_of,
-            memory_rows=0 if state is None else sum(each.rows for each in state.ranks),
             memory_at=claim.memory_at,
             head_at=(head if head.checkpoint_id else chosen.rows[0]).committed_at.timestamp(),
             folder="" if state is None else str(state.folder),

@@ -54,8 +54,6 @@ class Failure(RankError):
     """The rank that failed, or -1 if it is unknown."""
     trained: bool = False
     """True if the failed rank had finished a step in this attempt."""
-    distrusts_memory: bool = False
-    """True if the attempt resumed from memory and finished no step. The next one reads a checkpoint."""
     log: str = ""
     """File of the failed rank's output, on its own node."""
 

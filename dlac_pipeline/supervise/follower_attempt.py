@@ -157,9 +157,7 @@ class FollowerAttempt:
         end = planned_end(f"attempt {self._attempt} {reason}", step=step, undone=known)
         failed_at = end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER)
         rows = end.rows * self._round.share.world_size // max(1, len(known))
-        point = self._point
-        is_untrained = point is not None and point.memory_of > 0 and step <= point.step
-        failure = replace(end, failed_at=failed_at, rows=rows, distrusts_memory=is_untrained)
+        failure = replace(end, failed_at=failed_at, rows=rows)
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)
 

@@ -6,24 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, LedgerRow
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, lineage_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, LedgerRow, QuarantinedCheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.claims import left_in_order
 from dlac_pipeline.supervise.failure import Failure, HangDetector
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat, read_heartbeats
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined, ReplicaRanks
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 
+_CHOICES = (ClaimRow, QuarantinedCheckpointRow)
+"""Rows that say after which checkpoint an attempt resumes."""
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 _STEP_EVENT_EVERY_S = 0.5
 
@@ -109,10 +113,11 @@ class Incident:
         loaded = self._loaded_at or ended
         ledger = Ledger(lakehouse)
         rows = ledger.rows(self._spec.run, kinds=HEAD_KINDS)
-        seq = next(row.seq for row in rows if isinstance(row, ClaimRow) and row.nonce == point.nonce)
+        claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == point.nonce)
+        replayed = rows_replayed(ledger, rows, claim, worked_on=failure.rows, resumed_from=point.checkpoint_id)
         return Recovery(
             run=self._spec.run,
-            seq=seq,
+            seq=claim.seq,
             attempt=point.attempt,
             replaced_attempt=point.replaces,
             cause=failure.describe(),
@@ -120,7 +125,7 @@ class Incident:
             failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
             resumed_from=point.checkpoint_id,
             resumed_step=point.step,
-            rows_replayed=rows_replayed(ledger, rows, point, failure, before_seq=seq),
+            rows_replayed=replayed + _rows_replayed_before(lakehouse, rows, claim),
             detect_s=failure.noticed_at - failure.failed_at,
             schedule_s=failure.launched_at - failure.noticed_at,
             stop_s=failure.stopped_at - failure.launched_at,
@@ -186,23 +191,42 @@ def rejoined_event(rejoined: Rejoined, recovery: Recovery) -> Event:
 
 
 def rows_replayed(
-    ledger: Ledger, rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure, *, before_seq: int
+    ledger: Ledger, rows: Sequence[LedgerRow], claim: ClaimRow, *, worked_on: int, resumed_from: str | None
 ) -> int:
-    """Count the rows that are read again: those that the failed attempt did not commit, and committed ones that are abandoned.
+    """Count the rows that the attempt of a claim reads again, of `worked_on` that the attempt before it had finished.
 
-    From a memory state of the failed attempt, those that it worked on afterwards.
+    From a state in memory these are the rows since that state. Otherwise they are the rows in no checkpoint, with those of the
+    states that the attempt before it had continued, and the rows of abandoned checkpoints.
     """
-    if point.memory_of and point.memory_of == point.replaces:
-        return max(0, failure.rows - point.memory_rows)
-    checkpoints = checkpoint_rows(list(rows))
-    heads = [row for row in rows if row.seq < before_seq]
-    lineage = lineage_of(rows, heads[-1].head_after if heads else None)
-    kept = set(lineage_of(rows, point.checkpoint_id))
-    abandoned = [each for each in lineage if each not in kept]
-    mine = [name for name, row in checkpoints.items() if row.attempt == point.replaces]
-    counted = ledger.consumed_by(rows[0].run, [*mine, *(each for each in abandoned if each not in mine)])
-    worked_on = max(0, failure.rows - sum(counted[each] for each in mine))
-    return worked_on + sum(counted[each] for each in abandoned)
+    if claim.memory_of:
+        return max(0, worked_on - (claim.memory_rows if claim.memory_of == claim.replaces else 0))
+    heads = [row.head_after for row in rows if row.seq < claim.seq]
+    kept = lineage_of(rows, resumed_from)
+    abandoned = [each for each in lineage_of(rows, heads[-1] if heads else None) if each not in kept]
+    continued = [claim_of(rows, claim.replaces)]
+    while continued[-1].memory_of:
+        continued.append(claim_of(rows, continued[-1].memory_of))
+    attempts = {each.attempt for each in continued}
+    committed = [name for name, row in checkpoint_rows(rows).items() if row.attempt in attempts]
+    counted = ledger.consumed_by(claim.run, [*committed, *(each for each in abandoned if each not in committed)])
+    worked_on += sum(each.memory_rows for each in continued)
+    return max(0, worked_on - sum(counted[each] for each in committed)) + sum(counted[each] for each in abandoned)
+
+
+def _rows_replayed_before(lakehouse: Lakehouse, rows: list[LedgerRow], claim: ClaimRow) -> int:
+    """Count the rows that the attempts before a claim have read again whose recoveries are in no row: their supervisors died."""
+    recorded = {each.attempt for each in recoveries_of(lakehouse, claim.run)}
+    total, before = 0, claim_of(rows, claim.replaces)
+    while before.replaces and before.trains and before.attempt not in recorded:
+        replaced = claim_of(rows, before.replaces)
+        if left_in_order(rows, replaced.attempt):
+            break
+        chosen = (row for row in rows if row.attempt == before.attempt and isinstance(row, _CHOICES))
+        worked_on = sum(each.spent.rows for each in read_heartbeats(Path(replaced.launch_folder)))
+        resumed_from = [row.head_after for row in chosen][-1]
+        total += rows_replayed(Ledger(lakehouse), rows, before, worked_on=worked_on, resumed_from=resumed_from)
+        before = replaced
+    return total
 
 
 def _work_lost_s(rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure) -> float:

@@ -16,6 +16,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
 from dlac_pipeline.lakehouse.errors import BadInput
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -269,19 +270,52 @@ def test_nonfinite_state_is_not_trained_on(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 0]
 
 
-@pytest.mark.soak
-def test_untrained_attempt_is_not_repeated(campaign: Arena) -> None:
-    """An attempt that resumed from memory dies before it has finished a step: the next one reads the checkpoint."""
-    run = "memory-untrained"
-    launch = campaign.launch(spec_of(campaign, run, every_steps=10))
-    launch.wait_for("checkpoint", 2)
+def repeated_rows(arena: Arena, run: str) -> int:
+    """Return the rows that the ranks have trained more than once, by their own journals."""
+    steps = [(entry["step"], entry["rank"], len(entry["rows"])) for entry in arena.entries(run)]
+    return sum(rows for *_, rows in steps) - sum(rows for *_, rows in set(steps))
+
+
+def kill_held(arena: Arena, launch: Launch, spec: JobSpec, victim: str, phase: str, attempt: int) -> Launch:
+    """Kill ranks or the supervisor once all ranks hold in a phase of an attempt. Return the launch that recovers."""
+    held = f"{spec.run}-{phase}-{attempt}-*"
+    journal = arena.home / "journal"
+    wait_until(lambda: len(list(journal.glob(held))) == 2 or launch.process.poll() is not None, what=f"two of {held}")
+    assert launch.process.poll() is None, launch.stderr
+    if victim == "supervisor":
+        launch.destroy()
+        return arena.launch(spec, takeover=True)
+    for rank in launch.ranks()[victim == "rank" :]:
+        os.kill(rank.pid, signal.SIGKILL)
+    return launch
+
+
+@pytest.mark.parametrize(
+    "victim", ["rank", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ranks", "supervisor"))]
+)
+@pytest.mark.parametrize("repeats", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_death_in_recovery_keeps_state(campaign: Arena, victim: str, repeats: bool) -> None:
+    """Attempts die while they load the state, and in their first step: the next one resumes from the state again.
+
+    After the second death in the load no state is taken. The rows of the incidents are those that the ranks trained again.
+    """
+    run = f"memory-dies-{victim}-{repeats:d}"
+    held = {"holds_loading": "2,3" if repeats else "2", "holds_training": "" if repeats else "3,4"}
+    limits: dict[str, Any] = {"attempts_without_progress": 5, "memory_every_steps": 5, "pause_s": 0.01}
+    spec = spec_of(campaign, run, deadlock_at=28, **held, **limits)
+    launch, folder = campaign.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: len({each["rank"] for each in campaign.entries(run) if each["step"] == 27}) == 2, what="step 27")
     time.sleep(0.3)
     os.kill(launch.ranks()[1].pid, signal.SIGKILL)
-    launch.wait_for("attempt", 2)
-    os.kill(launch.ranks()[1].pid, signal.SIGKILL)
+    for phase, attempts in held.items():
+        for attempt in attempts.split(",") if attempts else ():
+            launch = kill_held(campaign, launch, spec, victim, phase.removeprefix("holds_"), int(attempt))
     check_run(campaign, run, launch)
-    assert launch.of("failure")[1]["step"] <= launch.of("attempt")[1]["step"]
-    assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 0]
+    claims = campaign.rows(run, ClaimRow)
+    assert [row.memory_step for row in claims] == ([0, 25, 25, 0] if repeats else [0, 25, 25, 25, 25])
+    assert repeated_rows(campaign, run) == (27 if repeats else 2) * _BATCH
+    assert sum(each.rows_replayed for each in recoveries_of(campaign.lakehouse, run)) == repeated_rows(campaign, run)
 
 
 def _poison(path: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +23,6 @@ from dlac_pipeline.supervise.attempt_state import Observation
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
@@ -98,21 +97,6 @@ def test_follower_notices_lost_leader(slow_imports: Supervision) -> None:
             silence(leader)
             found = verdict()
             assert "which led" in found.restart.cause
-
-
-@pytest.mark.parametrize(("memory_of", "step", "distrusts"), [(1, 5, True), (1, 6, False), (0, 5, False)])
-def test_lost_leader_leaves_untrained_state(
-    slow_imports: Supervision, memory_of: int, step: int, distrusts: bool
-) -> None:
-    """The leader is lost before a step is finished after a state in memory: the next leader reads a checkpoint."""
-    heartbeat = RankHeartbeat(step, Phase.TRAINING, 0.0, 0, 0.0)
-    ranks: Any = Mock(heartbeats=lambda: [heartbeat])
-    with rounds(2) as (_, led):
-        attempt = FollowerAttempt(slow_imports, led, attempt=2)
-        attempt._point = replace(POINT, step=5, memory_of=memory_of)
-        restart = attempt._report_lost_leader(ranks).restart
-        assert restart is not None
-        assert restart.distrusts_memory == distrusts
 
 
 @pytest.mark.parametrize("leads", [True, False])

@@ -1,7 +1,8 @@
 """A tiny model trained on a table of (row_id, x): plain PyTorch, gradients averaged by hand, and its own journal.
 
 Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
-`slow_rank` is slow by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN, `own_handler` ignores SIGTERM.
+`holds_loading` and `holds_training` are attempts that load, or train their first step, without end. `slow_rank` is slow
+by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN, `own_handler` ignores SIGTERM.
 $NOISE_SEED adds noise to the loss that no saved generator knows.
 
 The journal has the row ids in the tensors of each finished step, as evidence that is independent of DLAC.
@@ -12,6 +13,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,16 +41,27 @@ def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) ->
         os.fsync(stream.fileno())
 
 
+def hold(run: dlac.TrainingRun, phase: str) -> None:
+    """Stay in a phase until the rank is killed, in the attempts that are to."""
+    params, attempt = run.spec.params, str(run.resume_point.attempt)
+    if attempt in params.get(f"holds_{phase}", "").split(","):
+        (Path(params["journal"]) / f"{run.spec.run}-{phase}-{attempt}-{run.rank}").touch()
+        time.sleep(600)
+
+
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    hooked: Any = model  # torch leaves the method untyped
+    hooked.register_load_state_dict_pre_hook(lambda *_: hold(run, "loading"))
     run.restore(dlac.TorchState(model=model, optimizer=optimizer))
     noise = float(params.get("noise", "0.01"))
     if "own_handler" in params:
         signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM is handled by the script", flush=True))
     for batch in run.batches():
+        hold(run, "training")
         if batch.step == int(params.get("dies_at", "0")):
             os._exit(1)
         if int(params.get("deadly_row", "-1")) in batch["row_id"][batch.valid].tolist():

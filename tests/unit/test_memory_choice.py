@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from dlac_pipeline.operations import rehearse
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import attempts_without_progress
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
 from dlac_pipeline.supervise.memory.memory_choice import MemoryChoice, may_resume
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
@@ -112,12 +114,26 @@ def test_state_of_the_head_has_nothing_uncommitted(tmp_path: Path, step: int, du
 
 
 def test_state_is_taken_twice() -> None:
-    """An attempt that resumed from memory died before it kept a state of its own. It may be the state's fault the next time."""
+    """An attempt that resumed from memory died on another node, before it kept a state: the state may be to blame."""
     claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
     assert taken(STATE, [*_ROWS, claim], _HEAD, replaced=3)
     assert not taken(replace(STATE, step=14, saved_at=6.0), [*_ROWS, claim], _HEAD, replaced=3)
     again = replace(claim, seq=5, attempt=4, nonce="d")
     assert not taken(STATE, [*_ROWS, claim, again], _HEAD, replaced=4)
+
+
+def test_only_death_in_load_counts(tmp_path: Path) -> None:
+    """Attempts whose ranks died before the load or after it leave the state to the next one. Two that died in it do not."""
+    claims: list[LedgerRow] = []
+    phases = [(Phase.STARTING, 0), (Phase.LOADING, 5), (Phase.TRAINING, 5), (Phase.LOADING, 0), (Phase.LOADING, 0)]
+    expected = [True, True, True, True, False]
+    for number, (phase, loading_us) in enumerate(phases, start=3):
+        (folder := tmp_path / f"launch-{number}").mkdir()
+        with closing(HeartbeatFile(folder, 0)) as file:
+            file.write(13, phase, spent=Spent(loading_us=loading_us))
+        named: dict[str, Any] = {"memory_of": 2, "memory_step": 13, "memory_at": 5.0, "launch_folder": str(folder)}
+        claims.append(ClaimRow(seq=number + 1, attempt=number, nonce=f"c{number}", **named))
+        assert taken(STATE, [*_ROWS, *claims], _HEAD, replaced=number) == expected[number - 3]
 
 
 def test_repeated_claim_keeps_its_state() -> None:

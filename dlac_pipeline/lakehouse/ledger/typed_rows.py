@@ -232,6 +232,8 @@ class ClaimRow(LedgerRow, kind="claim"):
     """Ranks that trained up to it."""
     memory_at: float = 0.0
     """Time at which they kept it, in seconds since the epoch."""
+    memory_rows: int = 0
+    """Rows that they had worked on by then in that attempt."""
     plan_ids: Sequence[str] = ()
     """The newest plan of each source."""
     leg_plan_ids: Sequence[str] = ()

@@ -68,6 +68,11 @@ class RankHeartbeat:
     spent: Spent = field(default_factory=Spent)
 
     @property
+    def is_loading(self) -> bool:
+        """True while the rank loads the state that it resumes from."""
+        return self.phase == Phase.LOADING and not self.spent.loading_us
+
+    @property
     def doing(self) -> str:
         """The rank's phase as one word."""
         if self.phase != Phase.TRAINING or self.spent.in_hand < 0:

@@ -47,6 +47,7 @@ class HeartbeatWriter:
         """Note that the state is loaded: seconds until it was converted, and seconds of its own loading."""
         self._spent.convert_us += int(convert_s * 1e6)
         self._spent.loading_us += int(load_s * 1e6)
+        self._write()
 
     def reading(self) -> None:
         """Note that the rank requests a batch."""

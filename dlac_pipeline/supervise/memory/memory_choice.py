@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, read_states
@@ -9,9 +10,10 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 
-_MOST_TAKEN = 2
-"""Attempts that may resume from one state. If all die, it may be the state's fault."""
+_MOST_DEATHS = 2
+"""Attempts that may die while they load one state. Then it may be the state's fault."""
 FindStates = Callable[[], Sequence[MemoryState]]
 """Function that returns the whole memory states of a run, the newest first."""
 
@@ -53,8 +55,8 @@ class MemoryChoice:
         head = _head_of(fence, rows)
         for state in states:
             if head is not None and may_resume(state, rows, head, replaced=self.replaced):
-                first = state.first
-                named = {"memory_of": first.attempt, "memory_step": first.step}
+                first, worked_on = state.first, sum(each.rows for each in state.ranks)
+                named = {"memory_of": first.attempt, "memory_step": first.step, "memory_rows": worked_on}
                 return {**named, "memory_ranks": first.world_size, "memory_at": first.saved_at}
         return {}
 
@@ -97,7 +99,7 @@ def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRo
     owner = claim_of(rows, first.attempt)
     # An attempt that was replaced may still run, and write other states: only the one that was taken then counts.
     taken_by = [row for row in rows if isinstance(row, ClaimRow) and _taken_by(row) == _name_of(state)]
-    is_taken_again = _taken_by(before) == _name_of(state) and len(taken_by) < _MOST_TAKEN
+    is_taken_again = _taken_by(before) == _name_of(state) and sum(map(_may_have_died_loading, taken_by)) < _MOST_DEATHS
     is_of_replaced = before.trains and (first.attempt == before.attempt or is_taken_again)
     is_of_its_launch = first.attempt > 0 and first.nonce == owner.nonce
     is_named = (head.checkpoint_id or None) == first.head
@@ -105,3 +107,10 @@ def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRo
     # A state of the head's own step that was kept once the head's checkpoint had begun is the state of that checkpoint.
     is_at_head = first.step >= head.step and state.trained_since(head.step) is not None
     return is_of_replaced and is_of_its_launch and (is_named or is_committed_since) and is_at_head
+
+
+def _may_have_died_loading(claim: ClaimRow) -> bool:
+    """Return whether the last heartbeats of a dead attempt are of ranks that load its state, or are not on this node."""
+    folder = Path(claim.launch_folder)
+    is_known = bool(claim.launch_folder) and folder.is_dir()
+    return not is_known or any(each.is_loading for each in read_heartbeats(folder))
