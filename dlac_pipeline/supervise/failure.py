@@ -148,7 +148,7 @@ def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> 
         stopped_at=time.time(),
         last_step=max((found.step for found in known), default=step),
         began=min((found.spent.began for found in known), default=0.0),
-        rows=sum(found.spent.rows for found in known) + ranks.own.rows_of_dead,
+        rows=rows_worked_on(heartbeats, silent=ranks.silent_ranks) + ranks.own.rows_of_dead,
         in_hand=0 if mine is None else max(0, mine.spent.in_hand),
         doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
         rank=cause.rank,
@@ -159,6 +159,14 @@ def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> 
         traceback=cause.traceback if raised else "",
         log=ranks.log_end(cause.rank).get("log", ""),
     )
+
+
+def rows_worked_on(heartbeats: Sequence[RankHeartbeat | None], *, silent: Collection[int]) -> int:
+    """Return the rows of finished steps. Of silent ranks, which took part in the steps of the others, at least their mean."""
+    rows = [0 if found is None else found.spent.rows for found in heartbeats]
+    others = [count for rank, count in enumerate(rows) if rank not in silent]
+    least = round(sum(others) / len(others)) if others else 0
+    return sum(max(count, least) if rank in silent else count for rank, count in enumerate(rows))
 
 
 def first_cause(failures: list[Exit]) -> Exit:

@@ -8,7 +8,8 @@ import pytest
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.failure import failure_of_attempt
+from dlac_pipeline.supervise.failure import failure_of_attempt, rows_worked_on
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, Spent
 
 MOMENTS = {"noticed_at": 9.0, "launched_at": 9.0, "stopped_at": 9.0}
 
@@ -37,3 +38,12 @@ def test_interrupted_run_has_failed(reasons: tuple[str | None, ...]) -> None:
 def test_rewinding_attempt_has_not_failed() -> None:
     """The attempt of a rewind never trains."""
     assert failure_of_attempt(rows(purpose="rewinds", origin="r-1"), 1, noticed_by="recovery_sensor", **MOMENTS) is None
+
+
+def test_lost_node_had_the_rows_of_others() -> None:
+    """The last report of a lost node is some steps old, or there is none. Its ranks took part in the steps of the others."""
+    heard = [RankHeartbeat(each, Phase.TRAINING, 0.0, 0, 0.0, Spent(rows=12 * each)) for each in (10, 10, 6, 11)]
+    assert rows_worked_on(heard[:3], silent=()) == 312
+    assert rows_worked_on(heard[:3], silent={2}) == 360
+    assert rows_worked_on([*heard[:2], None, heard[3]], silent={2, 3}) == 492
+    assert rows_worked_on(heard[2:3], silent={0}) == 72

@@ -49,6 +49,13 @@ class AllRanks:
         """True if another node was asked to stop the run."""
         return any(message.get("asked") == STOP for message in self._read_messages().values())
 
+    @property
+    def silent_ranks(self) -> set[int]:
+        """Ranks of lost nodes, whose last heartbeats are old."""
+        places = self._round.others if self._round.cut_off else self._lost_places
+        nodes = [self._round.members[place] for place in places]
+        return {rank for node in nodes for rank in range(node.first_rank, node.first_rank + node.ranks)}
+
     def heartbeats(self) -> list[RankHeartbeat | None]:
         """Return the last heartbeat of each rank."""
         self._read_messages()
