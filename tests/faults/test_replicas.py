@@ -158,6 +158,24 @@ def test_script_leaves_with_all_groups(campaign: Arena, calm: Trained, death: di
     assert audit_run(campaign.lakehouse, run).exact
 
 
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_run_stops_after_rejoin(campaign: Arena, calm: Trained, start: str) -> None:
+    """A group was replaced. SIGTERM still ends the run in order, after a checkpoint of the last step."""
+    run = f"stopped-after-rejoin-{start}"
+    launch = launch_groups(
+        campaign, run, pause_s=0.3 if start == "spawn" else 0.05, dies_forward="1:12", every_steps=100, start=start
+    )
+    launch.wait_for("group_rejoined")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "stopped"
+    (checkpoint,) = campaign.lineage(run)
+    assert checkpoint.step == launch.of("ended")[0]["step"] > 12
+    trained = train(campaign, run)
+    assert trained.journal == calm.journal
+    assert audit_run(campaign.lakehouse, run).exact
+
+
 def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained) -> None:
     """Without a group that has the state, the next attempt resumes from the last checkpoint."""
     trained = train(campaign, "all-die", dies_forward="*:23")

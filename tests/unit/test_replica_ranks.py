@@ -32,7 +32,11 @@ class Groups:
         self.started: list[int] = []
         self.fails: Exception | None = None
         processes: Any = SimpleNamespace(
-            ranks=range(3), exit_code=self.codes.get, kill=self._kill, reason=lambda rank: {}, replace=self._replace
+            ranks=range(3),
+            exit_code=self.codes.get,
+            kill=self._kill,
+            reason=lambda rank: {},
+            start_again=self._start_again,
         )
         lighthouse: Any = SimpleNamespace(restart_dead=self._restart_lighthouse, has_started=True)
         self.ranks = ReplicaRanks(folder, processes, LAUNCH, lighthouse, restart=self._restart)
@@ -59,8 +63,9 @@ class Groups:
         self.started.append(group)
         return {group: object()}
 
-    def _replace(self, rank: int, process: object) -> None:
-        del self.codes[rank]
+    def _start_again(self, start: Any) -> None:
+        for rank in start():
+            del self.codes[rank]
 
     def _restart_lighthouse(self) -> str:
         if self.fails is not None:

@@ -7,8 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -59,7 +61,8 @@ class RankProcesses:
         """Set when it is known which ranks exist."""
         self._starting = threading.Event()
         """Set when the start is over."""
-        self._ended = threading.Event()
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """Later work of the thread. None ends it."""
         self._thread = threading.Thread(target=self._start, args=(start,), name="ranks", daemon=True)
         self._thread.start()
 
@@ -94,10 +97,23 @@ class RankProcesses:
             return None
         return 1 if self._aborted_by is None else -self._aborted_by
 
-    def replace(self, rank: int, process: BaseProcess) -> None:
-        """Watch another process as a rank, whose own has ended."""
+    def start_again(self, start: Callable[[], Processes]) -> None:
+        """Start processes of ranks whose own have ended, and watch them. Raises as `start`.
+
+        It runs in the thread of the first start. On the main thread torch would replace the handlers of this process's signals.
+        """
+        started: Future[Processes] = Future()
+
+        def work() -> None:
+            try:
+                started.set_result(start())
+            except Exception as err:
+                started.set_exception(err)
+
+        self._work.put(work)
+        processes = started.result()
         with self._lock:
-            self._processes = {**self._processes, rank: process}
+            self._processes = {**self._processes, **processes}
 
     def kill(self, rank: int) -> None:
         """Kill the process group of one rank."""
@@ -126,7 +142,7 @@ class RankProcesses:
             time.sleep(_POLL_S)
         for process in self._processes.values():
             process.join(0)  # reaps it
-        self._ended.set()
+        self._work.put(None)
         self._on_gone()
         return running
 
@@ -142,7 +158,8 @@ class RankProcesses:
                     signal_rank(process.pid or 0, signal.SIGKILL, alive=process.exitcode is None)
             self._started.set()
             self._starting.set()
-        self._ended.wait()  # torch interrupts a rank when the thread that started it ends
+        while (work := self._work.get()) is not None:  # torch interrupts a rank when the thread that started it ends
+            work()
 
     def _give_up(self) -> None:
         """Make the thread start no more ranks. It kills those that it has just started."""

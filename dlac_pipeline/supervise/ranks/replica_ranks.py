@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dlac_pipeline.elastic.lighthouse import Lighthouse
@@ -184,8 +185,7 @@ class ReplicaRanks(RankGroup):
                 self.rows_of_dead += last.spent.rows
                 with closing(HeartbeatFile(self.folder, rank)) as file:
                     file.write(last.step, Phase.STARTING)
-        for rank, process in self._restart(group).items():
-            self.processes.replace(rank, process)
+        self.processes.start_again(partial(self._restart, group))
 
     def find_rejoined(self) -> list[Rejoined]:
         """Return the groups whose new processes have finished a step since the last call."""
