@@ -164,6 +164,14 @@ class SupervisedAttempt:
         self._supervision.publish_start(point, self._round.share, self.folder)
         for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
+        if point.head_damage:
+            facts = f"expected the checkpoint {point.checkpoint_id!r} to be whole, found damage: {point.head_damage}"
+            self._publish(
+                {
+                    "event": "warning",
+                    "message": f"{facts}; the run resumes from memory, and the next checkpoint quarantines it",
+                }
+            )
         self._round.announce(RESUME, json.loads(point.to_json()))
         self._supervision.memory.begin(point, self._round)
         self._hand_over()

@@ -1,7 +1,7 @@
 """Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,26 +51,44 @@ class LegChooser:
         self._spec = spec
         self._options = options
         self._recovering = recovering
+        self.damage = ""
+        """Damage of the head's manifest that was found before the claim, or empty. The claim finds it again and handles it."""
         self.unsure = False
-        """True if the head looked damaged before the claim, and its leg was not checked."""
+        """True if the head looked damaged before the claim, and no leg in memory continues it: its leg was not checked."""
         if options.plans and len(options.plans) != len(spec.sources):
             raise errors.SpecInvalid(
                 f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(options.plans)}: "
                 "name them in the order of the sources, or none"
             )
 
-    def before_claim(self, state: RunState) -> Leg:
-        """Return the leg, as far as the ledger shows it before anything is claimed or verified."""
+    def before_claim(self, state: RunState, in_memory: Callable[[], Iterable[Leg]]) -> Leg:
+        """Return the leg, as far as the ledger shows it before anything is claimed or verified.
+
+        `in_memory` returns the legs of states in memory, the newest first. If the head's manifest is damaged, one of these is
+        taken that the spec requests, and that the head ends in or is followed by.
+        """
         rows = self.ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
         head = checkpoint_rows(rows).get(state.fence.head or "")
         if head is None:
             return self.at(rows, None)
         try:
             manifest = manifest_of(head, tiers_of(self._spec))
-        except errors.CheckpointDamaged:  # the claim finds the damage again and handles it, unless this read was stale
-            self.unsure = True
-            return leg_of(rows, head.checkpoint_id)
+        except errors.CheckpointDamaged as err:
+            self.damage, committed = str(err), leg_of(rows, head.checkpoint_id)
+            found = (leg for leg in in_memory() if leg.index in (committed.index, committed.index + 1))
+            leg = next((each for each in found if self._continues(each, rows)), None)
+            self.unsure = leg is None
+            return leg or committed
         return self.at(rows, manifest)
+
+    def _continues(self, leg: Leg, rows: Sequence[typed_rows.LedgerRow]) -> bool:
+        """Return whether the launch requests this leg, and its plans can be read."""
+        try:
+            requested = self.check(leg, rows)
+            self._check_plans(leg)
+        except (errors.ResumeMismatch, errors.LakehouseError):
+            return False
+        return requested.bound() == leg.bound() and not self._options.unreadable
 
     def at(self, rows: list[typed_rows.LedgerRow], manifest: Manifest | None) -> Leg:
         """Return the leg of an attempt that resumes after this checkpoint. Raises as `check`."""
@@ -78,14 +96,17 @@ class LegChooser:
             return self._first(rows)
         leg = leg_of(rows, manifest.checkpoint_id)
         requested = self.check(leg, rows)
-        for source, mine in zip(self._spec.sources, leg.sources, strict=True):
-            for plan_id in mine.start.plan_ids:
-                self._plans.check(plan_id, table=source.table)
-            self._plans.check_files(mine.start.live_plan_ids, table=source.table)
+        self._check_plans(leg)
         spec = excluding(self._spec, exclusions_in_force(rows))
         request = LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable)
         state = [[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state]
         return next_leg(self._plans, spec, leg, request, step=manifest.step, state=state)
+
+    def _check_plans(self, leg: Leg) -> None:
+        for source, mine in zip(self._spec.sources, leg.sources, strict=True):
+            for plan_id in mine.start.plan_ids:
+                self._plans.check(plan_id, table=source.table)
+            self._plans.check_files(mine.start.live_plan_ids, table=source.table)
 
     def check(self, leg: Leg, rows: Sequence[typed_rows.LedgerRow]) -> Leg:
         """Check the requests of the spec and of the run's rewinds against `leg`. Exclusions of rewinds need no new leg.

@@ -25,7 +25,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
-from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, FindStates, MemoryChoice, states_here
+from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, FindStates, MemoryChoice, legs_of, states_here
 
 Verifying = Callable[[int, int, int], None]
 """Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
@@ -50,6 +50,8 @@ class ResumePoint:
     """Step of the checkpoint. `step` is a later one with a memory state."""
     memory_of: int = 0
     """The attempt whose memory state is in `folder`, or 0. It has the cursors, too."""
+    head_damage: str = ""
+    """With a memory state: damage of the checkpoint's manifest, or empty. The next checkpoint quarantines its parent."""
     memory_at: float = 0.0
     """Time of that state in seconds since the epoch."""
     head_at: float = 0.0
@@ -183,12 +185,12 @@ def claim_and_verify(
     check_store(ledger, spec.run, tiers.durable_run(), tiers.files)
     chooser = LegChooser(ledger, plans, spec, request.options, recovering=request.replaces is not None)
     before = ledger.state(spec.run)
-    leg = chooser.before_claim(before)
+    find = request.find_states or partial(states_here, spec)
+    leg = chooser.before_claim(before, lambda: legs_of(find()) if request.from_memory else ())
     current = request.current
     if current is None:  # an earlier try of this claim may be committed
         current = before.fence.attempt - (before.fence.nonce == request.nonce)
     replaced = current if request.replaces is None else request.replaces
-    find = request.find_states or partial(states_here, spec)
     may_use = request.from_memory and not chooser.unsure
     memory = MemoryChoice(run=spec.run, ledger=ledger, replaced=replaced, find=find if may_use else None)
     detail = {**_detail_of(spec, request, tiers), **planned(leg)}
@@ -206,6 +208,7 @@ def claim_and_verify(
         point = _resume(chooser, leg, before, claimed, tiers, restore_row)
     else:
         point = _begin(leg, claimed.fence, chosen.rows, chosen.head.checkpoint_id).in_memory(chosen)
+        point = replace(point, head_damage=chooser.damage)
     verify_s = time.monotonic() - claimed_at
     point = replace(point, replaces=replaced, spike_step=request.options.spike_step)
     return replace(point, claim_s=claimed_at - started, verify_s=verify_s)

@@ -117,6 +117,7 @@ def open_attempt(
         order=opened.order_apart(),
         parent=point.checkpoint_id,
         parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+        parent_damage=point.head_damage,
         writer=writer,
     )
     manager = CheckpointManager(

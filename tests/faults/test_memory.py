@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,9 +16,11 @@ import torch
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
+from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.lakehouse.ledger.run_rows import restorable_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import wait_until
@@ -250,6 +253,40 @@ def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
     again = campaign.launch(spec, takeover=True)
     assert again.wait_for("attempt")["step"] == 10
     check_run(campaign, run, again)
+
+
+@pytest.mark.parametrize("damaged", ["manifest", pytest.param("folder", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("only", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_damaged_head_leaves_memory(campaign: Arena, damaged: str, only: bool) -> None:
+    """All ranks are killed, and the manifest of the head changes: the run resumes from memory, and quarantines the head later.
+
+    The next checkpoint continues the head, and records its damage. No row is repeated that the state has.
+    """
+    run = f"memory-head-damaged-{damaged}-{only:d}"
+    spec = spec_of(campaign, run, every_steps=20 if only else 10, deadlock_at=24, keep_last=2, pause_s=0.01)
+    launch, folder = campaign.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: 23 in [state.first.step for state in read_states(folder)], what="the state of step 23")
+    head = campaign.lineage(run)[-1]
+    manifest = folder_of(head.manifest_uri) / "manifest.json"
+    if damaged == "folder":
+        shutil.rmtree(manifest.parent)
+        manifest.parent.mkdir()
+    else:
+        manifest.write_bytes(manifest.read_bytes().replace(b"a", b"b", 1))
+    for rank in launch.ranks():
+        os.kill(rank.pid, signal.SIGKILL)
+    recovered = launch.wait_for("recovered")
+    assert (recovered["resumed_step"], recovered["rows_replayed"]) == (23, 0)
+    check_run(campaign, run, launch)
+    assert [row.memory_step for row in campaign.rows(run, ClaimRow)] == [0, 23]
+    (quarantined,) = campaign.rows(run, QuarantinedCheckpointRow)
+    following = next(row for row in campaign.lineage(run) if row.parent == head.checkpoint_id)
+    assert (quarantined.checkpoint_id, quarantined.seq) == (head.checkpoint_id, following.seq)
+    assert any("found damage" in event["message"] for event in launch.of("warning"))
+    kept = restorable_rows(campaign.rows(run))
+    assert head.checkpoint_id not in kept
+    assert len(kept) == 2
 
 
 @pytest.mark.slow

@@ -54,6 +54,10 @@ class Committer:
         self._leg = trained.leg
         self._leg_is_new = trained.is_new
         self._parent = trained.parent
+        self._damaged = [
+            typed_rows.QuarantinedCheckpointRow(checkpoint_id=trained.parent or "", reason=trained.parent_damage)
+        ][: bool(trained.parent_damage)]
+        """The parent, until the first commit, if it is damaged: before that it is the head, which may not step back."""
         self._rows_since: list[typed_rows.Columns] = []
         """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
@@ -74,7 +78,7 @@ class Committer:
         except Exception as err:  # every other rank waits for an answer
             return {"error": name_failure(self._fenced_or(err), doing="the coordinator's commit")}
         self._leg_is_new = False
-        self._parent, self._rows_since = decision["checkpoint_id"], []
+        self._parent, self._rows_since, self._damaged = decision["checkpoint_id"], [], []
         return decision
 
     def _fenced_or(self, err: Exception) -> Exception:
@@ -115,6 +119,7 @@ class Committer:
         rows = [
             *self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new),
             *self._maker.memberships(taken, checkpoint_id),
+            *self._damaged,
             *(typed_rows.RetireRow(checkpoint_id=each) for each in retired),
             *(replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows),
         ]
@@ -190,7 +195,7 @@ class Committer:
         if self._retention is None:
             rows = self._ledger.rows(self._attempt.run, kinds=typed_rows.HEAD_KINDS)
             self._seq = max(row.seq for row in rows)
-            self._retention = Retention(self._settings, self._tiers, self._attempt.number, rows)
+            self._retention = Retention(self._settings, self._tiers, self._attempt.number, [*rows, *self._damaged])
             checkpoints = [row for row in rows if isinstance(row, typed_rows.CheckpointRow)]
             since = max((row.seq for row in checkpoints if row.checkpoint_id == self._parent), default=0)
             self._rows_since = typed_rows.repeatable(row for row in rows if row.seq > since)

@@ -35,6 +35,8 @@ class AttemptLeg:
     """Id of the checkpoint, or None at the beginning."""
     parent_folder: str | None = None
     """Name of the checkpoint in the store."""
+    parent_damage: str = ""
+    """Why the checkpoint cannot be restored, or empty: the attempt resumed from memory. Its first commit quarantines it."""
     writer: str = ""
     """Name of this process, where several processes of an attempt may commit checkpoints of one step."""
 

@@ -9,6 +9,7 @@ from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, r
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 
@@ -22,6 +23,11 @@ def states_here(spec: JobSpec) -> list[MemoryState]:
     """Return the whole memory states of a run on this node, the newest first."""
     folder = memory_folder(spec)
     return [] if folder is None else read_states(folder)
+
+
+def legs_of(states: Sequence[MemoryState]) -> list[Leg]:
+    """Return the legs of memory states."""
+    return [Leg.from_json(leg) for leg in dict.fromkeys(each.first.leg for each in states)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
