@@ -79,8 +79,9 @@ def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str
     """Print where the new branch begins, how many excluded rows it was trained on, and how to rewind to before them."""
     checkpoint = f"checkpoint {done.checkpoint_id}"
     where = "begins again" if done.checkpoint_id is None else f"resumes after {checkpoint}"
+    head = f"Its head was {done.left} (step {done.left_step}), on the branch that it leaves"
     ui.show_text(
-        f"run {run} {where} (step {done.step}). Its head was {done.left} (step {done.left_step}), on the branch that it leaves. "
+        f"run {run} {where} (step {done.step}). {head if done.left else 'It had no checkpoint that can be restored'}. "
         f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`"
     )
     if done.not_counted:

@@ -464,6 +464,27 @@ def test_rewind_to_step_zero(arena: Arena, exclude: list[str]) -> None:
     assert arena.head("r") == left
 
 
+def test_damaged_run_begins_again(arena: Arena) -> None:
+    """Its only checkpoint is damaged: training is refused with the command that begins it again, which then does so, once."""
+    arena.table(appends=(200,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
+    arena.train(spec, until=4)
+    (row,) = arena.lineage("r")
+    (folder_of(row.manifest_uri) / "manifest.json").unlink()
+    for _ in range(2):
+        with pytest.raises(
+            NoRestorableCheckpoint, match=r"begin it again with `dlac rewind r --to-step 0`, or start a run"
+        ):
+            arena.train(spec)
+    shown = dlac("rewind", "r", "--to-step", "0", home=arena.home)
+    assert "r begins again (step 0). It had no checkpoint that can be restored" in shown.stdout, shown.stderr
+    with pytest.raises(SpecInvalid, match="its beginning"):
+        rewind_run(arena.lakehouse, "r", nonce="op2", step=0)
+    assert min(arena.train(spec)) == 1
+    assert recorded(arena, "r") == list(range(200))
+    assert audit_run(arena.lakehouse, "r").exact
+
+
 def test_rewind_to_step_zero_refused(arena: Arena) -> None:
     """Where no row is left, or nothing is committed. An older launch is fenced off, and retention spares the old branch."""
     arena.table(appends=(200,))

@@ -189,7 +189,8 @@ def _check_changes(
 ) -> None:
     found, now = _rewinds_by_checkpoint(rows)
     wanted = tuple(dict.fromkeys([*_exclusions(found.get(target or "", ())), *exclude]))
-    if target == run_rows.fence_of_rows(rows).head and wanted == _exclusions(now):
+    stepped_back = target is None and not starts_over(rows)  # every checkpoint is damaged, and training is refused
+    if target == run_rows.fence_of_rows(rows).head and wanted == _exclusions(now) and not stepped_back:
         place = "its beginning" if target is None else f"the head {target!r}"
         raise SpecInvalid(
             f"expected another checkpoint than the head of run {run!r}, or rows to exclude, found {place} at step {step} as it "

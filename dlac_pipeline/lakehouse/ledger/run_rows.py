@@ -119,15 +119,19 @@ def restorable_rows(rows: Sequence[LedgerRow]) -> dict[str, CheckpointRow]:
 
 
 def way_out(run: str, rows: Sequence[LedgerRow]) -> str:
-    """Return advice for a run without a restorable checkpoint on its lineage: abandoned branches may be whole."""
+    """Return advice for a run without a restorable checkpoint on its lineage: abandoned branches may be whole.
+
+    A run that was not adopted or forked, and so has no checkpoint of step 0, can begin again.
+    """
+    begins = all(row.step > 0 for row in checkpoint_rows(rows).values())
+    others = (
+        f"begin it again with `dlac rewind {run} --to-step 0`, " if begins else ""
+    ) + "or start a run under another name"
     kept = sorted(restorable_rows(rows).values(), key=lambda row: (row.step, row.seq), reverse=True)
     if not kept:
-        return "start a run under another name"
+        return others.removeprefix("or ")
     listed = ", ".join(f"{row.checkpoint_id} (step {row.step})" for row in kept[:_NAMED])
-    return (
-        f"abandoned branches still have {listed}: resume from one with `dlac rewind {run} --checkpoint ID`, or start a run "
-        "under another name"
-    )
+    return f"abandoned branches still have {listed}: resume from one with `dlac rewind {run} --checkpoint ID`, {others}"
 
 
 def restorable(
