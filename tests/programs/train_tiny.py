@@ -52,10 +52,11 @@ def hold(run: dlac.TrainingRun, phase: str) -> None:
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
-    model = torch.nn.Linear(4, 1)
+    model = torch.nn.Linear(4, int(params.get("outputs", "1")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     hooked: Any = model  # torch leaves the method untyped
-    hooked.register_load_state_dict_pre_hook(lambda *_: hold(run, "loading"))
+    if "holds_loading" in params:  # with a hook, tensors are loaded in another way
+        hooked.register_load_state_dict_pre_hook(lambda *_: hold(run, "loading"))
     run.restore(dlac.TorchState(model=model, optimizer=optimizer))
     noise = float(params.get("noise", "0.01"))
     if "own_handler" in params:
