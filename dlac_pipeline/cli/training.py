@@ -71,8 +71,10 @@ def init(
     check_free(into, run)
     lakehouse = ui.lakehouse_of(None, home, create=files or catalog is not None, catalog=catalog)
     if files:
-        register(lakehouse, name, source)
+        done = register(lakehouse, name, source)
         typer.echo(f"registered {source} as table {name}", err=True)  # also if its columns are refused
+        for column in done.left_out:
+            typer.echo(f"left out column {ui.terminal_text(column)}", err=True)
     wanted = [each.strip() for each in columns.split(",")] if columns else []
     found = find_trainable(lakehouse, name, wanted)
     written = write_project(into, run, found, {} if catalog is None else {"name": catalog})

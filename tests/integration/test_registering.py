@@ -23,7 +23,6 @@ from dlac_pipeline.lakehouse.errors import (
     DataFileUnreadable,
     DlacError,
     SpecInvalid,
-    UnsupportedColumn,
 )
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
@@ -130,18 +129,6 @@ def damage(folder: Path) -> None:
     (folder / "b.parquet").write_bytes(b"not Parquet")
 
 
-def number_fields(folder: Path) -> None:
-    """Write a file with field ids."""
-    folder.mkdir()
-    column = pa.field("row_id", pa.int64(), metadata={"PARQUET:field_id": "7"})
-    pq.write_table(pa.table([[1]], schema=pa.schema([column])), folder / "a.parquet")
-
-
-def use_unknown_type(folder: Path) -> None:
-    """Write a file with a column whose type Iceberg has not."""
-    write(folder, "a.parquet", 0, lasts=pa.array(range(ROWS), pa.duration("s")))
-
-
 def be_table(log: str) -> Callable[[Path], None]:
     """Return a function that writes a file and the log of a table."""
 
@@ -160,8 +147,6 @@ def be_table(log: str) -> Callable[[Path], None]:
         (nest, SpecInvalid, r"the same partition keys.*\['day'\].*\['month'\]"),
         (repeat_key, SpecInvalid, r"partition key 'row_id' in the names of folders only"),
         (damage, DataFileUnreadable, r"a Parquet file at '.*b\.parquet'"),
-        (number_fields, UnsupportedColumn, r"without field ids"),
-        (use_unknown_type, UnsupportedColumn, r"types that Iceberg has.*a\.parquet"),
         (Path.mkdir, SpecInvalid, r"Parquet files at .*, found none"),
         (lambda folder: None, DataFileUnreadable, r"to list"),
         (be_table("_delta_log/0.json"), SpecInvalid, r'source\.format = "delta" and source\.table = "/.*/pages"'),

@@ -27,9 +27,14 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, Uns
 
 FIELD_ID = b"PARQUET:field_id"
 READ_BY_NAME = "dlac.read-by-name"
-"""Property of a table whose data files are those of another format: field ids in them are not the table's."""
-_BY_NAME = NameMapping([])
-"""The mapping of such a table: the names of whatever schema it is read with."""
+"""Property of a table whose data files were not written as its own: field ids in them are not the table's."""
+
+
+class NamesFirst(NameMapping):
+    """A name mapping that is used even for files with field ids. An empty one has the names of whatever schema is read."""
+
+
+BY_NAME = NamesFirst([])
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 _MICROSECONDS = {ice.TimestampType, ice.TimestamptzType}
 _PLAIN: dict[type, pa.DataType] = {
@@ -175,15 +180,14 @@ class FileColumns:
 
 def name_mapping_of(table: Table) -> NameMapping | None:
     """Return the table's name mapping, for files without field ids, or None. Raises `UnsupportedColumn` for a broken one."""
-    if READ_BY_NAME in table.properties:
-        return _BY_NAME
     try:
-        return table.name_mapping()
+        mapping = table.name_mapping()
     except ValueError as err:
         raise UnsupportedColumn(
             f"expected property 'schema.name-mapping.default' of {'.'.join(table.name())!r} to be a name mapping, found "
             f"{table.properties.get('schema.name-mapping.default')!r}: set it right or remove it"
         ) from err
+    return mapping if READ_BY_NAME not in table.properties else NamesFirst([] if mapping is None else mapping.root)
 
 
 def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:
@@ -209,9 +213,9 @@ def _leaves(arrow: pa.DataType) -> int:
 def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) -> dict[int, _Found]:
     """The file's top-level fields by field id, each with the mapping that gave it the id."""
     with_ids = field_ids(file_schema)
-    if with_ids and mapping is not _BY_NAME:
+    if with_ids and not isinstance(mapping, NamesFirst):
         return {field_id: (field, None) for field_id, field in with_ids.items()}
-    if mapping is None or mapping is _BY_NAME:
+    if mapping is None or mapping == BY_NAME:
         mapping = create_mapping_from_schema(schema)
     mapped = {name: entry for entry in mapping for name in entry.names if entry.field_id is not None}
     fields = ((mapped[field.name], field) for field in file_schema if field.name in mapped)
@@ -219,7 +223,7 @@ def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) 
 
 
 def _has_fields(arrow: pa.DataType) -> bool:
-    return _has_fields(arrow.value_type) if _is_list(arrow) else pa.types.is_struct(arrow) or pa.types.is_map(arrow)
+    return _has_fields(arrow.value_type) if is_list(arrow) else pa.types.is_struct(arrow) or pa.types.is_map(arrow)
 
 
 def _column(field: ice.NestedField, in_file: Mapping[int, _Found], partition_values: Mapping[int, Any]) -> _Column:
@@ -246,13 +250,14 @@ def _fits(found: Any, wanted: Any) -> bool:
         found = found.value_type
     if isinstance(found, pa.BaseExtensionType):
         found = found.storage_type
-    if _is_list(wanted):
-        return _is_list(found) and _fits(found.value_type, wanted.value_type)
+    if is_list(wanted):
+        return is_list(found) and _fits(found.value_type, wanted.value_type)
     promotes = next((promotes for is_a, promotes in _PROMOTIONS if is_a(wanted)), None)
     return pa.types.is_null(found) or found == wanted or (promotes is not None and promotes(found, wanted))
 
 
-def _is_list(arrow: pa.DataType) -> bool:
+def is_list(arrow: pa.DataType) -> bool:
+    """Return True for a type of lists, also of lists with 64-bit offsets or of one size."""
     return bool(pa.types.is_list(arrow) or pa.types.is_large_list(arrow) or pa.types.is_fixed_size_list(arrow))
 
 
@@ -364,7 +369,7 @@ def _projected(array: Any, found: Any, want: ice.IcebergType, mapped: MappedFiel
     """Return a nested array of the file's type `found` with the fields of `want`, found by id. Nulls stay nulls."""
     if isinstance(want, ice.StructType) and pa.types.is_struct(found):
         return _struct(array, found, want, mapped)
-    if isinstance(want, ice.ListType) and _is_list(found):
+    if isinstance(want, ice.ListType) and is_list(found):
         array = array.cast(pa.list_(array.type.value_field))
         values = _projected(array.values, found.value_type, want.element_type, _mapped_below(mapped, want.element_id))
         return pa.ListArray.from_arrays(_offsets(array), values, type=arrow_type(want), mask=_nulls(array))

@@ -3,26 +3,27 @@
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.utils import glob_translate  # type: ignore[import-untyped]  # published without types
 from pyarrow.fs import FileSelector, FileSystem, FileType
 from pyiceberg.exceptions import ResolveError
-from pyiceberg.io.pyarrow import PyArrowFileIO, UnsupportedPyArrowTypeException, _pyarrow_to_schema_without_ids
-from pyiceberg.schema import promote
+from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.schema import Schema, assign_fresh_schema_ids, promote
 from pyiceberg.types import LongType, NestedField, PrimitiveType, StringType
 
-from dlac_pipeline.lakehouse.errors import SpecInvalid, UnsupportedColumn
-from dlac_pipeline.lakehouse.iceberg.columns import FIELD_ID, expect
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import expect
+from dlac_pipeline.lakehouse.registration.column_types import FoundColumns, find_columns
 
 WILD = re.compile(r"[*?\[]")
-_INTEGER = re.compile(r"-?\d{1,18}")
+INTEGER = re.compile(r"-?[0-9]{1,18}")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _LOGS = {"_delta_log": "delta", ".hoodie": "hudi"}
 """Folder of the log of a table -> its format."""
@@ -63,7 +64,7 @@ class Location:
         """Return the files, sorted by address. Names with a leading `_` or `.` are left out, as Spark does.
 
         Raises:
-            SpecInvalid: there is none, or their folders have different partition keys.
+            SpecInvalid: there is none, or an object has a key that cannot be read.
             DataFileUnreadable: the location cannot be listed.
         """
         root, wild = self._root()
@@ -88,21 +89,26 @@ class Location:
             raise SpecInvalid(
                 f"expected keys without '?' and '#', which PyIceberg cuts off, found {reserved[0]!r}: rename the object"
             )
-        _check_keys(files)
         return files
 
     def check_plain(self) -> None:
-        """Raise `SpecInvalid` if the folder is that of a table, whose deleted rows may be in its files."""
+        """Raise `SpecInvalid` if a folder is that of a table, or is in one, whose deleted rows may be in its files."""
         root, _ = self._root()
-        place = root if self._is_local else self._prefix + root
+        self._check_no_log(root)
+        for above in PurePosixPath(root).parents if self._is_local else PurePosixPath(root).parents[:-1]:
+            with suppress(DataFileUnreadable):  # a user may be allowed to list the location only
+                self._check_no_log(str(above))
+
+    def _check_no_log(self, folder: str) -> None:
+        place = folder if self._is_local else self._prefix + folder
         problem = f"expected plain Parquet files, found {{}} at {place!r}, whose deleted rows may be in them: "
         for name, table_format in _LOGS.items():
-            if self._info(f"{root}/{name}").type == FileType.Directory:
+            if self._info(f"{folder}/{name}").type == FileType.Directory:
                 raise SpecInvalid(
                     f'{problem.format(f"a {table_format} table")}write a job file with source.format = "{table_format}" and '
                     f'source.table = "{place}"'
                 )
-        for info in self._info(FileSelector(f"{root}/metadata", allow_not_found=True)):
+        for info in self._info(FileSelector(f"{folder}/metadata", allow_not_found=True)):
             if info.path.endswith(".metadata.json"):
                 raise SpecInvalid(f"{problem.format('an Iceberg table')}name it as namespace.table, in its catalog")
 
@@ -116,52 +122,103 @@ class Location:
         wild = WILD.search(self._path) if self._info(self._path).type == FileType.NotFound else None
         return (self._path[: self._path.rfind("/", 0, wild.start())], True) if wild else (self._path.rstrip("/"), False)
 
-    def schemas(self, files: Sequence[ParquetFile]) -> list[pa.Schema]:
-        """Return the schema of each file, from its footer. Raises `DataFileUnreadable` for one that is no Parquet file."""
+    def columns(self, files: Sequence[ParquetFile]) -> list[FoundColumns]:
+        """Return the columns of each file. Raises `DataFileUnreadable` for one that is no Parquet file or of other bytes."""
 
-        def read(file: ParquetFile) -> pa.Schema:
-            with expect(f"a Parquet file at {file.address!r}", "leave it out of the location, or restore it"):
-                return pq.read_schema(file.address.removeprefix(self._prefix), filesystem=self._files)
+        def read(file: ParquetFile) -> FoundColumns:
+            path = file.address.removeprefix(self._prefix)
+            with (
+                expect(f"a Parquet file at {file.address!r}", "leave it out of the location, or restore it"),
+                pq.ParquetFile(path, filesystem=self._files, coerce_int96_timestamp_unit="us") as parquet,
+                pq.ParquetFile(path, filesystem=self._files, metadata=parquet.metadata) as exact,
+            ):
+                _check_no_table(file, parquet.metadata.metadata or {})
+                return find_columns(parquet, exact)
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             return list(pool.map(read, files))
 
 
-def unite_columns(files: Sequence[ParquetFile], schemas: Sequence[pa.Schema]) -> list[NestedField]:
-    """Return the columns of all files, as Iceberg has them, without ids: the wider type of each, then the partition keys.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitedColumns:
+    """The columns of all files, without ids, and those that are left out, each with the reason."""
+
+    columns: list[NestedField]
+    left_out: dict[str, str]
+    with_ids: bool
+    """True if a file has field ids."""
+
+
+def unite_columns(
+    files: Sequence[ParquetFile],
+    found: Sequence[FoundColumns],
+    known: Mapping[str, NestedField],
+    left_out: Mapping[str, str],
+) -> UnitedColumns:
+    """Return the wider type of each column, then the partition keys.
+
+    `known` are the columns of the table, without ids, and `left_out` are those that it has left out before.
 
     Raises:
         SpecInvalid: two files have types of a column of which neither is wider, or a key is also a column.
-        UnsupportedColumn: Iceberg has no such type, or the files have field ids, which are another table's.
+        UnsupportedColumn: no column is left, a file has a column of the table in a type that Iceberg has not, or names of
+            columns contradict each other.
     """
-    columns: dict[str, tuple[NestedField, str]] = {}
-    for file, schema in zip(files, schemas, strict=True):
-        for column in _columns(file, schema):
-            known, where = columns.setdefault(column.name, (column, file.address))
-            if column.field_type != known.field_type:
-                wider = _wider(column, known, (file.address, where))
-                columns[column.name] = (known.model_copy(update={"field_type": wider}), where)
-    for key in files[0].keys:
-        if key in columns:
-            raise SpecInvalid(
-                f"expected partition key {key!r} in the names of folders only, found a column of this name in "
-                f"{columns[key][1]!r}: rename the folders, or name the files by a pattern below them"
-            )
-    return [*(column for column, _ in columns.values()), *_key_columns(files)]
+    left_out = dict(left_out)
+    for file, one in zip(files, found, strict=True):
+        for name, reason in one.unfit.items():
+            left_out.setdefault(name, f"{reason}, in {file.address!r}")
+            if name in known:
+                raise UnsupportedColumn(
+                    f"expected column {name!r} of the table in {file.address!r} as {known[name].field_type}, found that "
+                    f"{reason}: write the file again with another type, or register it as another table"
+                )
+    keys = _key_columns(files, known)
+    columns = {name: (column, "the table") for name, column in known.items() if name not in keys}
+    for file, one in zip(files, found, strict=True):
+        for column in one.fit:
+            _check_no_key(column.name, keys, file)
+            before, where = columns.setdefault(column.name, (column, repr(file.address)))
+            if column.field_type != before.field_type:
+                wider = _wider(column, before, (repr(file.address), where))
+                columns[column.name] = (before.model_copy(update={"field_type": wider}), where)
+    united = [column for column, _ in columns.values() if column.name not in left_out]
+    _check_columns([*united, *keys.values()], left_out, files)
+    with_ids = any(one.with_ids for one in found)
+    return UnitedColumns(columns=[*united, *keys.values()], left_out=left_out, with_ids=with_ids)
 
 
-def _columns(file: ParquetFile, schema: pa.Schema) -> list[NestedField]:
-    if any(FIELD_ID in (column.metadata or {}) for column in schema):
+def _check_no_table(file: ParquetFile, properties: Mapping[bytes, bytes]) -> None:
+    if b"iceberg.schema" in properties:
         raise UnsupportedColumn(
-            f"expected {file.address!r} without field ids, found some: train from the Iceberg table to which it belongs"
+            f"expected a plain Parquet file at {file.address!r}, found a data file of an Iceberg table, whose deleted rows "
+            "may be in it: train from the Iceberg table to which it belongs"
+        )
+
+
+def _check_no_key(name: str, keys: Mapping[str, NestedField], file: ParquetFile) -> None:
+    if name in keys:
+        raise SpecInvalid(
+            f"expected partition key {name!r} in the names of folders only, found a column of this name in "
+            f"{file.address!r}: rename the folders, or name the files by a pattern below them"
+        )
+
+
+def _check_columns(columns: Sequence[NestedField], left_out: Mapping[str, str], files: Sequence[ParquetFile]) -> None:
+    """Raise `UnsupportedColumn` if these are no columns of a table."""
+    if not columns:
+        reasons = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items()) or "no value in any column"
+        raise UnsupportedColumn(
+            f"expected columns of types that Iceberg has in {files[0].address!r} and the files beside it, found {reasons}: write "
+            "them again with other types"
         )
     try:
-        found = _pyarrow_to_schema_without_ids(schema.remove_metadata()).fields
-    except (TypeError, ValueError, UnsupportedPyArrowTypeException) as err:
+        assign_fresh_schema_ids(Schema(*columns))
+    except ValueError as err:
         raise UnsupportedColumn(
-            f"expected columns of types that Iceberg has, found {err} in {file.address!r}: write the file again with another type"
+            f"expected columns whose names are not also paths into other columns, found {err} in {files[0].address!r} or a "
+            "file beside it: rename one of them"
         ) from err
-    return [column.model_copy(update={"required": False}) for column in found]
 
 
 def _wider(one: NestedField, other: NestedField, places: tuple[str, str]) -> PrimitiveType:
@@ -172,32 +229,34 @@ def _wider(one: NestedField, other: NestedField, places: tuple[str, str]) -> Pri
             continue
         return wide.field_type  # type: ignore[return-value]  # only primitive types are promoted
     raise SpecInvalid(
-        f"expected one type of column {one.name!r} in all files, found {one.field_type} in {places[0]!r} and {other.field_type} "
-        f"in {places[1]!r}: register them as two tables, or write one of them again"
+        f"expected one type of column {one.name!r} in all files, found {one.field_type} in {places[0]} and {other.field_type} "
+        f"in {places[1]}: register them as two tables, or write one of them again"
     )
 
 
 def _keys(path: str, root: str) -> dict[str, str | None]:
     folders = path[len(root) + 1 :].split("/")[:-1]
-    parts = (unquote(folder).partition("=") for folder in folders if "=" in folder)
-    return {key: None if value == _NULL else value for key, _, value in parts}
+    parts = (folder.partition("=") for folder in folders if "=" in folder)
+    return {unquote(key): None if value == _NULL else unquote(value) for key, _, value in parts}
 
 
-def _check_keys(files: Sequence[ParquetFile]) -> None:
-    first = files[0]
+def check_keys(files: Sequence[ParquetFile], keys: Sequence[str] | None) -> None:
+    """Raise `SpecInvalid` unless all files have the partition keys `keys`, or those of the first file, in any order."""
+    expected, origin = (list(files[0].keys), repr(files[0].address)) if keys is None else (list(keys), "the table")
     for file in files:
-        if list(file.keys) != list(first.keys):
+        if sorted(file.keys) != sorted(expected):
             raise SpecInvalid(
-                f"expected the same partition keys in the folders of all files, found {list(first.keys)!r} for {first.address!r} "
+                f"expected the same partition keys in the folders of all files, found {expected!r} for {origin} "
                 f"and {list(file.keys)!r} for {file.address!r}: name one kind of them by a pattern"
             )
 
 
-def _key_columns(files: Sequence[ParquetFile]) -> list[NestedField]:
-    """Return the partition keys as columns: long if all values are integers, else string."""
-    columns = []
+def _key_columns(files: Sequence[ParquetFile], known: Mapping[str, NestedField]) -> dict[str, NestedField]:
+    """Return the partition keys as columns: as the table has them, else long if all values are integers, else string."""
+    columns = {}
     for key in files[0].keys:
         values = {file.keys[key] for file in files}
-        whole = all(value is None or _INTEGER.fullmatch(value) for value in values)
-        columns.append(NestedField(-1, key, LongType() if whole else StringType(), required=False))
+        whole = all(value is None or INTEGER.fullmatch(value) for value in values)
+        made = NestedField(-1, key, LongType() if whole else StringType(), required=False)
+        columns[key] = known.get(key, made)
     return columns

@@ -1,5 +1,6 @@
 """Registration: an Iceberg table over Parquet files in their place, again for new files. See docs/registering.md."""
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,8 @@ from functools import partial
 from os.path import realpath
 
 from pyiceberg.catalog import Catalog
-from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError
-from pyiceberg.io.pyarrow import parquet_file_to_data_file
+from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError, ValidationError
+from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids, schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
@@ -21,8 +22,18 @@ from pyiceberg.typedef import Identifier, Record
 from pyiceberg.types import LongType, NestedField
 
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect, open_parquet
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.lakehouse.registration.parquet_files import WILD, Location, ParquetFile, unite_columns
+from dlac_pipeline.lakehouse.registration.file_metrics import describe_file
+from dlac_pipeline.lakehouse.registration.parquet_files import (
+    INTEGER,
+    WILD,
+    Location,
+    ParquetFile,
+    UnitedColumns,
+    check_keys,
+    unite_columns,
+)
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _log = logging.getLogger(__name__)
@@ -30,8 +41,8 @@ LOCATION = "dlac.registered-location"
 _UNTIL = "dlac.registered-until"
 """Property: the newest change of a registered file. A file that is newer was changed after its registration."""
 _MAPPING = "schema.name-mapping.default"
-_PARTITION = 3
-"""Place of the partition in a data file's record."""
+_LEFT_OUT = "dlac.left-out-columns"
+"""Property: name of a column that is left out -> the reason. Later files do not add it, because older ones have other values."""
 _THREADS = 16
 
 
@@ -48,6 +59,8 @@ class Registered:
     """Registered files that are no longer at the location."""
     removed: tuple[str, ...]
     """Files at the location that the table itself has removed, as by a delete or a compaction. They are not added again."""
+    left_out: tuple[str, ...]
+    """Columns of the files that the table has not, each with the reason and a file."""
     snapshot_id: int | None
     """The newest snapshot, or None if nothing was committed."""
 
@@ -58,7 +71,8 @@ def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: b
     Raises:
         SpecInvalid: there are no files, they belong to a table, their columns or partition keys contradict each other, or the
             table is another one.
-        UnsupportedColumn: a file has a type that Iceberg has not, or is of another Iceberg table.
+        UnsupportedColumn: a file has no column that Iceberg can have, has a column of the table in a type that Iceberg has
+            not, or is of another Iceberg table.
         DataFileChanged: a registered file has changed.
         DataFileUnreadable: a file cannot be read.
         CommitConflict: other processes commit to the table all the time.
@@ -108,17 +122,23 @@ def check_registered(table: Table) -> None:
 def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_run: bool) -> Registered:
     files = location.find()
     table = _table(lakehouse, identifier, location)
-    known = {} if table is None else _data_files(table)
+    recorded = {} if table is None else _data_files(table)
     if table is not None:
-        _check_unchanged(table, files, known)
+        _check_unchanged(table, files, recorded)
     removed = {file.address for file in files} & (set() if table is None else _removed_files(table))
-    added = [file for file in files if file.address not in known and file.address not in removed]
-    columns = unite_columns(added, location.schemas(added)) if added else []
-    rows = 0
-    if added and not dry_run:
-        table = table or _create(lakehouse, identifier, location, columns, keys=tuple(added[0].keys))
-        rows = _append(lakehouse, table, added, columns)
-        table = lakehouse.load(identifier)
+    added = [file for file in files if file.address not in recorded and file.address not in removed]
+    known = {} if table is None else _columns_of(table)
+    before = {} if table is None else json.loads(table.properties.get(_LEFT_OUT, "{}"))
+    rows, left_out = 0, before
+    if added:
+        keys = None if table is None else [field.name for field in table.spec().fields]
+        check_keys(added, keys)
+        united = unite_columns(added, location.columns(added), known, before)
+        left_out = united.left_out
+        if not dry_run:
+            table = table or _create(lakehouse, identifier, location, united.columns, keys=tuple(added[0].keys))
+            rows = _append(lakehouse, table, added, united)
+            table = lakehouse.load(identifier)
     head = None if table is None else table.current_snapshot()
     return Registered(
         table=identifier,
@@ -126,8 +146,9 @@ def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_
         files=len(files),
         added_files=len(added),
         added_rows=rows,
-        missing=tuple(sorted(known.keys() - {file.address for file in files})),
+        missing=tuple(sorted(recorded.keys() - {file.address for file in files})),
         removed=tuple(sorted(removed)),
+        left_out=tuple(f"{name!r}: {reason}" for name, reason in sorted(left_out.items())),
         snapshot_id=None if head is None else head.snapshot_id,
     )
 
@@ -171,53 +192,60 @@ def _create(
     return made
 
 
-def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], columns: Sequence[NestedField]) -> int:
+def _columns_of(table: Table) -> dict[str, NestedField]:
+    """Return the columns of a table without ids, by name, in order to compare them with those of files."""
+    plain = _pyarrow_to_schema_without_ids(schema_to_pyarrow(table.schema(), include_field_ids=False))
+    return {field.name: field.model_copy(update={"required": False}) for field in plain.fields}
+
+
+def _append(lakehouse: Lakehouse, table: Table, files: Sequence[ParquetFile], united: UnitedColumns) -> int:
     """Add files in one commit, with their new columns. Return their rows."""
     with reachable(lakehouse.config.uri), as_commit_conflict(), table.transaction() as transaction:
         try:
             with transaction.update_schema() as update:
-                update.union_by_name(assign_fresh_schema_ids(Schema(*columns)))
-        except (ValueError, TypeError) as err:
+                update.union_by_name(assign_fresh_schema_ids(Schema(*united.columns)))
+        except (ValueError, TypeError, ValidationError) as err:
             raise errors.SpecInvalid(
                 f"expected new files with the columns of the table, found: {err}; register them as another table"
             ) from err
         metadata = transaction.table_metadata
+        schema, spec = metadata.schema(), metadata.spec()
 
         def describe(file: ParquetFile) -> DataFile:
-            try:
-                made = parquet_file_to_data_file(table.io, metadata, file.address)
-            except ValueError as err:
-                raise errors.UnsupportedColumn(
-                    f"expected the columns of the table in {file.address!r}, found: {err}"
-                ) from err
-            except OSError as err:
-                raise errors.DataFileUnreadable(
-                    f"expected {file.address!r}, which was listed, found {err}; try again"
-                ) from err
-            made[_PARTITION] = Record(*_partition(metadata.schema(), file))
-            return made
+            partition = Record(*(_key_value(schema, file, field.name) for field in spec.fields))
+            with (
+                expect(f"{file.address!r}, which was listed", "try again"),
+                table.io.new_input(file.address).open() as stream,
+                open_parquet(stream, schema.fields) as parquet,
+            ):
+                return describe_file(
+                    parquet, schema, address=file.address, size=file.bytes, spec_id=spec.spec_id, partition=partition
+                )
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
             described = list(pool.map(describe, files))
         with transaction.update_snapshot().fast_append() as append:
             for made in described:
                 append.append_data_file(made)
-        transaction.set_properties({_UNTIL: max([metadata.properties.get(_UNTIL, ""), *map(_time, files)])})
+        properties = {
+            _UNTIL: max([metadata.properties.get(_UNTIL, ""), *map(_time, files)]),
+            _LEFT_OUT: json.dumps(united.left_out),
+        }
+        transaction.set_properties(properties | ({READ_BY_NAME: "true"} if united.with_ids else {}))
     return sum(made.record_count for made in described)
 
 
-def _partition(schema: Schema, file: ParquetFile) -> Iterator[object]:
-    for key, value in file.keys.items():
-        if value is None or not isinstance(schema.find_field(key).field_type, LongType):
-            yield value
-            continue
-        try:
-            yield int(value)
-        except ValueError as err:
-            raise errors.SpecInvalid(
-                f"expected an integer for partition key {key!r}, as in all files before, found {value!r} in {file.address!r}: "
-                "rename the folder, or register the files as a new table"
-            ) from err
+def _key_value(schema: Schema, file: ParquetFile, key: str) -> object:
+    """Return a file's value of a partition key, in the type of its column."""
+    value = file.keys[key]
+    if value is None or not isinstance(schema.find_field(key).field_type, LongType):
+        return value
+    if not INTEGER.fullmatch(value):
+        raise errors.SpecInvalid(
+            f"expected an integer for partition key {key!r}, as in all files before, found {value!r} in {file.address!r}: "
+            "rename the folder, or register the files as a new table"
+        )
+    return int(value)
 
 
 def _data_files(table: Table, snapshot: Snapshot | None = None) -> dict[str, DataFile]:
