@@ -89,7 +89,7 @@ def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -
 
 def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[int, ...]:
     shapes = {column.values.shape[1:] for column in columns if column.valid is None or column.valid.any()}
-    others = sorted(shape[0] for shape in shapes if kind.length is not None and shape != (kind.length,))
+    others = sorted(shape[0] for shape in shapes if kind.length is not None and shape != (kind.length, *kind.inner))
     if others:
         raise UnsupportedColumn(
             f"expected lists of length {kind.length} in column {kind.name!r}, as the first list of the plan has, found lists of "
@@ -103,7 +103,7 @@ def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[in
     if shapes:
         return shapes.pop()
     if kind.listed:
-        return (length if kind.length is None else kind.length,)
+        return (length if kind.length is None else kind.length, *kind.inner)
     return () if kind.width is None else (kind.width,)
 
 

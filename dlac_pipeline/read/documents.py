@@ -15,6 +15,9 @@ from dlac_pipeline.rows.columns import Array, to_numpy
 from dlac_pipeline.rows.tokenizing import Tokenizer, Tokens, is_text, tokens_of_lists
 from dlac_pipeline.rows.transform import Reject, Rejected, RowRejected, Transform, Transformed, transform_rows
 
+Kinds = dict[str, tuple[str, tuple[int, ...]]]
+"""Column of samples -> its dtype and the shape of a sample."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceRows:
@@ -56,7 +59,7 @@ class Samples:
     """The samples of a block, in reading order. The items of its rows are samples."""
 
     columns: dict[str, Array]
-    """Column -> array [samples] or [samples, length]. No columns without samples."""
+    """Column -> array [samples] or [samples, length, ...]. No columns without samples."""
     rows: SourceRows
 
     @property
@@ -120,16 +123,27 @@ def samples_of(
     positions: Ints,
     *,
     transform: Transform | None = None,
+    first: dict[str, Kinds],
     reject: Reject = "fail",
     check: bool = False,
-    origin: str = "the block",
 ) -> Samples:
-    """Return a block's samples: each output row of the transform is one. Arguments and errors as of `documents_of`."""
+    """Return a block's samples: each row, or each output row of the transform, is one. Arguments and errors as of `documents_of`.
+
+    `first` gets the kinds of the columns of the first block with samples. Those of the others must be the same.
+    """
     done = _transformed(live, positions, transform, reject, check)
     rows = source_rows(positions, done.row, done.rejected)
     if not len(done.row):
         return Samples({}, rows)
-    arrays = {name: to_numpy(_column(done.table, name), name=name, origin=origin) for name in done.table.column_names}
+    origin = "the table" if transform is None else f"transform {transform.name!r}"
+    arrays = {name: to_numpy(done.table[name], name=name, origin=origin) for name in done.table.column_names}
+    kinds = {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}
+    expected = first.setdefault("first", kinds)  # atomic: several threads prepare blocks
+    if kinds != expected:
+        raise UnsupportedColumn(
+            f"expected columns of the same types and lengths from {origin} for every block, found {kinds!r} after {expected!r}: "
+            "convert them in the transform"
+        )
     return Samples(arrays, rows)
 
 

@@ -7,6 +7,7 @@
 Resume requires an unchanged leg. The number of ranks may change.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -193,7 +194,9 @@ class RankReader:
         if not self._lengths or any(kind.ragged for kind in kinds):
             return 0
         row_bytes = sum(
-            kind.items.itemsize * max(1, kind.width or 0, kind.length or 0, self._lengths.get(kind.name, 0))
+            kind.items.itemsize
+            * max(1, kind.width or 0, kind.length or 0, self._lengths.get(kind.name, 0))
+            * math.prod(kind.inner)
             for kind in kinds
         )
         limit = max(1, _RUN_BYTES // (row_bytes * self._slots))
@@ -304,10 +307,11 @@ class RankReader:
     def _learn(self, columns: Columns) -> None:
         """Remember what the columns are, for batches in which this rank has no sample."""
         for name, column in columns.items():
-            listed = column.offsets is None and column.values.ndim == 2
+            listed = column.offsets is None and column.values.ndim > 1
             length = column.values.shape[1] if listed else None
             self._lengths[name] = length or 0
-            self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length))
+            kind = ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length)
+            self._kinds.setdefault(name, replace(kind, inner=column.values.shape[2:]))
 
 
 def open_streams(opened: "OpenLeg", prefetch: Prefetcher) -> OpenStream:

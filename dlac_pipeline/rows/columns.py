@@ -15,7 +15,7 @@ from pyiceberg import types as ice
 from pyiceberg.schema import Schema
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
-from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
+from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks, is_list
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class ColumnKind:
     """The tensors of a column.
 
     `items` is the dtype of its values, `listed` whether a row is a list of them, `width` the bytes of a row of fixed bytes,
-    `length` that of every list where it is known.
+    `length` that of every list where it is known, and `inner` the shape of an item of lists that are nested.
     """
 
     name: str
@@ -48,6 +48,7 @@ class ColumnKind:
     ragged: bool = False
     nullable: bool = False
     length: int | None = None
+    inner: tuple[int, ...] = ()
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ class ColumnKind:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Decoded rows of a column: `values` [rows] or [rows, length], or flat with `offsets` [rows + 1] where it is ragged.
+    """Decoded rows of a column: `values` [rows] or [rows, length, ...], or flat with `offsets` [rows + 1] where it is ragged.
 
     `valid` [rows] exists if the column is declared nullable. Arrays may be read-only views of Arrow buffers.
     """
@@ -240,8 +241,39 @@ def _lists(array: Any, kind: ColumnKind, valid: Flags | None, origin: str) -> Co
 
 
 def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:
-    """Return a column as an array [rows] or [rows, length], a view where possible. Raises as `to_column`."""
-    listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    items = column.type.value_type if listed else column.type
-    dtype = np.dtype(np.uint8 if pa.types.is_fixed_size_binary(items) else items.to_pandas_dtype())
-    return to_column(column, ColumnKind(name=name, items=dtype, listed=listed), origin=origin).values
+    """Return a column of any type as an array [rows, ...] with one dimension for each level of lists, a view where possible.
+
+    Raises `UnsupportedColumn` for nulls, lists of different lengths, and types without a tensor. It names the column, and as
+    `origin` what made it.
+    """
+    try:
+        return _dense(concat_chunks(column.chunks, column.type))
+    except UnsupportedColumn as err:
+        raise UnsupportedColumn(f"expected column {name!r} of {origin} to become a tensor, found {err}") from err
+
+
+def _dense(array: Any) -> Array:
+    """Return an array without nulls as numbers. Raises `UnsupportedColumn` with the reason and what to do."""
+    if array.null_count:
+        raise UnsupportedColumn(f"{array.null_count} nulls in it: drop or fill them")
+    if pa.types.is_dictionary(array.type):
+        return _dense(array.dictionary_decode())
+    if is_list(array.type):
+        sizes = np.unique(pc.list_value_length(array).to_numpy())
+        if len(sizes) > 1:
+            raise UnsupportedColumn(
+                f"lists of {sizes[0]} to {sizes[-1]} items: give all lists one length, or pack them with [sequences]"
+            )
+        fixed = pa.types.is_fixed_size_list(array.type)
+        size = array.type.list_size if fixed else int(sizes[0]) if len(sizes) else 0
+        items = _dense(array.flatten())  # unlike `values`, only the items of this slice
+        return items.reshape(len(array), size, *items.shape[1:])
+    if pa.types.is_fixed_size_binary(array.type):
+        return _fixed_bytes(array)
+    if pa.types.is_temporal(array.type) and not pa.types.is_interval(array.type):
+        return _items(array, np.dtype(np.int64))
+    if pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type):
+        return _items(array, np.dtype(array.type.to_pandas_dtype()))
+    raise UnsupportedColumn(
+        f"values of type {array.type}: give numbers, booleans, dates, times, fixed bytes or lists of these, or leave it out"
+    )

@@ -144,7 +144,7 @@ def test_single_block_is_not_copied() -> None:
 def test_block_rows_are_samples() -> None:
     """Every row is a sample if there is no transform."""
     live = pa.table({"x": pa.array([5, 6, 7]), "y": pa.array([[1.0, 2.0]] * 3)})
-    samples = samples_of(live, np.array([2, 4, 9]))
+    samples = samples_of(live, np.array([2, 4, 9]), first={})
     taken = take(Sampler(iter([(3, 1, samples)])), 2)
     assert taken.columns["x"].tolist() == [5, 6]
     assert taken.columns["y"].shape == (2, 2)

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
+from dlac_pipeline.read.assemble import assemble
 from dlac_pipeline.read.documents import Encoding, documents_of, samples_of
+from dlac_pipeline.rows.columns import Column, ColumnKind
 from dlac_pipeline.rows.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
 
 EXAMPLES = settings(max_examples=100, deadline=None)
@@ -108,7 +110,7 @@ def test_rows_are_mapped_or_quarantined(counts: list[int], chunk: int) -> None:
 def test_every_row_is_counted_once(counts: list[int]) -> None:
     """A block's row positions are in exactly one list: sampled, filtered or quarantined."""
     positions = 10 + 3 * np.arange(len(counts))
-    samples = samples_of(numbers(list(counts)), positions, transform=transform(repeated), reject="quarantine")
+    samples = samples_of(numbers(list(counts)), positions, transform=transform(repeated), reject="quarantine", first={})
     where = dict(zip(positions.tolist(), counts, strict=True))
     assert samples.rows.positions.tolist() == [at for at, x in where.items() if x > 0]
     assert np.diff(samples.rows.ends, prepend=0).tolist() == [x for x in counts if x > 0]
@@ -196,8 +198,92 @@ def test_table_may_be_returned() -> None:
 def test_no_rows_no_call() -> None:
     """A block without live rows needs no columns, and no call."""
     empty = numbers([]).slice(0, 0)
-    assert samples_of(empty, np.zeros(0, np.int64), transform=transform(repeated)).rows.items == 0
+    assert samples_of(empty, np.zeros(0, np.int64), transform=transform(repeated), first={}).rows.items == 0
     assert documents_of(empty, np.zeros(0, np.int64), column="y", transform=transform(repeated)).rows.items == 0
+
+
+_VECTORS = pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.int16(), 2))
+_PLANES = pa.array([[[row, 1.5], [2.5, row]] for row in range(4)], pa.list_(pa.list_(pa.float32(), 2), 2))
+
+
+def returned(column: pa.Array) -> Any:
+    """Return the samples of a transform that returns a column."""
+    live = pa.table({"x": range(len(column))})
+    made = transform(lambda batch: pa.record_batch({"v": column, ROW: batch[ROW]}))
+    return samples_of(live, np.arange(len(column)), transform=made, first={}).columns["v"]
+
+
+@pytest.mark.parametrize(
+    ("column", "dtype"),
+    [
+        (_VECTORS, np.int16),
+        (_VECTORS.slice(1, 2), np.int16),
+        (_PLANES, np.float32),
+        (_PLANES.slice(2), np.float32),
+        (pa.array([[[1], [2]], [[3], [4]]], pa.list_(pa.large_list(pa.uint8()))).slice(1), np.uint8),
+        (pa.array([[True, False], [False, True]], pa.list_(pa.bool_(), 2)).slice(1), np.bool_),
+        (pa.array([[], []], pa.list_(pa.int32(), 0)), np.int32),
+        (pa.array([[[], []], [[], []]], pa.list_(pa.list_(pa.int32()))), np.int32),
+        (pa.array([0.5, 1.5], pa.float16()), np.float16),
+        (pa.array([[b"ab"], [b"cd"]], pa.list_(pa.binary(2), 1)).slice(1), np.uint8),
+        (pa.array([7, 8]).dictionary_encode(), np.int64),
+    ],
+)
+def test_lists_become_dimensions(column: pa.Array, dtype: type) -> None:
+    """Lists of one length, nested or not, become one dimension for each level, also of a slice."""
+    found = returned(column)
+    rows = column.to_pylist()
+    assert found.dtype == dtype
+    assert found.tolist() == (rows if rows != [[b"cd"]] else [[list(b"cd")]])
+
+
+def test_nested_shape_is_kept_without_rows() -> None:
+    """A rank without rows of a batch has the shape of the others, and another shape of nested lists is refused."""
+    kind = ColumnKind(name="v", items=np.dtype(np.float32), listed=True, length=3, inner=(2,))
+    assert assemble(kind, [], 4)["v"].shape == (4, 3, 2)
+    other = Column(np.zeros((1, 3, 5), dtype=np.float32))
+    with pytest.raises(UnsupportedColumn, match="column 'v'"):
+        assemble(kind, [(other, np.arange(1), np.arange(1))], 4)
+
+
+def test_times_become_integers() -> None:
+    """A transform's dates and times are int64 in their unit, as columns of tables are."""
+    assert returned(pa.array([[5], [6]], pa.list_(pa.timestamp("us"), 1))).tolist() == [[5], [6]]
+    assert returned(pa.array([3, 4], pa.date32())).dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array(["a", "b"]), "values of type string"),
+        (pa.array([["a"], ["b"]]), "values of type string"),
+        (pa.array([{"a": 1}] * 2), "values of type struct"),
+        (pa.array([1, 2], pa.decimal128(5, 2)), "values of type decimal128"),
+        (pa.array([1, None]), "1 nulls in it"),
+        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), "1 nulls in it"),
+        (pa.array([[1, None], [3, 4]], pa.list_(pa.int32(), 2)), "1 nulls in it"),
+        (pa.array([[[1, 2]], [None]], pa.list_(pa.list_(pa.int32(), 2), 1)), "1 nulls in it"),
+        (pa.array([[1], [2, 3]]), "lists of 1 to 2 items"),
+        (pa.nulls(2), "2 nulls in it"),
+    ],
+)
+def test_unfit_result_is_named(column: pa.Array, message: str) -> None:
+    """What cannot become a tensor is refused, with the column and the transform."""
+    with pytest.raises(
+        UnsupportedColumn, match=f"column 'v' of transform 'tests:f' to become a tensor, found {message}"
+    ):
+        returned(column)
+
+
+@pytest.mark.parametrize("other", [[1.5], [[1]], [1]])
+def test_blocks_with_other_kinds_are_refused(other: list[Any]) -> None:
+    """A later block with another type or length, or another column, is refused, as its numbers would be cut or fail."""
+    made = transform(lambda batch: batch.drop_columns([ROW]))
+    first: dict[str, Any] = {}
+    samples_of(pa.table({"x": [1]}), np.arange(1), transform=made, first=first)
+    name = "y" if other == [1] else "x"
+    with pytest.raises(UnsupportedColumn, match="the same types and lengths from transform 'tests:f'"):
+        samples_of(pa.table({name: other}), np.arange(1), transform=made, first=first)
 
 
 def test_transform_makes_documents() -> None:

@@ -41,7 +41,7 @@ class OpenSource:
 
     def to_samples(self) -> Callable[[RowRange, pa.Table], Samples]:
         """Return the preparation of blocks whose samples a transform makes."""
-        return self._preparation(lambda row_range: partial(samples_of, origin=_origin(row_range)))
+        return self._preparation(partial(samples_of, first={}))
 
     def to_documents(
         self, sequences: LegSequences, tokenizer: Tokenizer | None
@@ -53,10 +53,10 @@ class OpenSource:
             column=sequences.column if known else self.leg.columns[0],
             encoding=Encoding(tokenizer=tokenizer, begin_id=sequences.begin_id, end_id=sequences.end_id),
         )
-        return self._preparation(lambda row_range: make)
+        return self._preparation(make)
 
-    def _preparation(self, make: Callable[[RowRange], Callable[..., Made]]) -> Callable[[RowRange, pa.Table], Made]:
-        """Return the preparation of blocks. `make` returns the function of a block's live rows.
+    def _preparation(self, make: Callable[..., Made]) -> Callable[[RowRange, pa.Table], Made]:
+        """Return the preparation of blocks by a function of a block's live rows.
 
         The transform is checked on the first block.
         """
@@ -66,7 +66,7 @@ class OpenSource:
             block, start, stop = row_range.block, row_range.start, row_range.stop
             live, positions = take_rows(table, block.rows_of(start, stop)), block.positions_of(start, stop)
             check = next(checks, False)
-            return make(row_range)(live, positions, transform=self.transform, reject=reject, check=check)
+            return make(live, positions, transform=self.transform, reject=reject, check=check)
 
         return prepare
 
