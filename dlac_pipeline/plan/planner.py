@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -43,11 +43,13 @@ def make_plan(
     dead: Mapping[str, Ints] | None = None,
     progress: Callable[[int, int], None] | None = None,
     write: bool = True,
+    without_nulls: Sequence[str] = (),
 ) -> Plan:
     """Pin the snapshot and plan it. The same content gives the same plan, written once.
 
     `only` names the data files to plan. `dead` names further dead rows, as positions in a data file (path -> sorted int64).
     Without `write` nothing is pinned or written: the plan is for this process only, and may lose its data files.
+    `without_nulls` names columns of which the footers must not count a null in a live row.
 
     Raises:
         DataFileChanged: a registered Parquet file has changed under its name.
@@ -68,6 +70,7 @@ def make_plan(
         progress=progress,
         only=only,
         exclude=source.exclude,
+        without_nulls=without_nulls,
     )
     if dead:
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]

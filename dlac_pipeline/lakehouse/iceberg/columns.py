@@ -165,6 +165,12 @@ class FileColumns:
         """Return the read columns in the table's names and types, of `rows` each. Raises `UnsupportedColumn` for other values."""
         return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
 
+    def nulls(self, row_group: pq.RowGroupMetaData) -> dict[str, int]:
+        """Return the nulls of those columns, by name, of which the footer has a count, or that the file lacks."""
+        counted = {name: bounds.nulls for name, bounds in self.bounds(row_group).items() if bounds.nulls is not None}
+        absent = [each.field.name for each in self._columns if each.in_file is None and each.constant is None]
+        return {**counted, **dict.fromkeys(absent, row_group.num_rows)}
+
     def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
         """Return the file's statistics of those columns, by name, that are in the file and not nested."""
         found = {}

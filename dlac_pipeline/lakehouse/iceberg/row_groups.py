@@ -74,15 +74,17 @@ def row_groups_of(
     progress: Callable[[int, int], None] | None = None,
     only: Collection[str] | None = None,
     exclude: Sequence[str] = (),
+    without_nulls: Sequence[str] = (),
 ) -> list[RowGroup]:
     """Return all row groups of a snapshot but for files that the filter excludes whole, sorted by file path and row group.
 
     A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions do not change
     the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `only` names
-    the files to read. `schema` names the columns, by default the snapshot's own.
+    the files to read. `schema` names the columns, by default the snapshot's own. `without_nulls` names columns in which a
+    row that is read may not be null.
 
     Raises `NoSuchSnapshot`, `SpecInvalid` or `NoSuchColumn` for a request that does not fit the table, `DataFileUnreadable`,
-    and `UnsupportedDeletes` or `UnsupportedColumn` for data that cannot be read exactly.
+    and `UnsupportedDeletes` or `UnsupportedColumn` for data that cannot be read exactly, or with a null that is surely read.
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
@@ -90,7 +92,8 @@ def row_groups_of(
     files = [file for file in files if only is None or file.path in only]
     parsed = [parse_exclusion(text, schema, table) for text in exclude]
     own = combine(False, [condition for names, condition in parsed if names is schema])  # all of them as one condition
-    planner = _Planner(table, schema, [(schema, own), *(each for each in parsed if each[0] is not schema)])
+    excluded = [(schema, own), *(each for each in parsed if each[0] is not schema)]
+    planner = _Planner(table, schema, excluded, without_nulls)
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
         for done, found in enumerate(pool.map(planner.row_groups, files), start=1):
@@ -103,12 +106,15 @@ def row_groups_of(
 class _Planner:
     """Row groups of data files, one file at a time, in any thread."""
 
-    def __init__(self, table: Table, schema: Schema, excluded: Sequence[tuple[Schema, Condition]]) -> None:
+    def __init__(
+        self, table: Table, schema: Schema, excluded: Sequence[tuple[Schema, Condition]], without_nulls: Sequence[str]
+    ) -> None:
         self._io = table.io
         self._schema = schema
         self._mapping = name_mapping_of(table)
         self._deletes = Deletes(table, schema)
         self._excluded = excluded
+        self._without_nulls = without_nulls
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
         try:
@@ -121,10 +127,14 @@ class _Planner:
         deleted = self._deletes.dead_rows(file, parquet)
         wanted = self._in_file(file, parquet, self._schema, file.residual)
         excluded = [self._in_file(file, parquet, names, condition) for names, condition in self._excluded]
+        of_file = parquet.schema_arrow, self._schema, self._without_nulls, self._mapping, file.partition_values
+        whole = FileColumns.of(*of_file)
         groups, first_row = [], 0
         for index in range(parquet.num_row_groups):
             footer = parquet.metadata.row_group(index)
             start, end = np.searchsorted(deleted, (first_row, first_row + footer.num_rows))
+            dead = _dead_rows(index, deleted[start:end] - first_row, footer.num_rows, wanted, excluded)
+            _check_nulls(whole, footer, index, len(dead))
             groups.append(
                 RowGroup(
                     file_path=file.path,
@@ -132,7 +142,7 @@ class _Planner:
                     first_row=first_row,
                     rows=footer.num_rows,
                     bytes=footer.total_byte_size,
-                    dead=_dead_rows(index, deleted[start:end] - first_row, footer.num_rows, wanted, excluded),
+                    dead=dead,
                 )
             )
             first_row += footer.num_rows
@@ -170,6 +180,17 @@ class _InFile:
 def _facts(kind: IcebergType, rows: int, bounds: parquet_columns.Bounds) -> Facts:
     lower, upper = (None if one is None else from_arrow(kind, one) for one in (bounds.lower, bounds.upper))
     return of_counts(kind, rows=rows, nulls=bounds.nulls, lower=lower, upper=upper)
+
+
+def _check_nulls(columns: FileColumns, footer: pq.RowGroupMetaData, index: int, dead: int) -> None:
+    """Raise `UnsupportedColumn` if a row that is read is surely null: there are more nulls than dead rows."""
+    for name, nulls in columns.nulls(footer).items():
+        if nulls > dead:
+            raise UnsupportedColumn(
+                f"expected no nulls in column {name!r}, found {nulls} among the {footer.num_rows} rows of row group {index}, of "
+                f'which {dead} are not read: declare it nullable = ["{name}"], or filter them out with row_filter = '
+                f'"{name} IS NOT NULL"'
+            )
 
 
 def _dead_rows(

@@ -33,8 +33,19 @@ def plan_sources(
     """Plan each source of a new run, or find its plan. Raises as `check_readable`, which is called first, and `make_plan`."""
     check_readable(lakehouse, spec)
     return tuple(
-        make_plan(lakehouse, source, progress=partial(progress, place)) for place, source in enumerate(spec.sources)
+        make_plan(lakehouse, source, progress=partial(progress, place), without_nulls=_without_nulls(spec, source))
+        for place, source in enumerate(spec.sources)
     )
+
+
+def _without_nulls(spec: JobSpec, source: SourceSpec) -> list[str]:
+    """Return the columns in which a null would surely end the run: none if not all rows are read, or a transform gets them."""
+    ends_before = spec.order.steps is not None or source.follow == "appends" or not spec.passes_of(source)
+    if ends_before or source.transform:
+        return []
+    if spec.sequences.length:
+        return [spec.sequences.column or source.columns[0]]
+    return [name for name in source.columns if name not in source.nullable]
 
 
 def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:

@@ -1,0 +1,68 @@
+"""Nulls that the footers count: planning refuses what training would surely meet, and nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlac_pipeline.lakehouse.errors import UnsupportedColumn
+from dlac_pipeline.lakehouse.registration.register import register
+from dlac_pipeline.plan.legs.choice import plan_sources
+from tests.conftest import Arena
+
+_Y = [0.5] * 12 + [None, None] + [0.5] * 6
+
+
+def planned(arena: Arena, folder: Path, *, statistics: bool = True, **settings: Any) -> int:
+    """Plan a table of 20 rows in row groups of 10, of which the rows 12 and 13 have a null. Return its live rows."""
+    (folder / "pages").mkdir(exist_ok=True)
+    table = pa.table({"row_id": range(20), "x": [[1.0]] * 20, "y": _Y})
+    pq.write_table(table, folder / "pages/a.parquet", row_group_size=10, write_statistics=statistics)
+    register(arena.lakehouse, "docs.pages", str(folder / "pages"))
+    spec = arena.spec("r", world_size=1, **{"table": "docs.pages", "columns": ["row_id", "x", "y"], **settings})
+    (plan,) = plan_sources(arena.lakehouse, spec)
+    return plan.row.live_rows
+
+
+@pytest.mark.parametrize("settings", [{}, {"row_filter": "row_id != 12"}, {"exclude": ["row_id = 13"]}, {"passes": 2}])
+def test_counted_null_is_refused(arena: Arena, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """More nulls than dead rows are refused with file, row group, column, count, and what to do. Nothing is pinned."""
+    with pytest.raises(UnsupportedColumn) as found:
+        planned(arena, tmp_path, **settings)
+    words = ("'y'", "found 2 among the 10 rows of row group 1", "a.parquet", 'nullable = ["y"]', "y IS NOT NULL")
+    assert all(word in str(found.value) for word in words), found.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "live_rows"),
+    [
+        ({"nullable": ["y"]}, 20),
+        ({"columns": ["row_id", "x"]}, 20),
+        ({"row_filter": "y IS NOT NULL"}, 18),
+        ({"exclude": ["row_id IN (12, 13)"]}, 18),
+        ({"row_filter": "row_id < 12"}, 12),
+        ({"row_filter": "row_id != 0 AND row_id != 10 AND row_id != 11"}, 17),
+        ({"steps": 1}, 20),
+        ({"follow": "appends"}, 20),
+        ({"statistics": False}, 20),
+    ],
+)
+def test_uncertain_null_is_planned(arena: Arena, tmp_path: Path, settings: dict[str, Any], live_rows: int) -> None:
+    """Nulls that a tensor may have, that dead rows may have, that no footer counts, or that the run may not reach."""
+    assert planned(arena, tmp_path, **settings) == live_rows
+
+
+def test_transform_gets_nulls(arena: Arena, tmp_path: Path) -> None:
+    """Nulls in the columns of a transform are its own affair."""
+    (tmp_path / "fill.py").write_text("def fill(batch):\n    return batch\n")
+    assert planned(arena, tmp_path, transform=f"{tmp_path}/fill.py:fill") == 20
+
+
+def test_absent_column_is_refused(arena: Arena, tmp_path: Path) -> None:
+    """A file without the column has nulls only, whatever its statistics are."""
+    (tmp_path / "pages").mkdir()
+    pq.write_table(pa.table({"row_id": [100], "x": [[1.0]]}), tmp_path / "pages/b.parquet", write_statistics=False)
+    with pytest.raises(UnsupportedColumn, match=r"column 'y', found 1 among the 1 rows.*b\.parquet"):
+        planned(arena, tmp_path, row_filter="row_id >= 20")
