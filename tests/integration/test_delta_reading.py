@@ -5,6 +5,7 @@ import shutil
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from tests.conftest import Arena
 from tests.delta_tables import (
     Rows,
     change_first_action,
+    commit,
     live_adds,
     log_file,
     newest,
@@ -221,3 +223,31 @@ def test_missing_tables_and_versions_are_named(arena: Arena, location: Path) -> 
     write_deltalake(location, some_rows(0, 3))
     with pytest.raises(NoSuchSnapshot, match=r"expected version 4 .* found versions up to 0"):
         planned_rows(arena.lakehouse, location, 4, columns=["id"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../other/a.parquet", "%2e%2e/other/a.parquet", "day=1/%2E./../../a.parquet", "file://{}/../other/a.parquet"],
+)
+def test_path_out_of_table_is_refused(arena: Arena, location: Path, path: str) -> None:
+    """A log that names a file by a path with "..", encoded or not, is refused, and the message names the path."""
+    write_deltalake(location, some_rows(0, 4))
+    add = {**next(iter(live_adds(location).values())), "path": path.format(quote(str(location)))}
+    commit(location, [{"add": add}])
+    with pytest.raises(UnsupportedSnapshot, match=r"without '\.\.' in the log of the Delta table .*\.\..*a\.parquet"):
+        planned_rows(arena.lakehouse, location)
+
+
+@pytest.mark.parametrize("scheme", ["file://", "file:"])
+def test_clone_is_read_and_named(arena: Arena, location: Path, caplog: pytest.LogCaptureFixture, scheme: str) -> None:
+    """Files that a shallow clone names by their absolute addresses are read, and planning names one of them once."""
+    origin = location.with_name("origin")
+    write_deltalake(origin, some_rows(0, 4))
+    write_deltalake(location, some_rows(4, 4))
+    (add,) = live_adds(origin).values()
+    commit(location, [{"add": {**add, "path": scheme + quote(f"{origin}/{add['path']}")}}])
+    assert [row["id"] for row in in_order(planned_rows(arena.lakehouse, location))] == list(range(8))
+    named = [record.getMessage() for record in caplog.records if "outside of its folder" in record.getMessage()]
+    assert len(named) == 1
+    assert f"1 of 2 data files of delta:{location} are outside" in named[0]
+    assert add["path"] in named[0]

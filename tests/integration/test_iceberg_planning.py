@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.manifest import DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
@@ -11,7 +12,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
@@ -81,3 +82,18 @@ def test_path_partition_column_is_read(tmp_path: Path) -> None:
         english: [1, 2],
         german: [0, 2],
     }
+
+
+def test_file_out_of_table_is_named(arena: Arena, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Planning names a data file outside of the table's folder once. A path with ".." is refused."""
+    table = arena.lakehouse.catalog.create_table("src.t", SCHEMA)
+    pq.write_table(rows(3), tmp_path / "a.parquet")
+    table.append(rows(2).cast(SCHEMA.as_arrow()))
+    table.add_files([str(tmp_path / "a.parquet")])
+    source = SourceSpec(table="src.t", columns=["id"])
+    assert make_plan(arena.lakehouse, source).row.live_rows == 5
+    named = [record.getMessage() for record in caplog.records if "outside of its folder" in record.getMessage()]
+    assert [f"such as {tmp_path / 'a.parquet'}" in each for each in named] == [True]
+    table.add_files([f"{tmp_path}/../{tmp_path.name}/a.parquet"])
+    with pytest.raises(UnsupportedSnapshot, match=r"without '\.\.' in the manifests of .*/\.\./.*a\.parquet"):
+        make_plan(arena.lakehouse, source)

@@ -13,6 +13,7 @@ from pyiceberg.io import FileIO
 
 from dlac_pipeline.lakehouse.errors import LakehouseError, NoSuchSnapshot, NoSuchTable, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
+from dlac_pipeline.lakehouse.iceberg.data_files import check_stays
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Ints
 
 _APPLIED = {"deletionVectors", "timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
@@ -101,9 +102,12 @@ class DeltaSource:
         return found
 
     def _path(self, recorded: str) -> str:
-        """Return the address of a data file, which the log records relative to the table, as part of a URL."""
+        """Return the address of a data file. The log has it relative to the table, as part of a URL, or as an absolute URL."""
         path = unquote(recorded)
-        return path.removeprefix("file://") if "://" in path else f"{self._location}/{path}"
+        check_stays(path, f"the log of the Delta table {self._location!r}")
+        if path.startswith("file:/"):
+            return f"/{path.removeprefix('file:').lstrip('/')}"
+        return path if "://" in path else f"{self._location}/{path}"
 
     def _only_rewrites(self, number: int) -> bool:
         """Return True if the commit changed files and no rows, as OPTIMIZE does. A commit that is gone counts as a change."""

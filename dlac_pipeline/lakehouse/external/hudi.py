@@ -13,6 +13,7 @@ from pyiceberg.io import FileIO
 
 from dlac_pipeline.lakehouse.errors import LakehouseError, NoSuchSnapshot, NoSuchTable, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
+from dlac_pipeline.lakehouse.iceberg.data_files import check_stays
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS
 
 _REFUSED = {"hoodie.datasource.write.drop.partition.columns": "false", "hoodie.bootstrap.base.path": ""}
@@ -71,6 +72,8 @@ class HudiSource:
         ]
         found += ["log files: compact the table first"] if any(each.has_log_files() for each in slices) else []
         paths = [f"{self._location}/{each.base_file_relative_path()}" for each in slices]
+        for path in paths:
+            check_stays(path, f"instant {timestamp} of the Hudi table {self._location!r}")
         found += [f"base file {path!r}" for path in paths if not path.endswith(".parquet")][:1]
         if found:
             raise UnsupportedSnapshot(

@@ -20,7 +20,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.filters.conditions import ALWAYS, Condition, Constant, Known
 from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts, both, of_counts, of_partition, of_summary
 from dlac_pipeline.lakehouse.filters.literals import from_bytes
@@ -82,17 +82,28 @@ def live_files(
     """The data files of a snapshot that may hold rows for which `condition` is true, sorted by path.
 
     `condition` is bound to `schema`: the snapshot's own unless given. Raises `NoSuchSnapshot`, `DataFileUnreadable` if a
-    manifest is missing or a data file is not Parquet, or `UnsupportedDeletes` for a delete file of another format.
+    manifest is missing or a data file is not Parquet, `UnsupportedDeletes` for a delete file of another format, or
+    `UnsupportedSnapshot` for a path that leads out of its folder.
     """
     snapshot = snapshot_of(table, snapshot_id)
     pruning = _Pruning(schema or snapshot_schema(table, snapshot_id), table.specs(), condition)
     data, deletes = [], _Deletes(table.specs(), table.metadata.format_version)
     for content, entry in _entries(table.io, snapshot.manifest_list, pruning):
+        check_stays(entry.data_file.file_path, f"the manifests of {snapshot.manifest_list!r}")
         if content == ManifestContent.DELETES:
             deletes.add(entry)
         elif pruning.may_match(entry.data_file):
             data.append(entry)
     return sorted((_live_file(entry, deletes, pruning) for entry in data), key=lambda live: live.path)
+
+
+def check_stays(path: str, origin: str) -> None:
+    """Raise `UnsupportedSnapshot` for the path of a file with a part "..", which leads out of the folder that it names."""
+    if ".." in path.split("/"):
+        raise UnsupportedSnapshot(
+            f"expected paths of files without '..' in {origin}, found {path!r}, which may lead to files that are not the "
+            "table's: restore the table's metadata, or copy the file into the table"
+        )
 
 
 def _entries(io: FileIO, manifest_list: str, pruning: "_Pruning") -> Iterator[tuple[ManifestContent, ManifestEntry]]:
