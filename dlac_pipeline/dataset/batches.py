@@ -1,7 +1,5 @@
 """A batch as a plain dict, for what walks through dicts: pinning, collators, moves between devices."""
 
-from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -42,22 +40,6 @@ def copy_batch(batch: DictBatch, copies: DeviceCopies) -> DictBatch:
         return batch
     moved: DictBatch = copies.copy({**batch, ABOUT: {**batch[ABOUT], "cursors": None}})
     return {**moved, ABOUT: {**moved[ABOUT], "cursors": batch[ABOUT]["cursors"]}}
-
-
-def drop_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:
-    """Return the batch with its samples only. `ragged` are the columns of flat values with offsets."""
-    if bool(batch.valid.all()):
-        return batch
-    kept = batch.valid
-    tensors = dict(batch.tensors)
-    for name in batch.tensors.keys() - set(ragged):
-        column = name.removesuffix(".offsets")
-        if name != column and column in ragged:  # the row of an empty slot has no values
-            offsets = batch.tensors[name]
-            tensors[name] = torch.cat([offsets[:1], offsets[1:][kept]])
-        else:
-            tensors[name] = batch.tensors[name][kept]
-    return replace(batch, tensors=tensors, valid=kept[kept], source=batch.source[kept])
 
 
 def make_empty(batch: DictBatch, *, padded: bool) -> DictBatch:

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.dataset import state as states
-from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, copy_batch, drop_empty_slots, make_empty
+from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, copy_batch, make_empty
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.batch import Batch, drop_empty_slots
 from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots, summing_over
@@ -270,10 +270,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         return self.last_batch == "drop" and rows < full_rows
 
     def _shaped(self, batch: Batch) -> Batch:
-        if self.last_batch == "pad":
-            return batch
-        kinds = [kind for source in self._open().sources for kind in source.kinds.values()]
-        return drop_empty_slots(batch, {kind.name for kind in kinds if kind.ragged})
+        return batch if self.last_batch == "pad" else drop_empty_slots(batch)
 
     def _turns(self, reader: RankReader) -> Iterator[Batch]:
         worker = get_worker_info()

@@ -11,23 +11,29 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.train.run_loader import RunLoader, weigh
 from dlac_pipeline.train.training_run import TrainingRun
+
+_IGNORED, _LABELS = -100, ("labels", "shift_labels")
+"""The label that the Trainer and its models do not count, and the names of labels that the Trainer counts."""
 
 
 def attach(trainer: Trainer, run: TrainingRun, inputs: Callable[[Batch], Any]) -> str | None:
     """Let a `Trainer` read the batches of a run, and commit a checkpoint at each of its saves.
 
-    `inputs` makes the keyword arguments of the model of a batch. It masks empty slots, as `batch.valid` marks them. Return the
-    folder for `trainer.train(resume_from_checkpoint=...)`, or None at the start of the run. Raise `SpecInvalid` for settings with
-    which the Trainer could not resume exactly. Otherwise raises as `TrainingRun.restore`.
+    `inputs` makes the keyword arguments of the model of a micro-batch. The loss is weighed here, so that each sample counts
+    once, unless `inputs` uses `batch.weight`. Return the folder for `trainer.train(resume_from_checkpoint=...)`, or None at the
+    start of the run. Raise `SpecInvalid` for settings with which the Trainer could not resume exactly. Otherwise raises as
+    `TrainingRun.restore`.
     """
     args = trainer.args
     _check_arguments(args, run)
     args.ignore_data_skip = True  # the run itself resumes at its position
     callback = DlacCallback(trainer, run)
     run.restore(callback.files)
-    loader = run.loader(inputs, micro_batches=args.gradient_accumulation_steps)
+    loader = callback.load(inputs, micro_batches=args.gradient_accumulation_steps)
     trainer.get_train_dataloader = lambda: loader
+    trainer.compute_loss = callback.weighing(trainer.compute_loss)
     trainer.training_step = callback.summing(trainer.training_step)
     trainer.add_callback(callback)
     return None if callback.files.folder is None else str(callback.files.folder)
@@ -39,17 +45,57 @@ class DlacCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def __init__(self, trainer: Trainer, run: TrainingRun) -> None:
         self._trainer, self._run = trainer, run
         self._loss: torch.Tensor | float = 0.0
+        self._trains = self._sums = False
+        """True in a training step, and in one whose loss is a sum over labels that is divided by the labels of the step."""
+        self._weight: float | None = None
+        """The weight of the micro-batch that is being trained, once its loss has it."""
         self.files = TrainerFiles(
             self._saved_folder,
             modules={"model": trainer.model},
             applied=lambda: not trainer.accelerator.optimizer_step_was_skipped,
         )
 
+    def load(self, inputs: Callable[[Batch], Any], *, micro_batches: int) -> RunLoader:
+        """Return the loader. The labels of a micro-batch without a sample are masked: the Trainer may count those of a step."""
+
+        def masked(batch: Batch) -> Any:
+            found = inputs(batch)
+            counts = self._trainer.model_accepts_loss_kwargs or self._trainer.compute_loss_func is not None
+            if not counts or batch.rows == self._run.spec.order.batch_size or batch.valid.any():
+                return found
+            return {**found, **{name: torch.full_like(found[name], _IGNORED) for name in _LABELS if name in found}}
+
+        self._loader = self._run.loader(masked, micro_batches=micro_batches)
+        return self._loader
+
+    def weighing(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the Trainer's `compute_loss`, which gives the loss of a training step the weight of its micro-batch."""
+
+        def weighed(*args: Any, **kwargs: Any) -> Any:
+            found = compute_loss(*args, **kwargs)
+            if not self._trains:  # it evaluates
+                return found
+            if self._weight is None:
+                self._weight = self._loader.next_weight()
+            # a sum is divided by the number of all labels of the step
+            weight = float(self._weight > 0) if self._sums else self._weight
+            return (weigh(found[0], weight), *found[1:]) if isinstance(found, tuple) else weigh(found, weight)
+
+        return weighed
+
     def summing(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return the Trainer's `training_step`, with the losses of micro-batches summed up here."""
 
-        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = training_step(*args, **kwargs)
+        def step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            self._sums = num_items_in_batch is not None and self._trainer.loss_is_scaled_for_ga is not False
+            self._trains, self._weight = True, None
+            loss = training_step(model, inputs, num_items_in_batch)
+            self._trains = False
+            if self._weight is None and self._loader.next_weight() != 1:
+                raise ScriptInvalid(
+                    "expected training_step to get its loss from the Trainer's compute_loss, which gives it the weight of a "
+                    "micro-batch with fewer samples, found that it does not: call it, or use batch.weight in inputs(batch)"
+                )
             self._loss = self._loss + loss
             return loss
 
@@ -103,6 +149,10 @@ def _check_arguments(args: Any, run: TrainingRun) -> None:
         wrong.append("save_only_model=False: optimizer and schedule are part of a checkpoint")
     if args.max_steps <= 0 and (args.num_train_epochs != 1 or run.total_steps is None):
         wrong.append(f"max_steps={run.total_steps or 'a number'}: the job spec makes the passes")
+    if run.world_size > 1 and not args.average_tokens_across_devices:
+        wrong.append(
+            "average_tokens_across_devices=True: the ranks may have different numbers of samples in the last batch"
+        )
     if args.auto_find_batch_size:
         wrong.append("auto_find_batch_size=False: the job spec has the batch size")
     if wrong:

@@ -1,5 +1,6 @@
 """Lightning: the batches of a training run as a data module, and its checkpoints by a callback. See docs/trainers.md."""
 
+import functools
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,22 +11,54 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.train.run_loader import RunLoader
+from dlac_pipeline.train.run_loader import RunLoader, weigh
 from dlac_pipeline.train.training_run import TrainingRun
 
 _FILE = "lightning.ckpt"
 
 
 class DlacDataModule(LightningDataModule):  # type: ignore[misc]  # lightning is not analyzed
-    """The batches of a run. `inputs` makes what `training_step` takes of a batch, by default the batch itself."""
+    """The micro-batches of a run. `inputs` makes what `training_step` takes of one, by default the batch itself.
+
+    The loss that `training_step` returns is weighed here, so that each sample counts once. A loss of `batch.mean(...)`, or one
+    with `batch.weight`, is left as it is.
+    """
 
     def __init__(self, run: TrainingRun, inputs: Callable[[Batch], Any] | None = None) -> None:
         super().__init__()
         self._run, self._inputs = run, inputs
+        self._loader: RunLoader | None = None
+        self._step: Callable[..., Any] | None = None
+        """The model's own `training_step`, while it is fitted."""
+
+    def setup(self, stage: str) -> None:
+        """Let the loss of each micro-batch have its weight."""
+        if stage == "fit":
+            model = self.trainer.lightning_module
+            self._step = model.training_step
+            model.training_step = self._weighing(model.training_step)
+
+    def teardown(self, stage: str) -> None:
+        """Give the model its `training_step` back."""
+        if stage == "fit" and self._step is not None:
+            self.trainer.lightning_module.training_step, self._step = self._step, None
 
     def train_dataloader(self) -> RunLoader:
         """Return the loader, which cuts each batch into as many parts as the trainer accumulates."""
-        return self._run.loader(self._inputs, micro_batches=self.trainer.accumulate_grad_batches)
+        self._loader = self._run.loader(self._inputs, micro_batches=self.trainer.accumulate_grad_batches)
+        return self._loader
+
+    def _weighing(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(training_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            found = training_step(*args, **kwargs)
+            assert self._loader is not None, "Lightning asks for the loader before it trains"
+            weight = self._loader.next_weight()
+            if isinstance(found, Mapping):
+                return {**found, "loss": weigh(found["loss"], weight)}
+            return found if found is None else weigh(found, weight)
+
+        return step
 
 
 class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyzed

@@ -13,6 +13,9 @@ from dlac_pipeline.train.restored_state import RestoredGenerators
 from dlac_pipeline.train.run_loader import RunLoader
 from dlac_pipeline.train.training_run import TrainingRun
 
+_IGNORED = -100
+"""torchtitan's IGNORE_INDEX: the label that its losses do not count."""
+
 
 class RunDataLoader:
     """The configuration of torchtitan's data loader. `inputs` makes the pair (dict of inputs, labels) of a batch."""
@@ -36,7 +39,12 @@ class RunDataLoader:
                 f"expected a local batch size that divides the {samples} samples of a rank's batch, found {local_batch_size}: "
                 "change training.local_batch_size, or order.batch_size"
             )
-        return run.loader(self._inputs, micro_batches=samples // local_batch_size)
+        return run.loader(self._masked, micro_batches=samples // local_batch_size)
+
+    def _masked(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Make a micro-batch. torchtitan weighs it by its labels, all of which it ignores if the micro-batch has no sample."""
+        inputs, labels = self._inputs(batch)
+        return inputs, labels if batch.weight else torch.full_like(labels, _IGNORED)
 
 
 def attach_run(trainer: Any, run: TrainingRun) -> None:

@@ -86,6 +86,16 @@ class LegOrder:
         last = self.settings.start_step + steps
         return last if limit is None else min(limit, last)
 
+    @cached_property
+    def always_full(self) -> bool:
+        """True if no batch of the leg has an empty slot, as far as the order shows."""
+        last = self.total_steps
+        if self.settings.pending_tail or last == self.settings.start_step:
+            return True
+        if not self.counted or last is None:
+            return all(source.endless for source, here in zip(self.sources, self.active, strict=True) if here)
+        return self.valid_rows(last) == self.settings.batch_size
+
     def samples(self, step: int) -> int:
         """Slots of each key group from the leg's beginning to the end of `step`."""
         return (step - self.settings.start_step) * self.settings.samples_per_group

@@ -12,7 +12,7 @@ from dlac_pipeline.read.line import BlockAdvance
 Moved = tuple[int, int, BlockAdvance]
 
 
-def _nothing(losses: torch.Tensor) -> None:
+def _nothing(*losses: torch.Tensor) -> None:
     """Do nothing, for a caller that does not ask."""
 
 
@@ -40,8 +40,12 @@ class Batch:
     """The cursors of this rank's key groups after the batch, int64 [key groups, sources, 4]: pass, block, position, offset."""
     moved: tuple[Moved, ...] = ()
     """The ranges that the batch moved, where the step does not determine them."""
+    micro_batches: int = 1
+    """Number of micro-batches of the rank's batch, of which this is one. Their gradients are averaged."""
     on_mean: Callable[[torch.Tensor], None] = field(default=_nothing, repr=False)
     """Receives the losses of samples or tokens when their mean is requested: the forward part of the step is done."""
+    on_weight: Callable[[], None] = field(default=_nothing, repr=False)
+    """Called when the weight or a mean is requested."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
         """The tensor of one column."""
@@ -54,11 +58,20 @@ class Batch:
         tensors, valid, source = copies.copy((self.tensors, self.valid, self.source))
         return replace(self, tensors=tensors, valid=valid, source=source)
 
+    @property
+    def weight(self) -> float:
+        """Factor that makes a mean over the valid samples of this batch the share that `mean` returns.
+
+        It is 1 if every slot of the global batch is valid, and 0 if this batch has no valid sample.
+        """
+        self.on_weight()
+        return int(self.valid.sum()) * self.world_size * self.micro_batches / self.rows
+
     def mean(self, per_sample: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of the global mean of `per_sample` [B/W], times the number of ranks, on the same device.
 
         Averaging over ranks, as data-parallel engines do with gradients, then gives the mean over the valid samples of the
-        global batch, for any number of ranks and of empty slots.
+        global batch, for any number of ranks and of empty slots. Of a micro-batch, the average over the micro-batches does.
         """
         return self._share(per_sample, counted=self.valid, of=self.rows)
 
@@ -68,9 +81,56 @@ class Batch:
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
         self.on_mean(losses)
+        self.on_weight()
         mask = counted.to(losses.device, non_blocking=counted.is_pinned())
         share = torch.where(mask, losses, torch.zeros_like(losses)).sum()
-        return share * (self.world_size / of)
+        return share * (self.world_size * self.micro_batches / of)
+
+
+def drop_empty_slots(batch: Batch) -> Batch:
+    """Return the batch with its samples only."""
+    kept = batch.valid
+    if bool(kept.all()):
+        return batch
+    ragged = _ragged_columns(batch)
+    tensors = dict(batch.tensors)
+    for name in batch.tensors.keys() - ragged:
+        tensor = batch.tensors[name]
+        # the row of an empty slot has no values
+        is_offsets = name.removesuffix(".offsets") in ragged
+        tensors[name] = torch.cat([tensor[:1], tensor[1:][kept]]) if is_offsets else tensor[kept]
+    return replace(batch, tensors=tensors, valid=kept[kept], source=batch.source[kept])
+
+
+def take_slots(batch: Batch, low: int, high: int) -> Batch:
+    """Return the batch with the slots from `low` to before `high` only, as views."""
+    if (low, high) == (0, len(batch.valid)):
+        return batch
+    ragged = _ragged_columns(batch)
+    tensors = {name: tensor[low:high] for name, tensor in batch.tensors.items() if name not in ragged}
+    for name in ragged:
+        offsets = batch.tensors[f"{name}.offsets"][low : high + 1]
+        first, last = offsets[[0, -1]].tolist()
+        tensors |= {name: batch.tensors[name][first:last], f"{name}.offsets": offsets - first}
+    return replace(batch, tensors=tensors, valid=batch.valid[low:high], source=batch.source[low:high])
+
+
+def place_losses(batch: Batch, slots: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Return the `on_mean` of a micro-batch: `batch.on_mean` receives its losses in their slots, and zeros in the others."""
+
+    def place(losses: torch.Tensor) -> None:
+        if losses.dim():
+            whole = losses.new_zeros(len(batch.valid), *losses.shape[1:])
+            whole[slots.to(losses.device)] = losses[: len(slots)]
+            batch.on_mean(whole)
+
+    return _nothing if batch.on_mean is _nothing else place
+
+
+def _ragged_columns(batch: Batch) -> set[str]:
+    """Return the columns of flat values, whose offsets are another tensor with one more number than there are slots."""
+    found = {name.removesuffix(".offsets") for name, each in batch.tensors.items() if len(each) > len(batch.valid)}
+    return {name for name in found if f"{name}.offsets" in batch.tensors}
 
 
 def copy_batches(batches: Iterable[Batch], *, device: Device | None, pin_memory: bool | None) -> Iterator[Batch]:

@@ -98,6 +98,7 @@ class TrainingRun:
         self._attempt, self._checkpointing = self._open()
         self._policy.resumed(self.resume_point, self._lakehouse)
         self._batch: Batch | None = None
+        self._loader: RunLoader | None = None
         self._due_reason: str | None = None
         self._is_unfinished = False
         """True after a step whose checkpoint or memory state, if one is due, is not taken yet."""
@@ -225,6 +226,8 @@ class TrainingRun:
         batch = self._batch
         if batch is None:
             raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
+        if self._loader is not None:
+            self._loader.check_weights(always_full=self._attempt.order.always_full)
         self._batch = None
         self._checkpointing.record_step(batch, loss, applied=applied)
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
@@ -266,10 +269,12 @@ class TrainingRun:
     ) -> RunLoader:
         """Return the run's batches as the loader of a trainer with a loop of its own.
 
-        `inputs` makes what the trainer takes of a batch, by default the batch itself. `micro_batches` is the number of parts
-        in which a trainer that accumulates gradients gets each batch.
+        `micro_batches` is the number of parts in which a trainer that accumulates gradients gets each batch. `inputs` makes what
+        the trainer takes of a part, by default the part itself. Parts have samples only, so that those of a batch that is not
+        full are shorter. Their losses are `batch.mean(...)`, or a mean times `batch.weight`.
         """
-        return RunLoader(self, inputs, micro_batches=micro_batches, device=device)
+        self._loader = RunLoader(self, inputs, micro_batches=micro_batches, device=device)
+        return self._loader
 
     def reset_generators(self) -> None:
         """Set the random generators to their state after `restore`, once: the script may have drawn numbers since."""

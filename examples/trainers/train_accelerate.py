@@ -16,9 +16,11 @@ with dlac.training_run("job.toml") as run:
     model, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
     run.restore(accelerator_files(accelerator, model))  # load_state of the last committed checkpoint, if one exists
     total = torch.tensor(0.0)
-    for batch in run.loader(lambda batch: {"x": batch["x"], "y": batch["y"]}, micro_batches=2):
+    for batch in run.loader(micro_batches=2):
         with accelerator.accumulate(model):
-            loss = torch.nn.functional.mse_loss(model(batch["x"][:, None])[:, 0], batch["y"])
+            loss = batch.mean(
+                (model(batch["x"][:, None])[:, 0] - batch["y"]) ** 2
+            )  # also right if the batch is not full
             accelerator.backward(loss)
             optimizer.step()
             schedule.step()

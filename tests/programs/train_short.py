@@ -1,0 +1,186 @@
+"""A linear model trained by each trainer on a table that does not fill the last batch. The final weights are written.
+
+Params: `trainer`, the number of `micro_batches`, and the path `weights`. `asserts_rows`: the model refuses rows of zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import dlac_pipeline as dlac
+
+LR = 0.1
+
+
+class Network(torch.nn.Module):
+    """A model that returns its mean loss, and notes whether it was given a row of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.zeros = 0
+
+    def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample."""
+        self.zeros += int((x == 0).all(-1).sum())
+        losses: torch.Tensor = (self.layer(x)[:, 0] - y) ** 2
+        return losses
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the mean loss."""
+        return {"loss": self.losses(x, y).mean()}
+
+
+class Classifier(Network):
+    """A model with labels, which divides the sum of their losses by the number that the Trainer counted."""
+
+    def forward(  # type: ignore[override]  # its labels have the Trainer's name
+        self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return the sum of the losses, divided by the number of labels."""
+        losses = self.losses(x, labels.float()).where(labels != -100, 0.0)
+        return {"loss": losses.sum() / num_items_in_batch}
+
+
+def features(batch: dlac.Batch) -> torch.Tensor:
+    """Return the inputs of the model."""
+    return batch["x"].to(torch.float32)
+
+
+def to_model(batch: dlac.Batch) -> dict[str, torch.Tensor]:
+    """Return the arguments of the model."""
+    return {"x": features(batch), "y": targets(batch)}
+
+
+def to_classifier(batch: dlac.Batch) -> dict[str, torch.Tensor]:
+    """Return the arguments of the model with labels."""
+    return {"x": features(batch), "labels": batch["even"].long()}
+
+
+def targets(batch: dlac.Batch) -> torch.Tensor:
+    """Return the values to learn."""
+    return batch["even"].to(torch.float32)
+
+
+def train_plain(run: dlac.TrainingRun, model: Network, parts: int) -> None:
+    """Train in a loop of its own."""
+    wrapped = DistributedDataParallel(model.layer) if run.world_size > 1 else model.layer
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    run.restore(model=model, optimizer=optimizer)
+    for batch in run.batches():
+        loss = batch.mean((wrapped(features(batch))[:, 0] - targets(batch)) ** 2)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+        run.step_done(loss)
+
+
+def train_huggingface(run: dlac.TrainingRun, model: Network, parts: int) -> None:
+    """Train with a Hugging Face Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    from dlac_pipeline.integrations.huggingface import attach
+
+    arguments = TrainingArguments(
+        output_dir=str(Path(run.spec.params["weights"]).with_suffix(".out")),
+        max_steps=run.total_steps,
+        gradient_accumulation_steps=parts,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        learning_rate=LR,
+        optim="sgd",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_steps=1000,
+    )
+    trainer = Trainer(model=model, args=arguments)
+    inputs = to_classifier if isinstance(model, Classifier) else to_model
+    trainer.train(resume_from_checkpoint=attach(trainer, run, inputs))
+
+
+def train_accelerate(run: dlac.TrainingRun, network: Network, parts: int) -> None:
+    """Train in a loop over Accelerate."""
+    from accelerate import Accelerator
+
+    from dlac_pipeline.integrations.accelerate import accelerator_files
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts)
+    model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=LR))
+    run.restore(accelerator_files(accelerator, model))
+    total = torch.tensor(0.0)
+    for batch in run.loader(micro_batches=parts):
+        with accelerator.accumulate(model):
+            loss = model(features(batch), targets(batch))["loss"]
+            loss = torch.where(batch.valid.any(), loss * batch.weight, 0.0)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        total += loss.detach() / parts
+        if accelerator.sync_gradients:
+            run.step_done(total)
+            total = torch.tensor(0.0)
+
+
+def train_lightning(run: dlac.TrainingRun, model: Network, parts: int) -> None:
+    """Train with Lightning."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
+
+    class Module(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = model
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> Any:
+            return self.network(**batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=LR)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    module = Module()
+    checkpoints = DlacCheckpoint(run, module)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy="ddp" if run.world_size > 1 else "auto",
+        devices=run.world_size,
+        max_steps=run.total_steps,
+        accumulate_grad_batches=parts,
+        callbacks=[checkpoints],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(module, datamodule=DlacDataModule(run, to_model), ckpt_path=checkpoints.path)
+
+
+TRAINERS = {
+    "plain": train_plain,
+    "huggingface": train_huggingface,
+    "labels": train_huggingface,
+    "accelerate": train_accelerate,
+    "lightning": train_lightning,
+}
+
+
+def train(run: dlac.TrainingRun) -> None:
+    """Train with the trainer of the params, and write the weights."""
+    params = run.spec.params
+    torch.manual_seed(0)
+    model = Classifier() if params["trainer"] == "labels" else Network()
+    TRAINERS[params["trainer"]](run, model, int(params["micro_batches"]))
+    if run.rank == 0:
+        torch.save({**model.state_dict(), "zeros": torch.tensor(model.zeros)}, params["weights"])
+
+
+if __name__ == "__main__":
+    with dlac.training_run() as run:
+        train(run)
