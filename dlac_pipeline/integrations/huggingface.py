@@ -112,6 +112,8 @@ class DlacCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the optimizer step, and let the Trainer save if a checkpoint is due."""
         loss, self._loss = self._loss, 0.0
+        # the Trainer counts the batches since it was started
+        state.epoch = state.global_step / (self._run.total_steps or args.max_steps)
         due = self._run.record_step(loss)
         self._stop_if_asked(control)
         if due or (control.should_training_stop and not self._run.stopped):

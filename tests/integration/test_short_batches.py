@@ -126,3 +126,24 @@ def test_own_training_step_must_weigh(arena: Arena) -> None:
     with pytest.raises(ScriptInvalid, match="compute_loss"), opened_run(arena, passes=1) as run:
         train_huggingface(run, arena.home, gradient_accumulation_steps=2)
     assert not arena.lineage("r")
+
+
+def test_epoch_continues_after_resumption(arena: Arena) -> None:
+    """The Trainer's log has the epoch of the step, whether it was resumed or not."""
+    arena.table()
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc]  # found at run time only
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            epochs[state.global_step] = logs["epoch"]
+            if state.global_step == stops_at:
+                raise RuntimeError("crash")
+
+    epochs: dict[int, float] = {}
+    stops_at = 30
+    with pytest.raises(RuntimeError, match="crash"), opened_run(arena, passes=1) as run:
+        train_huggingface(run, arena.home, Watch(), logging_steps=1)
+    stops_at = 0
+    with opened_run(arena, passes=1) as run:
+        assert run.step == 20
+        train_huggingface(run, arena.home, Watch(), logging_steps=1)
+    assert epochs == {step: pytest.approx(step / 63, abs=1e-4) for step in range(1, 64)}
