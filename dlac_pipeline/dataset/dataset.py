@@ -20,11 +20,12 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.slots import groups_of_slots
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch, drop_empty_slots
 from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
-from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, groups_of_slots, summing_over
+from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, summing_over
 from dlac_pipeline.spec.job_spec import JobSpec
 
 # A worker that frees garbage of the process that forked it can crash: a connection to DuckDB waits for threads that it has not.

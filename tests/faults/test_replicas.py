@@ -10,8 +10,10 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.dagster.assets.pages import model_page
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
+from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.integration.test_cli import dlac
 from tests.replica_runs import STEPS, Trained, launch_groups, train
 
@@ -69,6 +71,8 @@ def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: s
     died = [event["group"] for event in deaths]
     assert len(died) == (2 if "healing" in death else 1), deaths
     assert {rank for rank, pids in trained.processes.items() if len(pids) > 1} <= set(died)
+    trains = max(campaign.rows(run, MembershipRow), key=lambda row: row.first_step)
+    assert {each.rank for each in StepRows(campaign.lakehouse, run).of(STEPS)} == set(trains.groups)
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
     checkpoints = {folder_of(row.manifest_uri) for row in campaign.lineage(run)}
     assert set((campaign.home / "checkpoints" / run).glob("attempt-*/step-*")) <= checkpoints
@@ -90,6 +94,21 @@ def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Trained) 
     assert calm.journal == {step: reference[step] for step in range(1, STEPS + 1)}
     assert {len(each["rows"]) for each in calm.entries if each["event"] == "share"} == {10, 11}
     assert [(row.first_step, tuple(row.groups)) for row in campaign.rows("calm", MembershipRow)] == [(1, (0, 1, 2))]
+
+
+def test_rows_name_ranks_of_groups(campaign: Arena, calm: Trained) -> None:
+    """Each rank of the groups has the rows of its own journal, alone and in the list of all, where three divides no batch."""
+    steps = StepRows(campaign.lakehouse, "calm")
+    for step in (1, STEPS):
+        shares = {
+            each["rank"]: each["rows"] for each in calm.entries if (each["event"], each["step"]) == ("share", step)
+        }
+        listed = steps.of(step, column="row_id")
+        for rank in range(3):
+            assert [each.value for each in steps.of(step, rank=rank, column="row_id")] == shares[rank]
+            assert [each.value for each in listed if each.rank == rank] == shares[rank]
+    with pytest.raises(SpecInvalid, match="0 to 2 of step 1, found 3"):
+        steps.of(1, rank=3)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, fence_of_rows, lineage_of, trained_by
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, ForkRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, ForkRow, MembershipRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
@@ -27,8 +27,10 @@ class CommittedStep:
     checkpoint: CheckpointRow
     """The first checkpoint of the surviving lineage that includes the step."""
     parent: CheckpointRow | None
+    ranks: Sequence[int]
+    """The ranks that trained the step, in the order of their slots. Those of absent replica groups are missing."""
     nodes: Sequence[str]
-    """Node of each rank. Empty: the ledger does not have them."""
+    """Node of each of these ranks. Empty: the ledger does not have them."""
 
 
 class CommittedSteps:
@@ -73,7 +75,23 @@ class CommittedSteps:
             checkpoint = replace(checkpoint, world_size=before.memory_ranks)
             claim = claim_of(self.rows, trained)
             nodes = self._nodes_of(trained) if claim.rendezvous else [claim.host] * before.memory_ranks
-        return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, nodes=nodes)
+        ranks = self._ranks_of(checkpoint, step)
+        if len(nodes) != len(ranks):  # they are those of the replica group that took the checkpoint
+            nodes = []
+        return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, ranks=ranks, nodes=nodes)
+
+    def _ranks_of(self, checkpoint: CheckpointRow, step: int) -> list[int]:
+        """Return the ranks that trained a step: with replica groups, those of the groups that were present."""
+        size, lineage = checkpoint.world_size, {each.checkpoint_id for each in self.lineage}
+        known = [
+            row
+            for row in self.rows
+            if isinstance(row, MembershipRow)
+            and (row.attempt, row.first_step <= step, row.checkpoint_id in lineage) == (checkpoint.attempt, True, True)
+        ]
+        last = max(known, key=lambda row: row.first_step, default=None)
+        groups = [0] if last is None else last.groups
+        return [group * size + rank for group in groups for rank in range(size)]
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each applied step of the surviving lineage."""

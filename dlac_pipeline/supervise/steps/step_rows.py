@@ -17,6 +17,7 @@ from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.slots import place_of, slots_of
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
@@ -97,21 +98,22 @@ class StepRows:
 
     def of_found(self, found: CommittedStep, *, rank: int | None = None, column: str | None = None) -> list[StepRow]:
         """Return the rows of a step that was found. Raises as `of`."""
-        ranks, batch_size = found.checkpoint.world_size, found.leg.batch_size
-        if rank is not None and not 0 <= rank < ranks:
+        ranks, batch_size = found.ranks, found.leg.batch_size
+        if rank is not None and rank not in ranks:
+            is_range = list(ranks) == list(range(len(ranks)))
+            known = f"0 to {len(ranks) - 1}" if is_range else ", ".join(map(str, ranks))
             raise SpecInvalid(
-                f"expected one of the ranks 0 to {ranks - 1} of step {found.step}, found {rank}: name one of these"
+                f"expected one of the ranks {known} of step {found.step}, found {rank}: name one of these"
             )
-        share = batch_size // ranks
-        slots = range(batch_size) if rank is None else range(share * rank, share * (rank + 1))
+        slots = range(batch_size) if rank is None else slots_of(ranks.index(rank), len(ranks), batch_size)
         samples = self._samples(found, slots)
         values = [None] * len(samples) if column is None else self.values(found.leg, samples, column)
         return [
             StepRow(
                 run=self.run,
                 step=found.step,
-                rank=(mine := each.slot * ranks // batch_size),
-                node=found.nodes[mine] if found.nodes else None,
+                rank=ranks[place := place_of(each.slot, len(ranks), batch_size)],
+                node=found.nodes[place] if found.nodes else None,
                 source_table=found.leg.sources[each.source].table,
                 value=value,
                 **{name: getattr(each, name) for name in _SAMPLE},

@@ -17,9 +17,9 @@ import torch
 from dlac_pipeline.checkpoint.rng import seed_rng
 from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, limit_s
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
+from dlac_pipeline.plan.slots import groups_of_slots, slots_of
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
-from dlac_pipeline.read.reader import groups_of_slots, slots_of
 from dlac_pipeline.read.share_reader import Share, ShareReader
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
