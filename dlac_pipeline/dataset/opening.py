@@ -1,6 +1,7 @@
 """Opening of a dataset: a job spec or single settings in, a new plan or the position of a state."""
 
 import json
+import logging
 import operator
 import os
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec import job_spec
 
+_log = logging.getLogger(__name__)
+
 
 def open_dataset(
     spec: job_spec.JobSpec | str | Path | None = None,
@@ -37,7 +40,8 @@ def open_dataset(
     """Return this rank's dataset over a job spec, or over `table`, `columns`, `batch_size` and further settings.
 
     `batch_size` is that of the global batch. A rank's batch has batch_size / world_size samples. Rank and world size default
-    to those of torch.distributed where it is initialized, then to RANK and WORLD_SIZE, then to one rank. Under
+    to those of torch.distributed where it is initialized, then to RANK and WORLD_SIZE, then to one rank. A share by these
+    variables is logged, as a warning unless torchrun set them: `rank=0, world_size=1` reads all rows whatever they are. Under
     torch.distributed every rank calls this: rank 0 plans and shares the plan. `state`, or the folder or file that contains
     one, opens at that position, on the snapshot that it names. Without it the table's current snapshot is pinned and planned.
 
@@ -56,10 +60,13 @@ def open_dataset(
     _check_types(spec=spec, home=home, lakehouse=lakehouse, state=state)
     job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else job_spec.home_folder())
     _check_readable(job, last_batch)
-    own_rank, own_world_size = _own_place()
+    is_named = rank is not None and world_size is not None
+    own_rank, own_world_size = (0, 1) if is_named else _own_place()
     rank = own_rank if rank is None else _whole("rank", rank)
     world_size = own_world_size if world_size is None else _whole("world_size", world_size)
     _check_place(rank, world_size, job.order.batch_size)
+    if world_size > 1 and not is_named and not dist.is_initialized():
+        _log_share(rank, world_size)
     joined = world_size > 1 and dist.is_initialized() and (rank, world_size) == (dist.get_rank(), dist.get_world_size())
     group = dist.new_group(backend="gloo") if joined else None
     saved = read_state(state) if state is not None else None
@@ -183,6 +190,16 @@ def _own_place() -> tuple[int, int]:
         raise SpecInvalid(
             f"expected numbers in RANK and WORLD_SIZE, found {rank!r} and {world_size!r}: correct or unset them"
         ) from err
+
+
+def _log_share(rank: int, world_size: int) -> None:
+    """Log that the environment chose the share of the rows. A shell may have variables of an earlier job."""
+    _log.log(
+        logging.INFO if "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
+        "open_dataset() reads the share of rank %d of %d, because RANK is %r and WORLD_SIZE is %r in the environment: pass "
+        "rank=0 and world_size=1 to read all rows, or unset them",
+        *(rank, world_size, os.environ.get("RANK"), os.environ.get("WORLD_SIZE")),
+    )
 
 
 def _plan_leg(spec: job_spec.JobSpec, group: dist.ProcessGroup | None) -> tuple[Leg, Plans | None]:

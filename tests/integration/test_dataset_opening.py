@@ -61,6 +61,22 @@ def test_a_job_spec_opens_the_same_dataset(datasets: Datasets, tmp_path: Path, m
     assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][2:4]
 
 
+def test_share_of_stale_variables_is_logged(
+    datasets: Datasets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A share that the environment chose is a warning, which names the way to read all rows. A named one is none."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    datasets.open("rows")
+    assert "share of rank 1 of 4" in caplog.text
+    assert "pass rank=0 and world_size=1 to read all rows" in caplog.text
+    caplog.clear()
+    assert len(next(iter(datasets.open("rows", rank=0, world_size=1)))["row_id"]) == 8
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    datasets.open("rows")
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
 def test_integers_of_libraries_are_ranks(datasets: Datasets, kind: Callable[[int], Any]) -> None:
     """Rank and world size may come from NumPy or PyTorch: they become Python's integers, as states need them."""
