@@ -6,9 +6,11 @@ import gzip
 import json
 import struct
 import threading
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,33 @@ def read_wandb_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WandbRun:
+    """A run of W&B in a file."""
+
+    run_id: str
+    name: str
+    losses: dict[int, list[float]]
+    summary: dict[str, Any]
+
+
+def read_wandb_run(path: Path) -> WandbRun:
+    """Return the run in a file of W&B."""
+    from wandb.proto import wandb_internal_pb2
+
+    losses: dict[int, list[float]] = defaultdict(list)
+    summary: dict[str, Any] = {}
+    name = ""
+    for data in read_wandb_records(path):
+        record = wandb_internal_pb2.Record.FromString(data)
+        name = record.run.display_name or name
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        if "loss" in row:
+            losses[row["step"]].append(row["loss"])
+        summary |= {item.key: json.loads(item.value_json) for item in record.summary.update}
+    return WandbRun(run_id=path.stem.removeprefix("run-"), name=name, losses=dict(losses), summary=summary)
+
+
 class Receiver:
     """An HTTP server that keeps the body of each request, by path."""
 
@@ -76,3 +105,12 @@ def running_receiver() -> Iterator[Receiver]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield Receiver(server, bodies)
         server.shutdown()
+
+
+def scrape(port: int) -> str:
+    """Return the text of an endpoint for Prometheus. Empty without an answer."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""

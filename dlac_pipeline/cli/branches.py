@@ -155,16 +155,11 @@ def retire(
 
     Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides which ones are kept.
     """
-    from dlac_pipeline.checkpoint.commit.retention import Retention
-    from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.lakehouse.ledger.branches import retire_left
-    from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+    from dlac_pipeline.operations.retire import retire_checkpoints
 
-    ledger = ui.ledger_of(spec, home)
-    job = ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse)
-    check_ledger(ledger.lakehouse, run)
-    gone = retire_left(ledger, run, checkpoint, whole=whole_run)
-    Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
+    lakehouse = ui.lakehouse_of(spec, home)
+    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
+    gone = retire_checkpoints(lakehouse, run, job, checkpoint, whole=whole_run)
     for row in gone:
         ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
     if not gone:

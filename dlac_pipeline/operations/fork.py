@@ -28,6 +28,7 @@ from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.ranks.listener_process import RUN_BEGUN, report_command
 
 _THREADS = 4
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
@@ -86,6 +87,7 @@ def fork_run(
         _check_new(ledger, spec.run, parent_run)
         begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))
         _release_parent(ledger, spec.run, parent_run)
+    report_command(spec, {"event": RUN_BEGUN})
     return Forked(
         run=spec.run,
         checkpoint_id=begun,
@@ -193,7 +195,9 @@ def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> s
             purpose={"purpose": "adopts", "origin": str(foreign.origin)},
             note={"adopted": str(foreign.origin)},
         )
-        return begin(lakehouse, spec, beginning)
+        begun = begin(lakehouse, spec, beginning)
+    report_command(spec, {"event": RUN_BEGUN})
+    return begun
 
 
 def _copy_foreign(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:

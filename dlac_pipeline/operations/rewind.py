@@ -24,6 +24,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import first_leg_of, leg_of, planned
+from dlac_pipeline.supervise.ranks.listener_process import WENT_BACK, report_command
 
 
 def rewind_run(
@@ -75,6 +76,7 @@ def rewind_run(
     else:
         check_files(target, files)
     done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
+    report_command(spec, {"event": WENT_BACK, "attempts": [done.attempt]})
     return replace(done, **seen_before(lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
 

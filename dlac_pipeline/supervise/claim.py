@@ -14,6 +14,7 @@ from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.ledger.branches import moves_back
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store, commit_marked
@@ -44,6 +45,10 @@ class ResumePoint:
     replaces: int = 0
     leaves_out_more: bool = False
     """True if the leg is new and leaves out rows that the one before it did not."""
+    branch: int = 1
+    """Number of the run's branch: 1, and one more for each move of the head away from a branch."""
+    went_back: tuple[int, ...] = ()
+    """Attempts that moved the head so since the last commit of a checkpoint. A rewind is an attempt."""
     step: int = 0
     checkpoint_id: str | None = None
     head_step: int = 0
@@ -239,12 +244,15 @@ def _resume(
 def _begin(leg: Leg, fence: Fence, rows: list[LedgerRow], head: str) -> ResumePoint:
     """Return a resume point without a place. `head` is the checkpoint that it continues, or empty."""
     committed = leg_of(rows, head) if head else None
+    moves, last = moves_back(rows), max((row.seq for row in checkpoint_rows(rows).values()), default=0)
     return ResumePoint(
         attempt=fence.attempt,
         nonce=fence.nonce,
         leg=leg.to_json(),
         leg_is_new=committed is None or leg.index != committed.index,
         leaves_out_more=leg.leaves_out_more_than(committed),
+        branch=moves[-1].branch if moves else 1,
+        went_back=tuple(each.row.attempt for each in moves if each.row.seq > last),
     )
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from dlac_pipeline.spec.listeners_spec import ListenersSpec
 from tests.conftest import PROGRAMS, Arena, Launch, wait_until
 from tests.forked import Forked
 from tests.launched_nodes import job, train_together
-from tests.listening import Receiver, install_strangers, read_wandb_records, running_receiver
+from tests.listening import Receiver, install_strangers, read_wandb_run, running_receiver, scrape
 from tests.ports import own_port
 
 DAGSTER_RUN = "0f2c8a52-4f6e-4bd2-8ad5-1d2b8c7c4f3e"
@@ -210,8 +209,11 @@ def test_mlflow_run_spans_recovery(listened: Listened) -> None:
         assert experiment is not None
         (run,) = client.search_runs([experiment.experiment_id])
         history = client.get_metric_history(run.info.run_id, "loss")
+        sampled = client.get_metric_history(run.info.run_id, "progress/loss")
     losses = listened.arena.losses("listened")
     assert [(each.step, each.value) for each in history] == list(enumerate(losses, 1))
+    assert sampled
+    assert [each.value for each in sampled] == [losses[each.step - 1] for each in sampled]
     assert (run.info.status, run.info.run_name) == ("FINISHED", "listened")
     head = listened.arena.lineage("listened")[-1]
     assert run.data.tags["dlac.checkpoint_id"] == head.checkpoint_id
@@ -224,20 +226,10 @@ def test_mlflow_run_spans_recovery(listened: Listened) -> None:
 
 def test_wandb_files_have_losses(listened: Listened) -> None:
     """The offline run has each step once, with the ledger's loss, and the last checkpoint."""
-    from wandb.proto import wandb_internal_pb2
-
     (path,) = (listened.folder / "wandb").glob("offline-run-*/run-*.wandb")
-    losses: dict[int, float] = {}
-    summary: dict[str, Any] = {}
-    for data in read_wandb_records(path):
-        record = wandb_internal_pb2.Record.FromString(data)
-        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        if "loss" in row:
-            assert row["step"] not in losses
-            losses[row["step"]] = row["loss"]
-        summary |= {item.key: json.loads(item.value_json) for item in record.summary.update}
-    assert losses == dict(enumerate(listened.arena.losses("listened"), 1))
-    assert summary["checkpoint_id"] == listened.arena.head("listened")
+    run = read_wandb_run(path)
+    assert run.losses == {step: [loss] for step, loss in enumerate(listened.arena.losses("listened"), 1)}
+    assert run.summary["checkpoint_id"] == listened.arena.head("listened")
 
 
 def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
@@ -267,7 +259,7 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
         for scope in resource.scope_metrics
         for metric in scope.metrics
     }
-    assert names == {"dlac.step", "dlac.loss", "dlac.rows_at_risk", "dlac.rows_per_s"}
+    assert names == {"dlac.step", "dlac.loss", "dlac.loss_step", "dlac.rows_at_risk", "dlac.rows_per_s"}
 
 
 @pytest.mark.soak
@@ -290,15 +282,6 @@ def test_prometheus_serves_running_train(campaign: Arena) -> None:
     assert listening == {"127.0.0.1"}
     assert scrape(port) == ""
     assert campaign.losses("scraped") == campaign.losses("reference")
-
-
-def scrape(port: int) -> str:
-    """Return the text of the endpoint. Empty without an answer."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            return str(answer.read().decode())
-    except OSError:
-        return ""
 
 
 def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: None) -> None:

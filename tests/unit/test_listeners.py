@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ CLAIMED = {
     "at": 1.0,
     "attempt": 1,
     "step": 0,
+    "head_step": 0,
     "resumed_from": None,
+    "branch": 1,
+    "went_back": [],
     "tables": [{"name": "src.t", "table": "src.t", "snapshot_id": 5, "rows": 100}],
     "world_size": 2,
     "nodes": 1,
@@ -190,6 +194,34 @@ def test_rows_at_risk_follow_commits(tmp_path: Path) -> None:
     assert (second.rows, second.rows_at_risk) == (96, 32)
     for file in files:
         file.close()
+
+
+def test_memory_state_is_at_risk(tmp_path: Path) -> None:
+    """An attempt resumes at step 9 from memory: the rows since the checkpoint of step 5 are at risk until the next one."""
+    translator = EventTranslator(spec_with(), parent_run="")
+    memory = {"attempt": 2, "step": 9, "head_step": 5, "resumed_from": "c", "folder": str(tmp_path), "world_size": 1}
+    (started,) = translator.translate({**CLAIMED, **memory})
+    assert isinstance(started, AttemptStarted)
+    size = spec_with().order.batch_size
+    assert started.gauges() == {"step": 9, "rows_at_risk": 4 * size}
+    file = HeartbeatFile(tmp_path, 0)
+    # A replica group did step 10 twice.
+    file.write(10, Phase.TRAINING, loss_step=9, loss=0.25, spent=Spent(rows=2 * size, began=time.time() - 1))
+    (first,) = translator.poll()
+    assert isinstance(first, ProgressMade)
+    assert (first.rows_at_risk, first.gauges()["loss_step"]) == (5 * size, 9)
+    commit = {"event": "checkpoint", "at": 2.0, "rows": 4 * size, "rows_by_source": [4 * size], "step": 9}
+    facts = {"location": "file:///c", "ledger_snapshot_id": 7, "bytes": 1, "duration_s": 0.1, "checkpoint_id": "d"}
+    (committed,) = translator.translate({**commit, **facts})
+    assert isinstance(committed, CheckpointCommitted)
+    assert committed.rows_at_risk == size
+    file.close()
+
+
+def test_unknown_loss_is_no_gauge() -> None:
+    """Before the first loss of an attempt there is no value for it."""
+    assert "loss" not in replace(progress(4), loss_step=0).gauges()
+    assert (progress(4).gauges()["loss_step"], progress(4).gauges()["loss"]) == (4, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ class _Shown:
             context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=facts))
         elif kind == "step":
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
-            context.log.debug(f"step {event['step']}: loss {loss}")
+            context.log.debug(f"step {event['loss_step']}: loss {loss}")
         else:
             shown = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "run")
             context.log.info(f"{kind}: {shown}")

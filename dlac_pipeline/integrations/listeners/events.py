@@ -44,6 +44,16 @@ class AttemptStarted(RunEvent):
     """Id of the checkpoint to resume from, or None for the start of the run."""
     parent_run: str
     """Orchestrator's run, such as that of Dagster. Empty without one."""
+    branch: int
+    """Number of the run's branch: 1, and one more each time that the run went back."""
+    branch_is_new: bool
+    """True if no checkpoint was committed since the run went back."""
+    rows_at_risk: int
+    """As in `ProgressMade`: rows of the memory state to resume from. They are estimated where rows are packed."""
+
+    def gauges(self) -> dict[str, float]:
+        """Return the known numbers by name."""
+        return {"step": self.step, "rows_at_risk": self.rows_at_risk}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +77,8 @@ class ProgressMade(RunEvent):
 
     def gauges(self) -> dict[str, float]:
         """Return the known numbers by name."""
-        names = ("step", "loss", "rows_at_risk", "rows_per_s", "tokens_per_s")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in ("step", "rows_at_risk", "rows_per_s", "tokens_per_s")}
+        found |= {"loss_step": self.loss_step, "loss": self.loss} if self.loss_step else {}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -152,6 +162,79 @@ class RowsQuarantined(RunEvent):
     """Number of rows, or None for a row group that does not decode."""
     is_tentative: bool
     """True if the next attempt only tests if these rows are to blame."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint in the ledger."""
+
+    checkpoint_id: str
+    step: int
+    attempt: int
+    """Attempt that committed it."""
+    location: str
+    """Address of its folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptRows:
+    """Rows of an attempt that are part of the run's present state."""
+
+    attempt: int
+    tables: tuple[InputTable, ...]
+    rows_by_table: dict[str, int]
+    """Name of each source -> rows of the attempt's checkpoints on the run's present branch."""
+    checkpoint: Checkpoint | None
+    """Last checkpoint of the attempt on that branch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WentBack(RunEvent):
+    """The run went back to an earlier checkpoint, and continues from it on another branch.
+
+    `attempt` is the rewind, or the attempt that found damaged checkpoints. A launch repeats the event until the branch has a
+    checkpoint, because the command that caused it may not have known the listeners.
+    """
+
+    ledger: str
+    cause: Literal["rewind", "forget", "damaged"]
+    reason: str
+    branch: int
+    """Number of the branch from now on. A rewind to the head, which only excludes rows, stays on its branch."""
+    step: int
+    checkpoint_id: str | None
+    """Checkpoint to continue from, or None for the start of the run."""
+    left_step: int
+    abandoned: tuple[Checkpoint, ...]
+    """Checkpoints that are no more part of the run's state, the newest first. Their files stay until they are retired."""
+    restored: tuple[Checkpoint, ...]
+    """Checkpoints of an abandoned branch that are part of it again."""
+    attempts: tuple[AttemptRows, ...]
+    """What is left of each attempt that has any of these checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointsRetired(RunEvent):
+    """A command retired checkpoints: their files are removed."""
+
+    ledger: str
+    checkpoints: tuple[Checkpoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunBegun(RunEvent):
+    """A run began with an existing state: it was forked or adopted. A launch repeats the event until the run has trained."""
+
+    ledger: str
+    checkpoint: Checkpoint
+    """First checkpoint of the run, at step 0."""
+    parent_run: str
+    """Run that it was forked from. Empty if it was adopted."""
+    origin: str
+    """Address of the checkpoint that it was made from."""
+    origin_id: str
+    """Id of the parent's checkpoint. Empty if it was adopted."""
+    origin_step: int
 
 
 class Listener(Protocol):

@@ -1,5 +1,7 @@
 """Prometheus: gauges and counters of a run, as text over HTTP."""
 
+from contextlib import suppress
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from dlac_pipeline.integrations.listeners import events
@@ -8,9 +10,11 @@ from dlac_pipeline.spec.listeners_spec import PrometheusSpec
 
 _GAUGES = {
     "attempt": "Number of the current attempt",
+    "branch": "Number of the run's branch: 1, and one more each time that the run went back",
     "world_size": "Ranks of the current attempt",
     "step": "Last optimizer step that all ranks have finished",
-    "loss": "Mean loss over a global batch",
+    "loss_step": "Step of the loss, which is known later than the step is finished",
+    "loss": "Mean loss over the global batch of that step",
     "rows_at_risk": "Rows of finished steps that no committed checkpoint has",
     "rows_per_s": "Rows per second",
     "tokens_per_s": "Tokens per second",
@@ -42,7 +46,8 @@ class PrometheusListener:
     def on_event(self, event: events.RunEvent) -> None:
         """Change the values that an event has."""
         if isinstance(event, events.AttemptStarted):
-            self._set(attempt=event.attempt, world_size=event.world_size, step=event.step)
+            self._clear("loss_step", "loss", "rows_per_s", "tokens_per_s")
+            self._set(attempt=event.attempt, branch=event.branch, world_size=event.world_size, **event.gauges())
         elif isinstance(event, events.ProgressMade):
             self._set(**event.gauges())
         elif isinstance(event, events.CheckpointCommitted):
@@ -55,11 +60,19 @@ class PrometheusListener:
             self._counters["recoveries"].labels(self._run, event.outcome).inc()
         elif isinstance(event, events.RowsQuarantined):
             self._counters["quarantines"].labels(self._run).inc()
+        elif isinstance(event, events.WentBack):
+            self._set(branch=event.branch, checkpoint_step=event.step)
 
     def close(self) -> None:
         """Release the port."""
         self._server.shutdown()
         self._server.server_close()
+
+    def _clear(self, *names: str) -> None:
+        """Remove the values of an attempt before."""
+        for name in names:
+            with suppress(KeyError):
+                self._gauges[name].remove(self._run)
 
     def _set(self, **values: float) -> None:
         for name, value in values.items():

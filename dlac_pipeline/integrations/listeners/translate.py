@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.integrations.listeners import events
+from dlac_pipeline.integrations.listeners.ledger_events import COMMANDS, read_events
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
+from dlac_pipeline.supervise.ranks.listener_process import RUN_BEGUN, WENT_BACK
 from dlac_pipeline.supervise.ranks.rank_events import ENDINGS, Event
 
 
@@ -23,7 +25,7 @@ class EventTranslator:
         self._started: events.AttemptStarted | None = None
         self._folder: Path | None = None
         self._is_open = False
-        self._step = self._rows = self._committed_rows = 0
+        self._step = self._rows = self._committed_step = self._committed_rows = 0
         self._seen = (0.0, 0, 0)
         """Moment, rows and step of the last progress event."""
 
@@ -32,7 +34,15 @@ class EventTranslator:
         kind = event["event"]
         if kind == "claimed":
             yield from self.end("lost", reason="another attempt followed", at=event["at"])
+            if event["went_back"]:
+                yield from read_events(self._spec, WENT_BACK, attempts=event["went_back"])
+            if event["resumed_from"] and not event["head_step"]:
+                yield from read_events(self._spec, RUN_BEGUN)
             yield self._start(event)
+        elif kind in COMMANDS:
+            yield from read_events(
+                self._spec, kind, **{name: event[name] for name in ("attempts", "checkpoints") if name in event}
+            )
         elif self._started is None:
             return
         elif kind == "checkpoint":
@@ -82,7 +92,7 @@ class EventTranslator:
             loss_step=first.loss_step,
             loss=first.loss if first.loss_step else math.nan,
             rows=rows,
-            rows_at_risk=max(0, rows - self._committed_rows),
+            rows_at_risk=self._rows_at_risk(),
             rows_per_s=(rows - rows_before) / seconds,
             tokens_per_s=tokens / seconds if tokens else None,
         )
@@ -93,20 +103,23 @@ class EventTranslator:
         return {"run": self._spec.run, "attempt": self._started.attempt, "at": event["at"]}
 
     def _start(self, event: Event) -> events.RunEvent:
-        names = ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from")
-        facts = {name: event[name] for name in names}
+        names = ("attempt", "at", "ledger", "world_size", "nodes", "step", "resumed_from", "branch")
+        facts = {name: event[name] for name in names} | {"run": self._spec.run, "parent_run": self._parent_run}
+        facts["branch_is_new"] = bool(event["went_back"])
         tables = tuple(events.InputTable(**table) for table in event["tables"])
-        self._started = events.AttemptStarted(run=self._spec.run, tables=tables, parent_run=self._parent_run, **facts)
+        in_memory = (event["step"] - event["head_step"]) * self._spec.order.batch_size
+        self._started = events.AttemptStarted(tables=tables, rows_at_risk=in_memory, **facts)
         self._folder = Path(event["folder"]) if event["folder"] else None
         self._is_open = True
-        self._step, self._rows, self._committed_rows = event["step"], 0, 0
+        self._step, self._rows = event["step"], 0
+        self._committed_step, self._committed_rows = event["head_step"], -in_memory
         self._seen = (0.0, 0, self._step)
         return self._started
 
     def _checkpoint(self, event: Event) -> events.RunEvent:
         assert self._started is not None, "checked before"
         names = [table.name for table in self._started.tables]
-        # It may have rows of an attempt before, whose state was in memory.
+        self._committed_step = event["step"]
         self._committed_rows = min(self._rows, self._committed_rows + event["rows"])
         facts = ("step", "checkpoint_id", "location", "ledger_snapshot_id", "bytes", "duration_s")
         return events.CheckpointCommitted(
@@ -114,8 +127,15 @@ class EventTranslator:
             **{name: event[name] for name in facts},
             rows_by_table=dict(zip(names, event["rows_by_source"], strict=True)),
             losses=tuple(event.get("losses", ())),
-            rows_at_risk=max(0, self._rows - self._committed_rows),
+            rows_at_risk=self._rows_at_risk(),
         )
+
+    def _rows_at_risk(self) -> int:
+        """Return the rows of steps after the last checkpoint. A replica group may have worked on rows more than once."""
+        found, steps = self._rows - self._committed_rows, self._step - self._committed_step
+        if steps <= 0 or not self._spec.sequences.length:
+            found = min(found, steps * self._spec.order.batch_size)
+        return max(0, found)
 
     def _recovery(self, event: Event) -> events.RunEvent:
         phases, start = [], datetime.fromisoformat(event["failed_at"]).timestamp()

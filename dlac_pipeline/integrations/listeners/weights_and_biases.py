@@ -5,37 +5,48 @@ from collections.abc import Mapping
 
 import wandb
 
-from dlac_pipeline.integrations.listeners.events import AttemptEnded, AttemptStarted, RunEvent
-from dlac_pipeline.integrations.listeners.tracker import Metrics, Tracker
+from dlac_pipeline.integrations.listeners.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointsRetired,
+    RunBegun,
+    RunEvent,
+    WentBack,
+)
+from dlac_pipeline.integrations.listeners.tracker import Metrics, Tracker, branch_name
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import WandbSpec
 
 
 class WandbListener(Tracker):
-    """Writer of a run of W&B, whose id is a digest of the ledger and the run."""
+    """Writer of a run of W&B for each branch, whose id is a digest of the ledger, the run and the branch."""
 
     def __init__(self, options: WandbSpec, spec: JobSpec) -> None:
+        super().__init__(spec)
         self._options = options
         self._run: wandb.Run | None = None
         self._exit_code = 1
 
-    def start(self, event: AttemptStarted) -> None:
-        """Open the run at the first attempt of this launch. Its id stays the same over launches."""
-        options = self._options
-        if self._run is None:
-            self._run = wandb.init(
-                project=options.project,
-                entity=options.entity or None,
-                mode=options.mode or None,
-                name=event.run,
-                id=hashlib.sha256(f"{event.ledger}/{event.run}".encode()).hexdigest()[:16],
-                resume="allow",
-                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
-            )
-            self._run.define_metric("*", step_metric="step")
+    def start(self, event: AttemptStarted) -> bool:
+        """Open the run at the first attempt of this launch on a branch. Its id stays the same over launches."""
+        is_new, run = self._open(event.ledger, event.branch)
         tables = {each.name: {"snapshot_id": str(each.snapshot_id), "rows": each.rows} for each in event.tables}
         facts = {name: getattr(event, name) for name in ("ledger", "attempt", "resumed_from", "world_size")}
-        self._run.config.update({"inputs": tables, **facts}, allow_val_change=True)
+        run.config.update({"inputs": tables, **facts}, allow_val_change=True)
+        return is_new and event.branch_is_new
+
+    def begin(self, event: RunBegun, facts: Mapping[str, object]) -> None:
+        """Create the run, and note the state that it begins with."""
+        self._open(event.ledger, 1)[1].config.update(dict(facts), allow_val_change=True)
+        self._exit_code = 0
+
+    def leave(self, event: WentBack, facts: Mapping[str, object]) -> None:
+        """Note it in the summary of the branch before."""
+        self._open(event.ledger, event.branch - 1)[1].summary.update(dict(facts))
+        self._exit_code = 0
+
+    def retire(self, event: CheckpointsRetired) -> None:
+        """Ignore it: the summary of a run that is not open cannot be read."""
 
     def log(self, event: RunEvent, metrics: Metrics) -> None:
         """Add values of metrics."""
@@ -55,6 +66,26 @@ class WandbListener(Tracker):
         """Upload the rest, or write it to its file."""
         if self._run is not None:
             self._run.finish(exit_code=self._exit_code)
+
+    def _open(self, ledger: str, branch: int) -> tuple[bool, wandb.Run]:
+        """Open the run of a branch, and end another one. Return True if this launch opens it and no earlier one is known."""
+        options, name = self._options, f"{ledger}/{self._spec.run}" + (f"/{branch}" if branch > 1 else "")
+        run_id = hashlib.sha256(name.encode()).hexdigest()[:16]
+        if self._run is not None and self._run.id == run_id:
+            return False, self._run
+        self.close()
+        self._run = run = wandb.init(
+            project=options.project,
+            entity=options.entity or None,
+            mode=options.mode or None,
+            name=branch_name(self._spec.run, branch),
+            group=self._spec.run,
+            id=run_id,
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        run.define_metric("*", step_metric="step")
+        return not run.resumed, run
 
     def _current_run(self) -> wandb.Run:
         if self._run is None:

@@ -2,13 +2,23 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
 from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.commits import beside, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    CheckpointRow,
+    Exclusion,
+    LedgerRow,
+    QuarantinedCheckpointRow,
+    RewindRow,
+)
+
+FORGET_REASON = "forget: "
+"""Beginning of the reason of a rewind that `dlac forget` makes. The id of the request follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +41,17 @@ class Rewound:
     """The step of that checkpoint. Where there is none: 0 if the run can begin again, None if it was adopted or forked."""
     not_counted: str = ""
     """Reason why such rows could not be counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoveBack:
+    """A move of the head away from its branch: a rewind, or the quarantine of damaged checkpoints."""
+
+    row: RewindRow | QuarantinedCheckpointRow
+    left: str | None
+    """The head before."""
+    branch: int
+    """Number of the branch after it. A run begins with branch 1."""
 
 
 def commit_rewind(
@@ -91,6 +112,23 @@ def starts_over(rows: Sequence[LedgerRow]) -> bool:
 def exclusions_in_force(rows: Sequence[LedgerRow]) -> tuple[Exclusion, ...]:
     """Return the exclusions of the rewinds on the surviving lineage, the oldest first. `rows` are in order of `seq`."""
     return _exclusions(_rewinds_by_checkpoint(rows)[1])
+
+
+def moves_back(rows: Sequence[LedgerRow]) -> list[MoveBack]:
+    """Return the moves of the head away from its branch, in order. `rows` are in order of `seq`.
+
+    A rewind to the head itself, with exclusions, stays on the branch.
+    """
+    found: list[MoveBack] = []
+    head, branch = None, 1
+    for _, append in groupby(rows, key=lambda row: row.seq):
+        added = list(append)
+        moved = next((row for row in added if isinstance(row, RewindRow | QuarantinedCheckpointRow)), None)
+        if moved is not None:
+            branch += moved.head_after != head
+            found.append(MoveBack(row=moved, left=head, branch=branch))
+        head = added[-1].head_after
+    return found
 
 
 def retire_left(

@@ -7,7 +7,7 @@ can have changed the fence in between. After any doubt the loop reads again and 
 
 import json
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -134,15 +134,16 @@ class Ledger:
         """The row of the checkpoint of a step or with an id, or of the head. Raises `NoSuchRun` or `NoSuchCheckpoint`."""
         return run_rows.restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
 
-    def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:
-        """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
+    def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, Counter[int]]:
+        """Checkpoint id -> rows of each source that it consumed since its parent, of these checkpoints."""
         if not checkpoints:
             return {}
         wanted = And(And(equals("run", run), equals("kind", AdvanceRow.kind)), among("checkpoint_id", checkpoints))
-        found = self.lakehouse.read_own("consumption", wanted, columns=("checkpoint_id", "rows_consumed"))
-        totals = dict.fromkeys(checkpoints, 0)
-        for name, rows in zip(found["checkpoint_id"].to_pylist(), found["rows_consumed"].to_pylist(), strict=True):
-            totals[name] += rows
+        columns = ("checkpoint_id", "source", "rows_consumed")
+        found = self.lakehouse.read_own("consumption", wanted, columns=columns)
+        totals: dict[str, Counter[int]] = {name: Counter() for name in checkpoints}
+        for name, source, rows in zip(*(found[each].to_pylist() for each in columns), strict=True):
+            totals[name][source] += rows
         return totals
 
     def export(self, digest: str) -> ExportRow | None:

@@ -11,17 +11,16 @@ import pyarrow as pa
 from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
-from dlac_pipeline.checkpoint.commit.retention import Retention
-from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
-from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
+from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
 from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
+from dlac_pipeline.operations.retire import retire_checkpoints
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import first_leg_of, leg_of
@@ -87,7 +86,7 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
         checkpoint_id=clean,
         # a rewind drops exclusions that were made after its target, among them those of earlier requests
         exclude=list(dict.fromkeys([*exclusions_in_force(rows), *wanted])),
-        why=f"forget: {plan['id']}",
+        why=f"{FORGET_REASON}{plan['id']}",
         spec=spec_of(name),
     )
     return f"run {name} is rewound to step {run['clean_step']} without the rows: resume it with `dlac recover {name}`"
@@ -98,9 +97,8 @@ def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> 
     ledger, name, tags = Ledger(lakehouse), run["run"], run["tags"] or ()
     check_ledger(lakehouse, name)
     done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]
-    gone = retire_left(ledger, name, only=run["affected"])
+    gone = retire_checkpoints(lakehouse, name, spec, only=run["affected"])
     done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
     if spec is None:
-        return [*done, f"the files of run {name} remain: repeat this with its job spec in --spec"]
-    Retention(spec.checkpoint, tiers_of(spec), 0, ledger.head_rows(name)).sweep()
+        done.append(f"the files of run {name} remain: repeat this with its job spec in --spec")
     return done

@@ -11,6 +11,7 @@ import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
@@ -18,27 +19,47 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import Event
 
+WENT_BACK, RUN_BEGUN, RETIRED = "went_back", "run_begun", "retired"
+"""Events about branches and checkpoints. The process of the listeners reads their facts from the ledger."""
 _PROGRAM = "dlac_pipeline.integrations.listeners.main"
 _MOST_WAITING = 10_000
 """Events that wait for a process that reads none. Further ones are lost."""
 _MARGIN_S = 2.0
 """Extra seconds for the process, past the time that it gives to its listeners."""
+_COMMAND_S = 30.0
+"""Seconds that a command waits for listeners at least, because their libraries are imported first."""
 _log = logging.getLogger(__name__)
 
 
 def describe_attempt(point: ResumePoint, plans: Plans, *, world_size: int, nodes: int, folder: Path | None) -> Event:
     """Return the start of an attempt, for listeners. The plans of its leg have been read before."""
-    tables = [
+    tables = tables_of(Leg.from_json(point.leg), plans)
+    names = ("attempt", "step", "head_step", "branch", "went_back")
+    start = {"event": "claimed", "resumed_from": point.checkpoint_id, **{name: getattr(point, name) for name in names}}
+    return {**start, "tables": tables, "world_size": world_size, "nodes": nodes, "folder": str(folder or "")}
+
+
+def tables_of(leg: Leg, plans: Plans) -> list[dict[str, Any]]:
+    """Return the tables that a leg reads, with the fields of an `InputTable`."""
+    return [
         {
             "name": each.name,
             "table": each.table,
             "snapshot_id": each.snapshot_id,
             "rows": plans.row(each.plan_id).live_rows,
         }
-        for each in Leg.from_json(point.leg).sources
+        for each in leg.sources
     ]
-    start = {"event": "claimed", "attempt": point.attempt, "step": point.step, "resumed_from": point.checkpoint_id}
-    return {**start, "tables": tables, "world_size": world_size, "nodes": nodes, "folder": str(folder or "")}
+
+
+def report_command(spec: JobSpec | None, event: Event) -> None:
+    """Pass an event of a command to the run's listeners, and wait for them. An endpoint, which needs a launch, gets none."""
+    if spec is None:
+        return
+    waits_s = max(_COMMAND_S, spec.listeners.end_s)
+    listeners = spec.listeners.model_copy(update={"prometheus": None, "end_s": waits_s})
+    with ListenerProcess(spec.model_copy(update={"listeners": listeners})) as process:
+        process.send(event)
 
 
 class ListenerProcess(AbstractContextManager["ListenerProcess"]):
