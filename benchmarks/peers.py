@@ -130,7 +130,7 @@ def _scenarios(measured: Measured, bench: Bench) -> None:
 
 def _outcome(bench: Bench, scenario: Scenario) -> Count | str:
     """Return the count, or why there is none. A failure with workers is retried without."""
-    reason = bench.host.about["not_offered"].get(scenario.name)
+    reason = scenario.refusal(bench.host.about["not_offered"])
     if reason is not None:
         return f"not offered: {reason}"
     try:
@@ -167,6 +167,7 @@ def figures(measured: dict[str, Measured]) -> dict[str, Figure]:
                 found[f"{tag}.missing"] = Figure(value=count.missing, unit="rows", bar=bar)
                 if count.left_out:
                     found[f"{tag}.left_out"] = Figure(value=count.left_out, unit="rows", bar=bar)
+                found |= {f"{tag}.order_lost": Figure(value=1, unit="passes", bar=bar)} if count.order_lost else {}
                 if count.uninterrupted not in (None, (0, 0)):
                     repeated, missing = count.uninterrupted or (0, 0)
                     found[f"{tag}.uninterrupted_repeated"] = Figure(value=repeated, unit="rows")

@@ -81,6 +81,48 @@ def open_loader(job, state):
     return open_loader_here(job, state)
 """
 
+PERMUTED = """
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+
+NOT_OFFERED = {}
+
+
+class Loader:
+    def __init__(self, job, state):
+        self.job, self.resumed = job, state is not None
+        self.at = json.loads(state)["at"] if state else 0
+        self.row_id = np.concatenate([pq.read_table(each, columns=["row_id"])["row_id"].to_numpy() for each in job.files])
+
+    def batches(self, pass_number):
+        job, order = self.job, np.arange(len(self.row_id))
+        epoch = pass_number
+        if job.shuffle:
+            order = np.random.default_rng(job.seed + epoch).permutation(order)
+        mine = order[job.rank :: job.world_size]
+        while self.at < len(mine):
+            rows = mine[self.at : self.at + job.rank_batch]
+            self.at += len(rows)
+            yield self.row_id[rows]
+        self.at, self.resumed = 0, False
+
+    def ids(self, batch):
+        return batch
+
+    def state(self):
+        return json.dumps({"at": self.at}).encode()
+
+    def close(self):
+        pass
+
+
+def open_loader(job, state):
+    return Loader(job, state)
+"""
+PASSES = "second_pass,second_pass_shuffled,pass_boundary,between_passes"
+
 
 class Folder:
     """A folder with a loader, and the temporary files of the command."""
@@ -158,6 +200,44 @@ def test_order_of_process_is_found(folder: Folder) -> None:
     assert verdicts["kill"]["repeated"] == verdicts["kill"]["missing"] > 0
 
 
+def test_shuffled_passes_are_exact(folder: Folder) -> None:
+    """A loader whose order depends on the number of the pass is exact, wherever it is resumed."""
+    status, verdicts, errors = folder.check(PERMUTED, PASSES)
+    assert status == 0, errors
+    assert [each["exact"] for each in verdicts.values()] == [True] * 4
+
+
+def test_lost_epoch_seed_is_found(folder: Folder) -> None:
+    """A resumed pass in the order of the first one repeats rows within it. Begun anew it repeats none, but has that order."""
+    lost = "0 if self.resumed else pass_number"
+    status, verdicts, errors = folder.check(PERMUTED.replace("epoch = pass_number", f"epoch = {lost}"), PASSES)
+    expected = {"second_pass": True, "second_pass_shuffled": False, "pass_boundary": True, "between_passes": False}
+    assert (status, {name: each["exact"] for name, each in verdicts.items()}) == (1, expected), errors
+    assert verdicts["second_pass_shuffled"]["repeated"] == verdicts["second_pass_shuffled"]["missing"] > 0
+    assert verdicts["between_passes"]["remark"].startswith("the resumed pass has the order of the first one")
+
+
+def test_constant_order_is_not_lost(folder: Folder) -> None:
+    """A loader with one order for all passes loses none by a resume."""
+    status, verdicts, errors = folder.check(PERMUTED.replace("job.seed + epoch", "job.seed"), "between_passes")
+    assert (status, verdicts["between_passes"]["exact"]) == (0, True), errors
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scenario"),
+    [
+        ("self.at, self.resumed = 0, False", "self.resumed = False", "between_passes"),
+        ("""["at"] if state""", """["at"] % 1024 if state""", "pass_boundary"),
+    ],
+)
+def test_wrong_end_of_pass_is_found(folder: Folder, before: str, after: str, scenario: str) -> None:
+    """A state of the end of a pass that skips the next one, or that begins the pass again, is not exact."""
+    assert PERMUTED.count(before) == 1
+    status, verdicts, errors = folder.check(PERMUTED.replace(before, after), scenario)
+    assert (status, verdicts[scenario]["exact"]) == (1, False), errors
+    assert verdicts[scenario]["repeated"] + verdicts[scenario]["missing"] == 2048
+
+
 def job_with(**given: Any) -> Job:
     """Return a job with these fields, and None in the others."""
     values: dict[str, Any] = {each.name: given.get(each.name) for each in dataclasses.fields(Job)}
@@ -210,7 +290,7 @@ def test_pass_without_batch_is_no_stop(tmp_path: Path) -> None:
     module = ModuleType("loader")
     module.__dict__["open_loader"] = lambda job, state: EmptyFirstPass()
     log = tmp_path / "log"
-    end: dict[str, Any] = {"stop_at": 0, "die_at": 0, "save_at": []}
+    end: dict[str, Any] = {"stop_at": 0, "die_at": 0, "save_at": [], "stop_after_pass": False}
     consume(module, job_with(passes=2, rows=8, batch_size=4, world_size=1, rank=0, log=str(log), load="", **end))
     assert [(each.pass_number, each.ids.tolist()) for each in read_records(log.read_bytes())] == [(1, [0, 1, 2, 3])]
 
@@ -232,10 +312,10 @@ def test_rows_outside_filter_count(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (IDS, 'return batch["id"].to_numpy()', "my_loader.py:41: KeyError: "),
-        (IDS, "return None", "my_loader.py:39: expected ids() to return the row_id of each row"),
+        (IDS, 'return batch["id"].to_numpy()', "my_loader.py:40: KeyError: "),
+        (IDS, "return None", "my_loader.py:38: expected ids() to return the row_id of each row"),
         (IDS, f"{IDS} + 10**12", "expected a row_id below 2048, found 1000000"),
-        ("json.dumps(self.at).encode()", "self.at", "my_loader.py:43: expected state() to return bytes, found dict"),
+        ("json.dumps(self.at).encode()", "self.at", "my_loader.py:42: expected state() to return bytes, found dict"),
         ("def close", "def end", "expected open_loader() to return a loader with the methods batches, ids, state, close"),
         ("[rank::ranks]", "[rank::ranks][:3]", "expected batches() to yield 26 batches of 16 rows to this rank, found only 6"),
         ('while self.at["group"] < len(groups):', "while groups.append(groups[0]) is None:", "found no end after"),

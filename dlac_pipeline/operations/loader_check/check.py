@@ -97,7 +97,7 @@ def _check_names(host: LoaderProcess, file: Path) -> None:
 
 def _verdict(bench: Bench, scenario: Scenario, open_host: Callable[[], LoaderProcess]) -> Verdict:
     place: dict[str, Any] = {"scenario": scenario.name, "description": scenario.description}
-    if (reason := bench.host.about["not_offered"].get(scenario.name)) is not None:
+    if (reason := scenario.refusal(bench.host.about["not_offered"])) is not None:
         return Verdict(**place, exact=None, remark=reason)
     bench.relaunched.clear()
     try:

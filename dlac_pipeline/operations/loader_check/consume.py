@@ -50,6 +50,9 @@ def consume(module: ModuleType, job: Job) -> dict[str, Any]:
                 break
             if step > _MOST * job.passes * (job.rows // job.rank_batch + 1):
                 raise _misuse(loader.batches, f"end after {job.rows:,} rows a pass", f"no end after {step:,} batches")
+        if job.stop_after_pass:
+            _Place(pass_number + 1, step, _state_of(loader)).write(Path(job.save), step)
+            break
         if job.stop_at and step == job.stop_at:  # a rank may have no batch of a pass
             break
     if step < (due := max([*job.save_at, job.die_at])):

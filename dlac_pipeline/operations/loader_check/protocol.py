@@ -45,6 +45,7 @@ class Job:
     save: str
     save_at: list[int]  # steps at which the state is saved, counted from the run's first
     stop_at: int  # step after which the consumer exits, or 0 for the end
+    stop_after_pass: bool  # the state is saved when the loader has ended its first pass, and the consumer exits
     die_at: int  # step after which the consumer kills itself with SIGKILL, or 0 for never
 
     @property

@@ -33,6 +33,11 @@ class Scenario:
     packed: bool = False
     uneven: bool = False
     passes: int = 1
+    between: bool = False  # saved and ended when the loader has ended the first pass, instead of after a step
+
+    def refusal(self, not_offered: dict[str, str]) -> str | None:
+        """Return why a loader does not offer this. One without a shuffle has no shuffled scenario."""
+        return not_offered.get(self.name, not_offered.get("shuffle") if self.shuffle else None)
 
 
 SCENARIOS = [
@@ -52,6 +57,22 @@ SCENARIOS = [
     Scenario(name="compact", description="files compacted between save and resume", change="compact"),
     Scenario(name="twice", description="resumed twice", worlds=(2, 2, 2), saves=(0.3, 0.6)),
     Scenario(name="second_pass", description="resumed in the second pass", saves=(1.4,), passes=2),
+    Scenario(
+        name="second_pass_shuffled",
+        description="resumed in the second pass, shuffled",
+        saves=(1.4,),
+        passes=2,
+        shuffle=True,
+    ),
+    Scenario(name="pass_boundary", description="resumed after the last step of a pass", saves=(1.0,), passes=2),
+    Scenario(
+        name="between_passes",
+        description="resumed between two passes, shuffled",
+        saves=(),
+        passes=2,
+        shuffle=True,
+        between=True,
+    ),
     Scenario(name="shuffle", description="shuffle on", shuffle=True),
     Scenario(name="filter", description="row filter on", filtered=True, worlds=(1, 1)),
     Scenario(name="packing", description="documents packed to sequences", packed=True, worlds=(1, 1)),
@@ -81,13 +102,15 @@ class Count:
     missing: int
     left_out: int = 0  # rows that the filter leaves out, and that were read
     appended_read: int | None = None
+    one_order: bool = False  # True if both passes have the same order
+    order_lost: bool = False  # True if that is so only because of the resume
     with_workers: str = ""  # why it fails with workers, if the count is that without
     uninterrupted: tuple[int, int] | None = None  # the count without resume, change or kill, only if rows are missing
 
     @property
     def exact(self) -> bool:
-        """True if every row, and no other, was read once."""
-        return not self.repeated and not self.missing and not self.left_out
+        """True if every row, and no other, was read once, and no resume began a pass in the order of the first one."""
+        return not self.repeated and not self.missing and not self.left_out and not self.order_lost
 
     @property
     def remarks(self) -> list[str]:
@@ -95,6 +118,8 @@ class Count:
         found = [f"without workers; with them: {self.with_workers}"] if self.with_workers else []
         if self.left_out:
             found.append(f"read {self.left_out:,} rows that the filter leaves out")
+        if self.order_lost:
+            found.append("the resumed pass has the order of the first one; without the resume it has another")
         if self.uninterrupted not in (None, (0, 0)):
             found.append("uninterrupted: {} / {}".format(*self.uninterrupted or ()))
         return found
@@ -135,7 +160,14 @@ class Bench:
     def uninterrupted(self, scenario: Scenario) -> Count:
         """Run the scenario in one launch, on an unchanged table."""
         whole = dataclasses.replace(
-            scenario, name="whole", description="", worlds=scenario.worlds[:1], saves=(), change="", kill=False
+            scenario,
+            name="whole",
+            description="",
+            worlds=scenario.worlds[:1],
+            saves=(),
+            change="",
+            kill=False,
+            between=False,
         )
         if whole not in self._whole:
             self._whole[whole] = self.run(whole)
@@ -190,6 +222,7 @@ class Bench:
             save=str(folder / f"state-{launch}-{rank}"),
             save_at=saves if stop else [],
             stop_at=0 if scenario.kill else stop,
+            stop_after_pass=scenario.between and not launch,
             die_at=stop if scenario.kill else 0,
         )
         return dataclasses.replace(job, own_format=self._copy(job, table))
@@ -253,11 +286,10 @@ class Bench:
         if scenario.change == "delete":
             expected[slice(*self._deleted)] = False  # a pinned run may still read them, another need not
         total = Count(repeated=0, missing=0)
-        for number in range(scenario.passes):
-            ids = np.concatenate(
-                [record.ids for record in records if record.pass_number == number] or [np.empty(0, int)]
-            )
-            ids, limit = ids[ids >= 0], self._id_limit(scenario)
+        passes = [_ids_of_pass(records, number) for number in range(scenario.passes)]
+        total.one_order = len(passes) > 1 and all(np.array_equal(passes[0], each) for each in passes)
+        for ids in passes:
+            limit = self._id_limit(scenario)
             if len(ids) and ids.max() >= limit:
                 name = "numbers of tokens" if scenario.packed else "a row_id"
                 raise LoaderFailed(f"expected {name} below {limit}, found {ids.max()}: return those of the given rows")
@@ -286,15 +318,23 @@ class Bench:
         return Count(repeated=repeated, missing=missing, left_out=left_out, appended_read=appended)
 
 
+def _ids_of_pass(records: list[Record], number: int) -> Ids:
+    """Return the ids of a pass without padding: the first rank's in their order, then those of the next one."""
+    ids = np.concatenate([record.ids for record in records if record.pass_number == number] or [np.empty(0, int)])
+    return ids[ids >= 0]
+
+
 def _records(job: Job) -> list[Record]:
     return read_records(Path(job.log).read_bytes())
 
 
 def run_and_count(bench: Bench, scenario: Scenario) -> Count:
-    """Run a scenario and count its rows. If it is not exact, also run it without interruptions. Raises `LoaderFailed`."""
+    """Run a scenario and count its rows. If that shows a problem, also run it uninterrupted. Raises `LoaderFailed`."""
     count = bench.run(scenario)
-    if not count.exact and len(scenario.worlds) > 1:
+    in_doubt = scenario.shuffle and count.one_order
+    if (not count.exact or in_doubt) and len(scenario.worlds) > 1:
         with contextlib.suppress(LoaderFailed):  # the counts hold without it
             whole = bench.uninterrupted(scenario)
             count.uninterrupted = (whole.repeated, whole.missing)
+            count.order_lost = in_doubt and not whole.one_order
     return count
