@@ -35,11 +35,16 @@ _MODELS = {
     "dlac init /data/points --run first",
     "dlac init 's3://bucket/pages/**/*.parquet' --table docs.pages --into pages",
     "dlac init docs.pages --catalog prod",
+    "dlac init --add second",
 )
 def init(
     source: Annotated[
-        str, Argument(help="Table, as namespace.table, or Parquet files: a folder, a bucket, a file or a pattern.")
-    ],
+        str | None,
+        Argument(
+            help="Table, as namespace.table, or Parquet files: a folder, a bucket, a file or a pattern. With --add: the job "
+            "file to copy, job.toml if unset."
+        ),
+    ] = None,
     into: Annotated[Path, Option(help="Folder of the new files. No file in it is overwritten.")] = Path(),
     run: Annotated[str | None, Option(help="Name of the run. Unset: that of the table.")] = None,
     columns: Annotated[
@@ -55,15 +60,28 @@ def init(
     catalog: Annotated[
         str | None, Option(help="Catalog, by its name in PyIceberg's configuration. Unset: the one in --home.")
     ] = None,
+    add: Annotated[
+        str | None,
+        Option(help="Name of a second run: write its job file, a copy of the first one's, and its Dagster asset."),
+    ] = None,
     home: ui.Home = None,
 ) -> None:
     """Write a job file, a training script and a Dagster project for a table, or for Parquet files in their place.
 
-    Then train with them at once, and put your own model into train.py.
+    Then train with them at once, and put your own model into train.py. A job file belongs to one run: a second experiment is a
+    second file, which --add writes.
     """
     from dlac_pipeline.lakehouse.registration.register import register
     from dlac_pipeline.operations.new_project import check_free, find_trainable, write_project
 
+    if add is not None:
+        others = {"--run": run, "--columns": columns, "--table": table, "--catalog": catalog}
+        if given := [name for name, value in others.items() if value is not None]:
+            raise typer.BadParameter(f"expected --add without {given[0]}: edit the job file that it writes")
+        _add_run(Path(source) if source else into / "job.toml", check_run_name(add), ui.place_options(None, home))
+        return
+    if source is None:
+        raise typer.BadParameter("expected a table or Parquet files, found none: name one, or add a run with --add")
     files = _is_location(source)
     name = (table or _table_of(source)) if files else source
     named = re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]).lstrip("._-")[:100]
@@ -80,7 +98,15 @@ def init(
     written = write_project(into, run, found, {} if catalog is None else {"name": catalog})
     ui.show_text(f"wrote {', '.join(written)}")
     ui.show_text(f"train.py reads {', '.join(found.columns)} of {name}, and {_MODELS[found.kind]}")
-    _show_next(run, into, ui.place_options(None, home))
+    _show_next(run, into / "job.toml", ui.place_options(None, home))
+
+
+def _add_run(job_file: Path, run: str, options: tuple[str, ...]) -> None:
+    from dlac_pipeline.operations.new_project import add_run
+
+    written = add_run(job_file, run)
+    ui.show_text(f"wrote {', '.join(written)}, after {job_file}")
+    _show_next(run, job_file.with_name(f"{run}{job_file.suffix}"), options)
 
 
 def _is_location(source: str) -> bool:
@@ -103,13 +129,13 @@ def _table_of(location: str) -> str:
     return f"lake.{re.sub(r'[^A-Za-z0-9_]', '_', last.removesuffix('.parquet'))}"
 
 
-def _show_next(run: str, into: Path, options: tuple[str, ...]) -> None:
+def _show_next(run: str, job_file: Path, options: tuple[str, ...]) -> None:
     given = "".join(f" {shlex.quote(option)}" for option in options)
     home = f"DLAC_HOME={shlex.quote(str(Path(options[1]).absolute()))} " if options else ""
     ui.show_text("next:")
-    ui.show_text(f"    dlac train {shlex.quote(str(into / 'job.toml'))}{given}")
+    ui.show_text(f"    dlac train {shlex.quote(str(job_file))}{given}")
     ui.show_text(f"    dlac audit {run}{given}")
-    ui.show_text(f"    {home}dagster dev -w {shlex.quote(str(into / 'workspace.yaml'))}")
+    ui.show_text(f"    {home}dagster dev -w {shlex.quote(str(job_file.with_name('workspace.yaml')))}")
 
 
 @ui.command(app, ui.TRAIN, "dlac plan job.toml", "dlac plan job.toml --json")

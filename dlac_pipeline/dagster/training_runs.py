@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from dlac_pipeline.dagster.kept_specs import KeptSpecs
+from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, NoSuchRun
 from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -46,35 +48,57 @@ def plan_key(run: str) -> dg.AssetKey:
 class TrainingRunDefinition:
     """Training run that a code location defines, with the settings that a launch overrides."""
 
-    name: str
+    loaded: JobSpec
+    """The resolved job spec when the definitions were loaded."""
     read_spec: Callable[[Mapping[str, Any]], JobSpec]
-    """Returns the resolved job spec, given settings that override it. Raises SpecInvalid."""
+    """Returns the resolved job spec of now, given settings that override it. Raises SpecInvalid."""
+    kept: KeptSpecs
+    """The specs of launches from the same job file."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.loaded.run
+
     def job_spec(self) -> JobSpec:
-        """Return the resolved spec. Raises SpecInvalid."""
+        """Return the resolved spec for a new launch. Raises SpecInvalid."""
         return self.read_spec(self.overrides)
+
+    def spec_to_recover(self) -> JobSpec:
+        """Return the spec of the launch that a recovery resumes, whatever its job file has now. Raises SpecInvalid."""
+        return self.kept.of_run(self.name) or self.job_spec()
+
+    def trained_spec(self) -> JobSpec:
+        """Return the spec of the last launch on this node, or the one that was loaded."""
+        from dlac_pipeline.supervise.claims import last_spec
+
+        try:
+            return last_spec(self.lakehouse(), self.name)
+        except (NoSuchRun, NoSuchJobSpec):
+            return self.loaded
 
     def lakehouse(self) -> "Lakehouse":
         """Return its open lakehouse."""
         from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-        return connect(self.job_spec().lakehouse)
+        return connect(self.loaded.lakehouse)
 
     def as_launched(self, run: dg.DagsterRun) -> "TrainingRunDefinition":
         """Return it with the overrides in the configuration of a Dagster run. A person may have written anything there."""
         written: Any = run.run_config
-        for name in ("ops", self._step, "config", "overrides"):
+        for name in ("ops", self.step, "config", "overrides"):
             written = written.get(name) if isinstance(written, Mapping) else None
         return replace(self, overrides=dict(written) if isinstance(written, Mapping) else {})
 
     def recovery_request(self, choices: Mapping[str, Any]) -> dict[str, Any]:
         """Return the job, selection and configuration of a `RunRequest` that resumes it with these `LaunchChoices`."""
-        config = {"ops": {self._step: {"config": {"overrides": self.overrides, **choices}}}}
+        config = {"ops": {self.step: {"config": {"overrides": self.overrides, **choices}}}}
         return {"job_name": RUNS_JOB, "run_config": config, "asset_selection": [model_key(self.name)]}
 
     @property
-    def _step(self) -> str:
+    def step(self) -> str:
+        """The step of its model in a Dagster run. Runs a-b and a_b have the same."""
         return model_key(self.name).to_python_identifier()
 
 

@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, EmptyPlan, SpecIn
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.rows.columns import check_names
-from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 
 _HERE = Path(__file__).parent
 _NUMBERS = (ice.BooleanType, ice.IntegerType, ice.LongType, ice.FloatType, ice.DoubleType)
@@ -139,7 +139,7 @@ def _templates(run: str, kind: Kind = "numbers") -> dict[str, Path]:
     """Return the templates of a project's files by the names of these files."""
     templates = {"train.py": _HERE / f"train_{'numbers' if kind == 'numbers' else 'tokens'}.py.template"}
     for path in sorted((_HERE / "project").rglob("*.*")):
-        name = str(path.relative_to(_HERE / "project")).replace("RUN", re.sub(r"\W", "_", run))
+        name = str(path.relative_to(_HERE / "project")).replace("RUN", _module_name(run))
         templates[name.removesuffix(".template")] = path
     return templates
 
@@ -164,11 +164,16 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
         if not (folder / tokenizer).exists():
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
     values = {"features": _json(found.columns[:-1] or found.columns), "target": _json(found.columns[-1])}
-    values |= {"vocabulary": str(vocabulary), "lakehouse": _json(lakehouse)}
+    values |= {"vocabulary": str(vocabulary), "lakehouse": _json(lakehouse), "job_file": "job.toml"}
     values |= _job_values(run, found, tokenizer, lakehouse)
     for name, template in _templates(run, found.kind).items():
         texts[name] = Template(template.read_text()).substitute(values)
     parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
+    return _write_new(folder, texts)
+
+
+def _write_new(folder: Path, texts: Mapping[str, str]) -> list[str]:
+    """Write new files, all or none, and return their names."""
     with _writing(), ExitStack() as undo:
         for name in texts:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -178,6 +183,38 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
                 file.write(text)
         undo.pop_all()
     return sorted(texts)
+
+
+def add_run(job_file: Path, run: str) -> list[str]:
+    """Copy a job file for a run of another name, with its Dagster asset in a project. Return the new files.
+
+    Raise `SpecInvalid`, and write nothing, if the job file is wrong, or a file exists or cannot be written.
+    """
+    folder, first = job_file.parent, read_spec(job_file)
+    name = f"{run}{job_file.suffix}"
+    equals = "=" if job_file.suffix == ".toml" else ":"
+    pattern = re.compile(rf"^(run *{equals} *)([\"']?){re.escape(first.run)}\2(?= *(#|$))", re.MULTILINE)
+    text, found = pattern.subn(lambda line: f"{line[1]}{_json(run)}", job_file.read_text(encoding="utf-8"))
+    if found != 1:
+        raise SpecInvalid(
+            f"expected one line such as 'run {equals} \"{first.run}\"' in {str(job_file)!r}, found {found}: copy the file by hand"
+        )
+    texts = {name: text}
+    if (folder / "assets").is_dir():
+        defs = (_HERE / "project" / "assets" / "RUN" / "defs.yaml").read_text()
+        texts[f"assets/{_module_name(run)}/defs.yaml"] = Template(defs).substitute(job_file=name)
+    with _writing():
+        taken = [each for each in texts if (folder / each).exists()]
+    if taken:
+        raise SpecInvalid(
+            f"expected a run without files in {str(folder)!r}, found {', '.join(taken)}: nothing was written; choose another "
+            "name with --add"
+        )
+    return _write_new(folder, texts)
+
+
+def _module_name(run: str) -> str:
+    return re.sub(r"\W", "_", run)
 
 
 def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[str, str]) -> dict[str, str]:

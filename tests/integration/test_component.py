@@ -15,6 +15,7 @@ from dagster._core.execution.plan.objects import StepFailureData
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import IcebergTable, Recovery, TrainingRun
 from dlac_pipeline.dagster import training_runs as training_runs_module
+from dlac_pipeline.dagster.assets import training
 from dlac_pipeline.dagster.components.training_run import build_runs_job, build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG
 from dlac_pipeline.dagster.sensors import recovery
@@ -254,6 +255,7 @@ def test_overrides_do_not_stay(arena: Arena) -> None:
 
 def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
     """A copied job file, or a run whose name Dagster cannot tell from another's, does not keep the others from loading."""
+    arena.monkeypatch.setattr(training_runs_module, "wrong_job_files", [])
     folder = arena.home / "jobs"
     folder.mkdir()
     for file, run in (("a", "a-b"), ("b", "a-b"), ("c", "a_b"), ("d", "other")):
@@ -325,3 +327,46 @@ def test_append_changes_data_version(arena: Arena, instance: dg.DagsterInstance)
         versions.append(event.asset_observation_data.asset_observation.tags["dagster/data_version"])
         table.append(table.scan(limit=1).to_arrow())
     assert versions[0] != versions[1]
+
+
+@pytest.mark.parametrize("process", ["old", pytest.param("new", marks=pytest.mark.slow)])
+def test_edited_file_keeps_the_launch(arena: Arena, instance: dg.DagsterInstance, process: str) -> None:
+    """A job file that is edited while a run trains changes neither its checks nor its recovery, also in new processes."""
+    arena.monkeypatch.setattr(training_runs_module, "wrong_job_files", [])
+    arena.table()
+    defs = project(arena, "edited")
+    path = arena.home / "edited.yaml"
+    launched = path.read_text()
+    dead = begun(instance, defs, model_key("edited"))
+    job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection={model_key("edited")})
+
+    def killed(*_: Any, **__: Any) -> Any:
+        for text in ("run: edited\nsource:", launched.replace("run: edited", "run: second")):
+            path.write_text(text)
+            loaded = TrainingRun(spec_file=path.name).build_in(arena.home).get_repository_def().asset_graph
+            assert model_key("edited") in loaded.get_all_asset_keys()
+        path.write_text(launched.replace("run: edited", "run: second").replace("batch_size: 32", "batch_size: 64"))
+        raise RuntimeError("the process of the Dagster run is killed")
+
+    with arena.monkeypatch.context() as before:
+        before.setattr(training, "supervise_run", killed)
+        assert not job.execute_in_process(instance=instance, raise_on_error=False).success
+    instance.report_run_failed(dead, message="it died")
+    loaded = dg.Definitions.merge(
+        TrainingRun(spec_file=path.name).build_in(arena.home),
+        Recovery().build_defs(),
+        dg.Definitions(executor=dg.in_process_executor),
+    )
+    request = recovery_requested(instance, dead)
+    assert isinstance(request, dg.RunRequest)
+    job = (
+        {"old": defs, "new": loaded}[process]
+        .resolve_job_def(RUNS_JOB)
+        .get_subset(asset_selection={model_key("edited")})
+    )
+    done = job.execute_in_process(instance=instance, run_config=request.run_config, tags=request.tags)
+    assert done.success
+    assert {check.passed for check in done.get_asset_check_evaluations()} == {True}
+    assert [row.step for row in arena.lineage("edited")][-1] == -(-2000 // 32)
+    keys = TrainingRun(spec_file=path.name).build_in(arena.home).get_repository_def().asset_graph.get_all_asset_keys()
+    assert {key.path[1] for key in keys if key.path[0] == "models"} == {"second"}

@@ -82,7 +82,7 @@ def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance
     (home / "broken.yml").write_text("run: 1")
     assert "is not a valid job spec" in scheduled(instance)
     (home / "broken.yml").write_text((home / "kept-going.yml").read_text())
-    assert "found those of 'kept-going': reload the definitions" in scheduled(instance)
+    assert "found those of 'kept-going': restore the file" in scheduled(instance)
 
 
 def test_schedule_names_wrong_job_files(arena: Arena, instance: dg.DagsterInstance) -> None:

@@ -101,7 +101,7 @@ def _verify(context: dg.AssetCheckExecutionContext, run: TrainingRunDefinition) 
     began = time.monotonic()
     with as_failure(context):
         try:
-            verdict = verify_head(run.lakehouse(), run.name, tiers_of(run.job_spec()).files)
+            verdict = verify_head(run.lakehouse(), run.name, tiers_of(run.trained_spec()).files)
         except (errors.StoreUnavailable, errors.NoSuchCheckpoint) as err:
             return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.WARN, description=str(err))
         except errors.NoRestorableCheckpoint as err:

@@ -15,7 +15,15 @@ from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.resources import HEARTBEAT
 from dlac_pipeline.dagster.training_runs import NOT_RETRIED, TrainingRunDefinition, model_key, plan_key
-from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
+from dlac_pipeline.lakehouse.errors import (
+    LedgerError,
+    LeftUnfinished,
+    Preempted,
+    RunBusy,
+    RunFinished,
+    SteppedAside,
+    error_class,
+)
 from dlac_pipeline.spec.launch_request import OPERATOR, LaunchChoices, Request
 
 POOL = "trainers"
@@ -114,7 +122,8 @@ def _train(
         if not is_tagged:  # launched by *Materialize* in the UI, whose job has no tags
             context.instance.add_run_tags(context.run_id, {**NOT_RETRIED, failures.RUN_TAG: run.name})
     with failures.as_failure(context):
-        spec = run.job_spec()
+        spec = run.spec_to_recover() if config.recovers else run.job_spec()
+    run.kept.keep(spec)
     _link_recovery(context, config.recovers)
     request = Request(
         spec=spec,
@@ -129,7 +138,11 @@ def _train(
         failures.tag_run(context, failures.STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
         return
-    _fail_if_unfinished(context, last)
+    try:
+        _fail_if_unfinished(context, last)
+    finally:
+        if _has_ended(last):
+            run.kept.forget(run.name)
     from dlac_pipeline.dagster.assets.pages import model_page
 
     with failures.as_failure(context):
@@ -163,6 +176,16 @@ def _link_recovery(context: dg.AssetExecutionContext, recovered: str) -> None:
         if dead := context.instance.get_run_by_id(recovered):
             link = EngineEventData({"recovery": dg.MetadataValue.dagster_run(context.run_id)})
             context.instance.report_engine_event(f"Recovered by run {context.run_id}", dead, link)
+
+
+def _has_ended(last: Event) -> bool:
+    """Return True if no recovery follows the last event of a supervisor."""
+    if last["event"] != "error":
+        return bool(last["ending"] != "stopped")
+    known = error_class(last["kind"])
+    if known is None or issubclass(known, LedgerError):  # the launch that fenced this one off may be alive
+        return known is RunFinished
+    return not known.transient
 
 
 def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dlac_pipeline.dagster import training_runs as runs
 from dlac_pipeline.dagster.assets.checks import build_checks
 from dlac_pipeline.dagster.assets.training import POOL, build_model, build_plan
 from dlac_pipeline.dagster.failures import RUN_TAG
+from dlac_pipeline.dagster.kept_specs import KeptSpecs
 from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -77,25 +79,37 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         return self.build_in(context.path)
 
     def build_in(self, folder: Path) -> dg.Definitions:
-        """Return the definitions of the run, whose files are relative to `folder`. Raise `SpecInvalid` if a setting is wrong."""
+        """Return the definitions of the run, whose files are relative to `folder`. Raise `SpecInvalid` if a setting is wrong.
 
-        def read(overrides: Mapping[str, Any]) -> JobSpec:
-            changed = self._read(folder, overrides)
-            if (changed.run, changed.lakehouse) == (spec.run, spec.lakehouse):
-                return changed.resolved(home_folder())
-            if overrides:
-                raise SpecInvalid(
-                    f"expected overrides of other settings than run and lakehouse, found {sorted(overrides)}: the asset, its "
-                    "checks and its recovery are those of the job file's run"
-                )
-            raise SpecInvalid(
-                f"expected the job file of run {spec.run!r} with its lakehouse, found those of {changed.run!r}: reload the "
-                "definitions, or restore the file"
-            )
+        A job file that became wrong while runs of it train is logged: their recovery needs their assets.
+        """
+        own, unfinished = [], self.unfinished_runs(folder)
+        try:
+            own = [self.run_of_file(folder)]
+        except SpecInvalid as err:
+            if not unfinished:
+                raise
+            _report_problem(f"only unfinished runs of {str(folder / str(self.spec_file))!r} are defined: {err}")
+        found = {run.name: run for run in (*unfinished, *own)}
+        return dg.Definitions.merge(*map(self.define, found.values()))
 
-        spec = self._read(folder, {})
-        run = runs.TrainingRunDefinition(name=spec.run, read_spec=read)
+    def run_of_file(self, folder: Path) -> runs.TrainingRunDefinition:
+        """Return the run that the job spec names. Raise `SpecInvalid` if a setting is wrong."""
+        return self._definition(folder, self._read(folder, {}).resolved(home_folder()))
+
+    def unfinished_runs(self, folder: Path) -> list[runs.TrainingRunDefinition]:
+        """Return the runs that were launched from the job file and have not ended, whatever the file has now."""
+        kept = KeptSpecs(folder / self.spec_file).all() if self.spec_file else {}
+        return [self._definition(folder, spec) for spec in kept.values()]
+
+    def _definition(self, folder: Path, spec: JobSpec) -> runs.TrainingRunDefinition:
+        kept = KeptSpecs(folder / (self.spec_file or "defs.yaml"))
+        return runs.TrainingRunDefinition(loaded=spec, read_spec=partial(self._read_now, folder, spec), kept=kept)
+
+    def define(self, run: runs.TrainingRunDefinition) -> dg.Definitions:
+        """Return the assets, checks and automation of a run."""
         runs.defined_runs[run.name] = run
+        spec = run.loaded
         named, tables = self.source_assets, dict.fromkeys(source.table for source in spec.sources)
         sources = [dg.AssetKey.from_user_string(named[one]) if one in named else runs.table_key(one) for one in tables]
         about = {"description": _describe(spec, self.spec_file), **self._attributes("train")}
@@ -105,6 +119,21 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
             asset_checks=build_checks(run, with_rehearsal=self.rehearsal),
             sensors=list(self._automation(run.name)),
             resources={HEARTBEAT: heartbeat_resource},
+        )
+
+    def _read_now(self, folder: Path, loaded: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
+        """Return the spec that the file has now. Raise `SpecInvalid` if that is of another run than the one that was loaded."""
+        now = self._read(folder, overrides).resolved(home_folder())
+        if (now.run, now.lakehouse) == (loaded.run, loaded.lakehouse):
+            return now
+        if overrides:
+            raise SpecInvalid(
+                f"expected overrides of other settings than run and lakehouse, found {sorted(overrides)}: the asset, its "
+                "checks and its recovery are those of the job file's run"
+            )
+        raise SpecInvalid(
+            f"expected the job file of run {loaded.run!r} with its lakehouse, found those of {now.run!r}: restore the file, "
+            "write a second one with `dlac init --add`, or reload the definitions"
         )
 
     def _attributes(self, stage: str) -> dict[str, Any]:
@@ -172,21 +201,30 @@ def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
     A file that is wrong is logged and left out, because it must not keep the other runs from being recovered.
     """
     found: dict[str, dg.Definitions] = {}
-    problems: list[str] = []
+    runs.wrong_job_files.clear()
     files = folder.iterdir() if folder.is_dir() else ()
-    for path in sorted(path for path in files if path.suffix in _SUFFIXES):
+    names = sorted(path.name for path in files if path.suffix in _SUFFIXES)
+    components = [TrainingRun(spec_file=name, **attributes) for name in names]
+    for component in components:
         try:
-            component = TrainingRun(spec_file=path.name, **attributes)
-            run = read_spec(path).run
-            step = runs.model_key(run).to_python_identifier()  # of a-b and of a_b as well
-            if step in found:
-                raise SpecInvalid(f"expected a name that Dagster can tell from those of others, found {run!r} again")
-            found[step] = component.build_in(folder)
+            run = component.run_of_file(folder)
+            if run.step in found:
+                raise SpecInvalid(
+                    f"expected a name that Dagster can tell from those of others, found {run.name!r} again"
+                )
+            found[run.step] = component.define(run)
         except (SpecInvalid, dg.DagsterInvalidDefinitionError) as err:
-            problems.append(f"{path} defines no training run: {err}")
-            _log.error("%s", problems[-1])
-    runs.wrong_job_files[:] = problems
+            _report_problem(f"{folder / str(component.spec_file)} defines no training run: {err}")
+    for component in components:
+        for run in component.unfinished_runs(folder):
+            if run.step not in found:
+                found[run.step] = component.define(run)
     return dg.Definitions.merge(*found.values())
+
+
+def _report_problem(problem: str) -> None:
+    runs.wrong_job_files.append(problem)
+    _log.error("%s", problem)
 
 
 def build_runs_job() -> Any:

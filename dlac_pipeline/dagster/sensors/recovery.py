@@ -151,7 +151,7 @@ def _recovery_of(
 ) -> dg.RunRequest | dg.SkipReason:
     """Return the recovery of a training run, unless it is given up or another launch trains it."""
     try:
-        spec = run.job_spec()
+        spec = run.spec_to_recover()
     except SpecInvalid as err:  # a request that Dagster cannot launch would be repeated at every tick
         return dg.SkipReason(f"run {dead.run_id} cannot be launched again: {err}")
     settings = settings_or_defaults(log).recovery
