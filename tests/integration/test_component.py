@@ -312,21 +312,37 @@ def test_spec_has_one_place(arena: Arena) -> None:
             TrainingRun(**attributes)
 
 
-def test_append_changes_data_version(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """An observed table has its snapshot as data version."""
+def test_new_snapshot_is_observed_without_runs(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """The sensor of a source table launches no run, and reports a snapshot once. By it a training run is automated."""
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     table = arena.table()
-    defs = IcebergTable(table="src.t").build_defs(dg.ComponentTree.for_test().load_context)
-    source = next(iter(defs.get_repository_def().asset_graph.assets_defs))
-    assert isinstance(source, dg.AssetsDefinition)
-    job = dg.Definitions(assets=[source]).resolve_implicit_global_asset_job_def()
-    versions = []
-    for _ in range(2):
-        done = job.execute_in_process(instance=instance)
-        [event] = [each for each in done.all_events if each.event_type == dg.DagsterEventType.ASSET_OBSERVATION]
-        versions.append(event.asset_observation_data.asset_observation.tags["dagster/data_version"])
-        table.append(table.scan(limit=1).to_arrow())
-    assert versions[0] != versions[1]
+    automated = TrainingRun(
+        spec_file=job_file(arena, "automated"), automation_condition=dg.AutomationCondition.eager()
+    ).build_in(arena.home)
+    source = IcebergTable(table="src.t").build_defs(dg.ComponentTree.for_test().load_context)
+    defs = dg.Definitions.merge(automated, source)
+    repository = defs.get_repository_def()
+    sensor = repository.get_sensor_def("src__t_observation")
+    key, cursor, evaluated = dg.AssetKey(["src", "t"]), None, None
+    requested = []
+    for step in ("first", "same", "appended", "same"):
+        if step == "appended":
+            table.append(table.scan(limit=1).to_arrow())
+        with dg.build_sensor_context(instance, cursor=cursor, repository_def=repository) as context:
+            tick = sensor.evaluate_tick(context)
+        assert not tick.run_requests
+        for event in tick.asset_events:  # as the daemon reports them
+            instance.report_runless_asset_event(event)
+        cursor = tick.cursor or cursor
+        evaluated = dg.evaluate_automation_conditions(
+            defs, instance, cursor=None if evaluated is None else evaluated.cursor
+        )
+        requested.append((len(tick.asset_events), evaluated.get_num_requested(plan_key("automated"))))
+    assert requested[1:] == [(0, 0), (1, 1), (0, 0)]
+    seen = [each.asset_observation for each in instance.fetch_observations(key, 9).records]
+    versions = [each.tags["dagster/data_version"] for each in seen if each is not None]
+    assert versions == [str(snapshot.snapshot_id) for snapshot in table.refresh().snapshots()[:-3:-1]]
+    assert instance.get_runs_count() == 0
 
 
 @pytest.mark.parametrize("process", ["old", pytest.param("new", marks=pytest.mark.slow)])

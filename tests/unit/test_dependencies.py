@@ -21,6 +21,7 @@ _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 _PRIVATE = re.compile(r"_[^_]")
 PRIVATE_NAMES = {
     "dagster": {
+        "dagster._core.definitions.data_version.DATA_VERSION_TAG",
         "dagster._core.events.EngineEventData",
         "dagster._core.remote_origin.RemoteJobOrigin",
         "dagster._core.remote_origin.RemoteRepositoryOrigin",

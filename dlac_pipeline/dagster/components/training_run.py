@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster._core.definitions.data_version import DATA_VERSION_TAG
 from dagster.components.resolved.model import Injected
 from pydantic import ConfigDict, Field, model_validator
 
@@ -169,30 +170,39 @@ class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
     group_name: str = Field(default="sources", description="Group of the asset.")
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Return the asset, and the sensor that observes it each minute."""
+        """Return the asset, and the sensor that looks at its snapshot each minute."""
         key = runs.table_key(self.table)
 
         def observe() -> dg.DataVersion:
-            from dlac_pipeline.lakehouse.iceberg.connect import connect
-
-            lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
-            current = lakehouse.load(self.table).current_snapshot()
-            return dg.DataVersion("empty" if current is None else str(current.snapshot_id))
+            return dg.DataVersion(self._snapshot())
 
         asset = dg.observable_source_asset(
             key=key,
             group_name=self.group_name,
             description=f"One row per row of the Iceberg table {self.table}. Its data version is the snapshot.",
-            automation_condition=dg.AutomationCondition.cron_tick_passed("* * * * *")
-            & ~dg.AutomationCondition.in_progress(),
         )(observe)
-        sensor = dg.AutomationConditionSensorDefinition(
+
+        @dg.sensor(
             name=f"{key.to_python_identifier()}_observation",
-            target=dg.AssetSelection.assets(key),
+            minimum_interval_seconds=60,
             default_status=dg.DefaultSensorStatus.RUNNING,
-            description=f"Looks at the snapshot of {self.table} each minute.",
+            description=f"Looks at the snapshot of {self.table} each minute. A new one is an observation, without a run.",
         )
-        return dg.Definitions(assets=[asset], sensors=[sensor])
+        def look(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
+            snapshot = self._snapshot()
+            if snapshot == context.cursor:
+                return dg.SkipReason(f"nothing is new in {self.table}: its snapshot is {snapshot}")
+            seen = dg.AssetObservation(key, tags={DATA_VERSION_TAG: snapshot})
+            return dg.SensorResult(asset_events=[seen], cursor=snapshot)
+
+        return dg.Definitions(assets=[asset], sensors=[look])
+
+    def _snapshot(self) -> str:
+        from dlac_pipeline.lakehouse.iceberg.connect import connect
+
+        lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
+        current = lakehouse.load(self.table).current_snapshot()
+        return "empty" if current is None else str(current.snapshot_id)
 
 
 def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
