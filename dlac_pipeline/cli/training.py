@@ -5,8 +5,9 @@ import re
 import shlex
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -19,13 +20,16 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
 
+if TYPE_CHECKING:
+    from dlac_pipeline.operations.new_project import Trainable
+
 app = typer.Typer()
 _WILD = re.compile(r"[*?\[]")
 _MODELS = {
-    "numbers": "predicts the last of them from the others",
     "tokens": "predicts each token from the one before",
     "text": "predicts each token of tokenizer.json from the one before",
 }
+_SHOWN_COLUMNS = 12
 
 
 @ui.command(
@@ -50,8 +54,8 @@ def init(
     columns: Annotated[
         str | None,
         Option(
-            help="Columns to train on, as a,b. Unset: lists of integers, else all numbers, or else a text, without "
-            "partition keys. Of numbers, the last one is predicted."
+            help="Columns to train on, as a,b. Unset: lists of integers, else documents, all numbers, or the longest text, "
+            "without partition keys and ids. Of numbers, the last one is predicted, unset: label, target, y, class or outcome."
         ),
     ] = None,
     table: Annotated[
@@ -97,8 +101,29 @@ def init(
     found = find_trainable(lakehouse, name, wanted)
     written = write_project(into, run, found, {} if catalog is None else {"name": catalog})
     ui.show_text(f"wrote {', '.join(written)}")
-    ui.show_text(f"train.py reads {', '.join(found.columns)} of {name}, and {_MODELS[found.kind]}")
+    _show_choice(found)
     _show_next(run, into / "job.toml", ui.place_options(None, home))
+
+
+def _show_choice(found: "Trainable") -> None:
+    """Show the columns of a generated script, those that it leaves out, and how to choose others."""
+    *features, target = found.columns
+    loss = f"{found.classes} classes, by cross entropy" if found.classes else "a quantity, by squared error"
+    model = f"predicts {target} ({loss}) from {'the others' if features else 'itself, for want of others'}"
+    ui.show_text(f"train.py reads {_listed(found.columns)} of {found.table}, and {_MODELS.get(found.kind, model)}")
+    if found.filtered is not None:
+        ui.show_text(f"rows without {found.filtered} are left out, by source.row_filter")
+    if found.left_out:
+        ui.show_text(f"left out: {_listed([f'{name} ({why})' for name, why in found.left_out.items()])}")
+    ui.show_text(
+        "to change that: --columns a,b with another --into (of numbers, the last one is predicted), or source.columns in "
+        "job.toml and train.py. source.transform converts columns of other types"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN_COLUMNS
+    return ", ".join(names[:_SHOWN_COLUMNS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _add_run(job_file: Path, run: str, options: tuple[str, ...]) -> None:

@@ -5,13 +5,14 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Literal
+from typing import Any
 
 from pyarrow import ArrowException
 from pyiceberg import types as ice
+from pyiceberg.conversions import from_bytes
 from pyiceberg.manifest import DataFile, ManifestContent
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, EmptyPlan, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from dlac_pipeline.operations.column_choice import Kind, Sample, check_wanted, choose_columns, count_classes
 from dlac_pipeline.rows.columns import check_names
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 
@@ -28,7 +30,15 @@ _NUMBERS = (ice.BooleanType, ice.IntegerType, ice.LongType, ice.FloatType, ice.D
 _TIMES = (ice.DateType, ice.TimeType, ice.TimestampType, ice.TimestamptzType)
 _VOCABULARY = 1024
 """Tokens of the model, where their number is unknown."""
-Kind = Literal["numbers", "times", "tokens", "text", "other"]
+_SAMPLED_ROWS = 256
+_QUANTITY = """\
+        errors = model(stack(batch, FEATURES)) - stack(batch, [TARGET])
+        loss = batch.mean(errors.square()[:, 0])"""
+_CLASSES = """\
+        scores = model(stack(batch, FEATURES))
+        losses = torch.nn.functional.cross_entropy(scores, batch[TARGET].long(), reduction="none")
+        loss = batch.mean(losses)"""
+"""The loss of a quantity, and of classes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +48,18 @@ class Trainable:
     table: str
     kind: Kind
     columns: tuple[str, ...]
+    """Of numbers, the last one is the target."""
     with_nulls: tuple[str, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Why each other column is left out."""
+    classes: int = 0
+    """Classes of the target. 0: it is a quantity."""
+
+    @property
+    def filtered(self) -> str | None:
+        """The column whose nulls are left out: a text, tokens, or a target."""
+        name = self.columns[-1]
+        return name if name in self.with_nulls and (self.kind != "numbers" or len(self.columns) > 1) else None
 
 
 def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ()) -> Trainable:
@@ -53,8 +74,6 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
     """
     loaded = lakehouse.load(table)
     check_names(loaded.schema(), wanted)
-    kinds = {field.name: _kind_of(field.field_type) for field in loaded.schema().fields}
-    kind, columns = _check_wanted(kinds, wanted) if wanted else _choose(kinds, loaded)
     head = loaded.current_snapshot()
     with reachable(lakehouse.config.uri):
         manifests = [] if head is None else head.manifests(loaded.io)
@@ -62,12 +81,27 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
         files = [entry.data_file for each in data for entry in each.fetch_manifest_entry(loaded.io)]
     if not sum(file.record_count for file in files):
         raise EmptyPlan(f"expected rows in table {table!r}, found none: append some, or name another table")
-    _check_readable(loaded, columns, files[0])
-    fields = [loaded.schema().find_field(name) for name in columns]
+    kinds = {field.name: _kind_of(field.field_type) for field in loaded.schema().fields}
+    sample = _sample(loaded, [name for name, kind in kinds.items() if kind != "other"], files[0])
+    if wanted:
+        choice = check_wanted(kinds, wanted)
+    else:
+        types = {field.name: str(field.field_type) for field in loaded.schema().fields}
+        choice = choose_columns(kinds, types, _partition_keys(loaded), sample)
+    _check_readable(loaded, choice.columns, files[0])
+    fields = [loaded.schema().find_field(name) for name in choice.columns]
     counts = [file.null_value_counts or {} for file in files]
     optional = [each for each in fields if not each.required]
     nulls = tuple(each.name for each in optional if any(count.get(each.field_id) != 0 for count in counts))
-    return Trainable(table=table, kind=kind, columns=columns, with_nulls=nulls)
+    target, kind = fields[-1], sample[fields[-1].name].type if fields[-1].name in sample else None
+    return Trainable(
+        table=table,
+        kind=choice.kind,
+        columns=choice.columns,
+        with_nulls=nulls,
+        left_out=choice.left_out,
+        classes=count_classes(target.name, kind, _bounds(target, files), sample) if len(fields) > 1 else 0,
+    )
 
 
 def _kind_of(column_type: ice.IcebergType) -> Kind:
@@ -80,35 +114,30 @@ def _kind_of(column_type: ice.IcebergType) -> Kind:
     return "times" if isinstance(column_type, _TIMES) else "other"
 
 
-def _choose(kinds: Mapping[str, Kind], table: Table) -> tuple[Kind, tuple[str, ...]]:
-    """Return tokens before numbers, and a text before a single number, which is usually an id. Partition keys are left out."""
+def _partition_keys(table: Table) -> set[str]:
     keys = {field.source_id for field in table.spec().fields if isinstance(field.transform, IdentityTransform)}
-    left = [field.name for field in table.schema().fields if field.field_id not in keys]
-    names = {kind: tuple(name for name in left if kinds[name] == kind) for kind in kinds.values()}
-    tokens, numbers, texts = (names.get(kind, ()) for kind in ("tokens", "numbers", "text"))
-    if tokens:
-        return "tokens", tokens[:1]
-    if texts and len(numbers) < 2:
-        return "text", texts[:1]
-    if numbers:
-        return "numbers", numbers
-    types = {field.name: str(field.field_type) for field in table.schema().fields}
-    raise UnsupportedColumn(
-        f"expected a column of numbers, of texts or of lists of integers, found only {types!r}: convert one in the table, "
-        "name a partition key with --columns, or write the job file by hand with source.transform"
-    )
+    return {field.name for field in table.schema().fields if field.field_id in keys}
 
 
-def _check_wanted(kinds: Mapping[str, Kind], wanted: Sequence[str]) -> tuple[Kind, tuple[str, ...]]:
-    found = {kinds[name] for name in wanted}
-    if found <= {"numbers", "times"}:
-        return "numbers", tuple(wanted)
-    if len(wanted) == 1 and "other" not in found:
-        return found.pop(), tuple(wanted)
-    raise UnsupportedColumn(
-        f"expected columns of numbers or times, or one column of texts or of lists of integers, found {list(wanted)!r}: name "
-        "such columns, or write the job file by hand, which takes more types"
+def _sample(table: Table, names: Sequence[str], one: DataFile) -> Sample:
+    """Return the first rows of a data file, of columns that have the same names in it."""
+    with _reading(one), table.io.new_input(one.file_path).open() as stream, open_parquet(stream, ()) as parquet:
+        found = [name for name in names if name in parquet.schema_arrow.names]
+        rows = next(parquet.iter_batches(batch_size=_SAMPLED_ROWS, columns=found), None)
+    return {} if rows is None else {name: rows.column(name) for name in rows.schema.names}
+
+
+def _bounds(field: ice.NestedField, files: Sequence[DataFile]) -> tuple[Any, Any] | None:
+    """Return the least and the largest value of a column of numbers in all files, or None if a file does not state it."""
+    if not isinstance(field.field_type, _NUMBERS):
+        return None
+    found = [(file.lower_bounds or {}, file.upper_bounds or {}) for file in files if file.record_count]
+    if not all(field.field_id in bounds for pair in found for bounds in pair):
+        return None
+    least, largest = (
+        [from_bytes(field.field_type, each[field.field_id]) for each in side] for side in zip(*found, strict=True)
     )
+    return min(least), max(largest)
 
 
 def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None:
@@ -116,10 +145,20 @@ def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None
     schema, mapping = table.schema(), name_mapping_of(table)
     keys = {field.source_id: None for field in table.spec().fields}  # which may be in no file
     try:
-        with table.io.new_input(one.file_path).open() as stream, open_parquet(stream, schema.fields) as parquet:
+        with (
+            _reading(one),
+            table.io.new_input(one.file_path).open() as stream,
+            open_parquet(stream, schema.fields) as parquet,
+        ):
             FileColumns.of(parquet.schema_arrow, schema, columns, name_mapping=mapping, partition_values=keys)
     except UnsupportedColumn as err:
         raise UnsupportedColumn(f"{err}, or name other columns with --columns") from err
+
+
+@contextmanager
+def _reading(one: DataFile) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ArrowException) as err:
         raise DataFileUnreadable(f"expected a Parquet file at {one.file_path!r}, found {err}: restore it") from err
 
@@ -165,6 +204,7 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
     values = {"features": _json(found.columns[:-1] or found.columns), "target": _json(found.columns[-1])}
     values |= {"vocabulary": str(vocabulary), "lakehouse": _json(lakehouse), "job_file": "job.toml"}
+    values |= {"outputs": str(found.classes or 1), "loss": _CLASSES if found.classes else _QUANTITY}
     values |= _job_values(run, found, tokenizer, lakehouse)
     for name, template in _templates(run, found.kind).items():
         texts[name] = Template(template.read_text()).substitute(values)
@@ -219,12 +259,13 @@ def _module_name(run: str) -> str:
 
 def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[str, str]) -> dict[str, str]:
     rows, more = "", ""
+    if found.filtered is not None:
+        column = found.filtered.replace('"', '""')
+        rows = _setting("row_filter", f'"{column}" IS NOT NULL')
     if found.kind != "numbers":
-        column = found.columns[0].replace('"', '""')
-        rows = _setting("row_filter", f'"{column}" IS NOT NULL') if found.with_nulls else ""
         more += "\n[sequences]\n" + _setting("length", 128) + (_setting("tokenizer", tokenizer) if tokenizer else "")
-    elif found.with_nulls:
-        rows = _setting("nullable", found.with_nulls)
+    elif nullable := [name for name in found.with_nulls if name != found.filtered]:
+        rows += _setting("nullable", nullable)
     if lakehouse:
         more += "\n[lakehouse]\n" + "".join(_setting(name, value) for name, value in lakehouse.items())
     quoted = {"run": _json(run), "table": _json(found.table), "columns": _json(found.columns)}

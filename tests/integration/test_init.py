@@ -31,6 +31,48 @@ _TABLES = {
     "text": pa.table({"id": range(_ROWS), "text": ["héllo wörld", None] * 20}),
     "times": pa.table({"day": pa.array(range(_ROWS), pa.date32()), "x": pa.array([0.5] * _ROWS)}),
 }
+_SHAPES = {
+    "documents": (
+        {
+            "path": [f"/data/files/{row}.txt" for row in range(_ROWS)],
+            "n_chars": range(_ROWS, 0, -1),
+            "tags": [[1, 2]] * _ROWS,
+            "text": ["word " * 100] * _ROWS,
+        },
+        ["text"],
+        "left out: path (a text), n_chars (a number), tags (a list)",
+    ),
+    "labelled": (
+        {
+            "user_id": range(_ROWS),
+            "label": [0, 1, None, 1] * 10,
+            "day": pa.array(range(_ROWS), pa.date32()),
+            "seq": range(100, 100 + _ROWS),
+            "x": [0.5] * _ROWS,
+        },
+        ["x", "label"],
+        "predicts label (2 classes, by cross entropy)",
+    ),
+    "flagged": ({"x": [0.5] * _ROWS, "won": [0.0, 1.0] * 20}, ["x", "won"], "predicts won (2 classes"),
+    "species": (
+        {"a": [0.5] * _ROWS, "b": [1.5] * _ROWS, "species": ["setosa", "versicolor"] * 20},
+        ["a", "b"],
+        "predicts b (a quantity, by squared error) from the others",
+    ),
+    "digits": (
+        {"image": [b"\x00\x01"] * _ROWS, "box": [{"x": 1, "y": 2}] * _ROWS, "label": list(range(10)) * 4},
+        ["label"],
+        "left out: image (binary), box (struct<",
+    ),
+    "grades": ({"label": list(range(10)) * 4, "x": [0.5] * _ROWS}, ["x", "label"], "label (10 classes"),
+    "wide": ({f"x{at}": [0.5] * _ROWS for at in range(300)}, [f"x{at}" for at in range(300)], "and 288 more of"),
+    "masked": (
+        {"attention_mask": [[1, 1]] * _ROWS, "input_ids": [[5, 6]] * _ROWS},
+        ["input_ids"],
+        "left out: attention_mask (a list)",
+    ),
+}
+"""Columns of a table, those that are chosen, and a part of what the command says."""
 _DECIMALS = pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2))})
 _UNSIGNED = pa.table({"x": [1.0], "n": pa.array([1], pa.uint64())})
 _CHOSEN = {"numbers": ["a", 'b "c"', "när"], "tokens": ["ids"], "text": ["text"], "times": ["day", "x"]}
@@ -72,6 +114,26 @@ def test_written_script_trains_at_once(folder: Path, here: Command, name: str) -
     exec(compile(script.replace("training_run()", 'training_run("project/job.toml")'), "train.py", "exec"), {})
     report = audit_run(connect(LakehouseConfig().at_home(".dlac")), "my-run")
     assert (report.exact, report.rows_consumed) == (True, 20 if name == "text" else _ROWS)
+
+
+@pytest.mark.parametrize(
+    "name", ["labelled", *(pytest.param(name, marks=pytest.mark.slow) for name in _SHAPES if name != "labelled")]
+)
+def test_choice_is_explained_and_trains(folder: Path, here: Command, name: str) -> None:
+    """Documents come before file names, ids are no features, a label has classes. The command says what it left out."""
+    columns, chosen, said = _SHAPES[name]
+    Path("made").mkdir()
+    pq.write_table(pa.table(columns), "made/a.parquet")
+    made = here("init", "made", "--run", "my-run", "--into", "project")
+    assert made.returncode == 0, made.stderr
+    assert said in made.stdout
+    assert ("left out: " in made.stdout) == (set(columns) != set(chosen))
+    assert "to change that: --columns" in made.stdout
+    assert read_spec(Path("project/job.toml")).source.columns == chosen
+    script = (folder / "project" / "train.py").read_text()
+    exec(compile(script.replace("training_run()", 'training_run("project/job.toml")'), "train.py", "exec"), {})
+    report = audit_run(connect(LakehouseConfig().at_home(".dlac")), "my-run")
+    assert (report.exact, report.rows_consumed) == (True, 30 if name == "labelled" else _ROWS)
 
 
 def test_partition_keys_are_left_out(folder: Path, here: Command) -> None:
