@@ -128,7 +128,7 @@ def fork(
         raise SpecInvalid(f"expected --step or --checkpoint, found {step!r} and {checkpoint!r}: name one checkpoint")
     read = ui.resolved(spec, home)
     job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
-    lakehouse = ui.lakehouse_of(spec, home, create=True)
+    lakehouse = ui.lakehouse_of(spec, home)
     parent = ui.known_spec(lakehouse, run, None, home)
     files = None if parent is None else tiers_of(parent).files
     done = fork_run(lakehouse, job, run, step=step, checkpoint_id=checkpoint, files=files)

@@ -83,9 +83,15 @@ def register(
 
     Folders such as day=2026-11-25 are partitions. A file that has changed under its name is refused.
     """
+    from dlac_pipeline.lakehouse.iceberg.connect import has_catalog
+    from dlac_pipeline.lakehouse.registration.register import preview
     from dlac_pipeline.lakehouse.registration.register import register as register_files
 
-    done = register_files(ui.lakehouse_of(spec, home, create=True), table, location, dry_run=dry_run)
+    config = ui.config_of(home) if spec is None else ui.resolved(spec, home).lakehouse
+    if dry_run and not has_catalog(config):
+        done = preview(config, table, location)
+    else:
+        done = register_files(ui.lakehouse_for_files(config, table, location), table, location, dry_run=dry_run)
     ui.show_facts(asdict(done), as_json=as_json)
 
 

@@ -72,7 +72,12 @@ ERR = _SafeConsole(stderr=True)
 
 Home = Annotated[
     Path | None,
-    Option("--home", help="Folder of the embedded lakehouse and store.", envvar="DLAC_HOME", show_default=".dlac"),
+    Option(
+        "--home",
+        help="Folder of the embedded lakehouse and store.",
+        envvar="DLAC_HOME",
+        show_default=".dlac here or above",
+    ),
 ]
 SpecFile = Annotated[Path, Argument(help="Job spec, a .toml or .yaml file.")]
 SpecOption = Annotated[
@@ -115,8 +120,25 @@ def lakehouse_of(
     """
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-    embedded = LakehouseConfig(name=catalog).at_home(home or home_folder())
-    return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=create, damaged=damaged)
+    if spec is not None:
+        job = resolved(spec, home)
+        return connect(job.lakehouse, create=create, tables=job.own_tables, damaged=damaged)
+    return connect(config_of(home, catalog), create=create, damaged=damaged)
+
+
+def config_of(home: Path | None, catalog: str | None = None) -> LakehouseConfig:
+    """Return the settings of a named catalog, else of the embedded lakehouse of `home`."""
+    return LakehouseConfig(name=catalog).at_home(home or home_folder())
+
+
+def lakehouse_for_files(config: LakehouseConfig, table: str, location: str) -> "Lakehouse":
+    """Return the lakehouse in which Parquet files at a location become a table. Files that cannot be one make none."""
+    from dlac_pipeline.lakehouse.iceberg.connect import connect, has_catalog
+    from dlac_pipeline.lakehouse.registration.register import preview
+
+    if not has_catalog(config):
+        preview(config, table, location)
+    return connect(config)
 
 
 def ledger_of(spec: Path | None, home: Path | None) -> "Ledger":

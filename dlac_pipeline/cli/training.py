@@ -91,12 +91,14 @@ def init(
     named = re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]).lstrip("._-")[:100]
     run = check_run_name(run or named or "first")
     check_free(into, run)
-    lakehouse = ui.lakehouse_of(None, home, create=files or catalog is not None, catalog=catalog)
     if files:
+        lakehouse = ui.lakehouse_for_files(ui.config_of(home, catalog), name, source)
         done = register(lakehouse, name, source)
         typer.echo(f"registered {source} as table {name}", err=True)  # also if its columns are refused
         for column in done.left_out:
             typer.echo(f"left out column {ui.terminal_text(column)}", err=True)
+    else:
+        lakehouse = ui.lakehouse_of(None, home, create=catalog is not None, catalog=catalog)
     wanted = [each.strip() for each in columns.split(",")] if columns else []
     found = find_trainable(lakehouse, name, wanted)
     written = write_project(into, run, found, {} if catalog is None else {"name": catalog})

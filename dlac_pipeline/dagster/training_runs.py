@@ -82,7 +82,7 @@ class TrainingRunDefinition:
         """Return its open lakehouse."""
         from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-        return connect(self.loaded.lakehouse)
+        return connect(self.loaded.lakehouse, tables=self.loaded.own_tables)
 
     def as_launched(self, run: dg.DagsterRun) -> "TrainingRunDefinition":
         """Return it with the overrides in the configuration of a Dagster run. A person may have written anything there."""

@@ -229,7 +229,11 @@ class DlacDataset(IterableDataset[DictBatch]):
         """The leg, opened by this process: a forked worker shares no connection with its parent."""
         if self._opened is None or self._opened[0] != os.getpid():
             own = self._plans is not None and self._plans[0] == os.getpid()
-            plans = self._plans[1] if own and self._plans else Plans(connect(self.spec.lakehouse))
+            plans = (
+                self._plans[1]
+                if own and self._plans
+                else Plans(connect(self.spec.lakehouse, tables=self.spec.own_tables))
+            )
             self._opened = os.getpid(), open_leg(plans, self.leg, self.spec)
         return self._opened[1]
 

@@ -209,7 +209,7 @@ def _plan_leg(spec: job_spec.JobSpec, group: dist.ProcessGroup | None) -> tuple[
     failed: DlacError | None = None
     if group is None or dist.get_rank() == 0:
         try:
-            plans = Plans(connect(spec.lakehouse))
+            plans = Plans(connect(spec.lakehouse, tables=spec.own_tables))
             added = [plans.add(plan) for plan in plan_sources(plans.lakehouse, spec)]
             answer = {"leg": first_leg(spec, added).to_json()}
         except DlacError as err:

@@ -202,7 +202,7 @@ def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
 
 def check_requested(spec: JobSpec, leg: Leg) -> None:
     """Check that the spec requests what the leg of a state binds. A snapshot that it does not name is that of the state."""
-    lakehouse = connect(spec.lakehouse)
+    lakehouse = connect(spec.lakehouse, tables=spec.own_tables)
     uuids = {source.table: str(lakehouse.load(source.table).metadata.table_uuid) for source in spec.sources}
     differing = leg.differences(requested_leg(spec, leg, uuids))
     if differing:

@@ -43,7 +43,7 @@ class LakehouseConfig(BaseModel):
     """Kind of Iceberg catalog, as PyIceberg names it; empty: the one that the address shows."""
     uri: str = ""
     """Address of the catalog. Empty: the catalog that `name` or `type` means, or else an SQLite file in the home folder
-    ($DLAC_HOME, or .dlac)."""
+    ($DLAC_HOME, or the nearest .dlac upwards)."""
     warehouse: str = ""
     """Folder or bucket of the tables. Empty: that of the catalog, or a folder in the home folder."""
     name: str | None = None

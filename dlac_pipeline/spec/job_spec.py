@@ -21,6 +21,9 @@ from dlac_pipeline.spec import spec_problems
 from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec
 from dlac_pipeline.spec.listeners_spec import ListenersSpec
 
+_HOME = ".dlac"
+"""Name of the folder of an embedded lakehouse."""
+
 
 class SourceSpec(spec_problems.Section):
     """Source of rows."""
@@ -378,6 +381,11 @@ class JobSpec(spec_problems.Section):
             )
         return self
 
+    @property
+    def own_tables(self) -> tuple[str, ...]:
+        """The source tables in the lakehouse's own catalog."""
+        return tuple(source.table for source in self.sources if source.format == "iceberg" and not source.catalog)
+
     def passes_of(self, source: SourceSpec) -> int:
         """Return the passes over a source. 0: without end."""
         return self.order.passes if source.passes is None else source.passes
@@ -398,8 +406,22 @@ class JobSpec(spec_problems.Section):
 
 
 def home_folder() -> Path:
-    """The folder of the embedded lakehouse: $DLAC_HOME, else .dlac here. The one place that reads it."""
-    return Path(os.environ.get("DLAC_HOME") or ".dlac")
+    """Return the folder of the embedded lakehouse: $DLAC_HOME, else the nearest .dlac from here upwards, else a new one here.
+
+    Another user's folder above is not used: its catalog would choose the files that this user writes.
+    """
+    if given := os.environ.get("DLAC_HOME"):
+        return Path(given)
+    here = Path.cwd()
+    found = (folder / _HOME for folder in here.parents if _is_own(folder / _HOME))
+    return Path(_HOME) if (here / _HOME).exists() else next(found, Path(_HOME))
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:

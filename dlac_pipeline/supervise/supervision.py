@@ -95,6 +95,7 @@ def connect_run(request: Request, stop: threading.Event) -> tuple[Lakehouse, str
     """Return the lakehouse of a run and its ledger's identity. Raise `CatalogUnreachable` or `StoreUnavailable` after retries."""
     within_s = retry_within_s(replaces=request.replaces, noticed_by=request.noticed_by)
     retry = retrying(within_s, of=(CatalogUnreachable, StoreUnavailable), stop=stop)
+    # first, because a store in a wrong folder would make the lakehouse's folder
+    lakehouse = retry(connect, request.spec.lakehouse, tables=request.spec.own_tables)
     retry(tiers_of(request.spec).check_writable)
-    lakehouse = retry(connect, request.spec.lakehouse)
     return lakehouse, retry(lambda: Ledger(lakehouse).table_uuid)

@@ -10,6 +10,7 @@ from pathlib import Path
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import VERDICT, Round
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.iceberg.connect import check_tables_may_exist
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.listeners_spec import check_listeners
@@ -94,6 +95,7 @@ class Supervisor:
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
         check_listeners(spec.listeners)
+        check_tables_may_exist(spec.lakehouse, spec.own_tables)  # before the starter makes a folder in the home folder
         try:
             with closing(self._starter), self._listeners:
                 self._starter.begin(spec)

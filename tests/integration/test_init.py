@@ -13,7 +13,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.operations.new_project import scaffold_job
-from dlac_pipeline.spec.job_spec import read_spec
+from dlac_pipeline.spec.job_spec import home_folder, read_spec
 from tests.integration.conftest import Command
 from tests.ports import own_port
 
@@ -285,3 +285,40 @@ def test_scaffolded_job_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(scaffold_job("second"))
     assert (read_spec(path).run, read_spec(path).source.table) == ("second", "namespace.table")
+
+
+def test_lakehouse_is_found_from_below(folder: Path, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command in the folder of a project uses the lakehouse above it."""
+    assert here("init", "numbers", "--into", "project", "--run", "first").returncode == 0
+    monkeypatch.chdir(folder / "project")
+    found = here("plan", "job.toml")
+    assert found.returncode == 0, found.stderr
+    assert not Path(".dlac").exists()
+    monkeypatch.setattr("os.getuid", lambda: 12_345)  # who owns none of these folders
+    assert home_folder() == Path(".dlac")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train job.toml",
+        "plan job.toml",
+        "register points numbers",
+        "register lake.points nothing",
+        "register lake.points numbers --dry-run",
+        "init empty --into project",
+        "chaos job.toml --kill rank@step=3 --steps 9",
+        "fork a --as b --spec job.toml",
+        "runs",
+    ],
+)
+def test_failed_command_leaves_no_lakehouse(folder: Path, here: Command, command: str) -> None:
+    """A command in the wrong folder is refused, or only reads. The next one in it finds no empty lakehouse."""
+    Path("empty").mkdir()
+    Path("train.py").touch()
+    Path("job.toml").write_text(scaffold_job("first").replace("namespace.table", "lake.points"))
+    refused = here(*command.split())
+    assert (refused.returncode == 0) == command.endswith("--dry-run"), refused.stderr
+    assert not Path(".dlac").exists()
+    if command.startswith(("train", "plan", "chaos")):
+        assert "run the command in the folder that has .dlac" in " ".join(refused.stderr.split())

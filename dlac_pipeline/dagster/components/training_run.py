@@ -200,7 +200,8 @@ class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
     def _snapshot(self) -> str:
         from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-        lakehouse = connect(LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder()))
+        config = LakehouseConfig.model_validate(self.lakehouse).at_home(home_folder())
+        lakehouse = connect(config, tables=(self.table,))
         current = lakehouse.load(self.table).current_snapshot()
         return "empty" if current is None else str(current.snapshot_id)
 

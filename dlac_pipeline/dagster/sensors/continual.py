@@ -103,7 +103,7 @@ def _look(
         return f"{spec.run} follows no table"
     if trainer := trainers().get(spec.run):
         return f"{spec.run} is trained by Dagster run {trainer}"
-    lakehouse = connect(spec.lakehouse)
+    lakehouse = connect(spec.lakehouse, tables=spec.own_tables)
     found = due(lakehouse, spec)
     obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
     if obstacle or not found.needed:

@@ -242,7 +242,7 @@ def _find_trainer(
     from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
     from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 
-    rows = Ledger(connect(spec.lakehouse)).rows(spec.run, kinds=HEAD_KINDS)
+    rows = Ledger(connect(spec.lakehouse, tables=spec.own_tables)).rows(spec.run, kinds=HEAD_KINDS)
     trainer = living_trainer(instance, rows, settings)
     # From the same rows that show the trainer, so that an attempt claimed since is not replaced.
     fence = fence_of_rows(rows)

@@ -112,10 +112,7 @@ class Lakehouse:
             try:
                 return self._load(identifier)
             except exceptions.NoSuchTableError as err:
-                raise errors.NoSuchTable(
-                    f"expected a table named {identifier!r} in the catalog at {self.config.address!r}, found none; "
-                    "another embedded lakehouse is named with --home or DLAC_HOME"
-                ) from err
+                raise _no_table(self.config, identifier) from err
             except FileNotFoundError as err:
                 raise self._metadata_problem(identifier, err) from err
 
@@ -304,14 +301,21 @@ def _age_of(table: Table) -> tuple[str, int]:
 
 
 def connect(
-    config: LakehouseConfig, *, create: bool = True, answered: bool = False, damaged: bool = False
+    config: LakehouseConfig,
+    *,
+    create: bool = True,
+    tables: Sequence[str] = (),
+    answered: bool = False,
+    damaged: bool = False,
 ) -> Lakehouse:
     """Open the catalog and make sure that DLAC's tables exist. Without a lakehouse, only `create` makes one.
 
+    - `tables`: source tables without which none is made, because a lakehouse in the wrong folder would answer from then on.
     - `answered`: another process of the run has opened this catalog, so a transient failure is an outage.
     - `damaged`: the tables may be lost, and are left as they are.
 
-    Raises `CatalogUnreachable`, `CatalogMisconfigured` for a wrong address, name or credentials, or `NoSuchLakehouse`.
+    Raises `CatalogUnreachable`, `CatalogMisconfigured` for a wrong address, name or credentials, `NoSuchLakehouse`, or
+    `NoSuchTable` for one of `tables`, of a catalog without DLAC's tables.
     """
     named, config = config, configured(config)
     if config.kind in ("dynamodb", "bigquery"):
@@ -324,6 +328,7 @@ def connect(
     if not (create or damaged) and recorded is not None and recorded.ledger_metadata is None:
         raise _no_lakehouse(config)
     if create:
+        check_tables_may_exist(config, tables)
         _make_folder(config)
     relocation = relocations.Relocation() if recorded is None else relocations.find_relocation(config, recorded)
     with reachable(config.uri):
@@ -333,11 +338,32 @@ def connect(
             if not create and not exists:
                 raise _no_lakehouse(config)
         if not exists:
+            for each in tables:
+                lakehouse.load(each)
             lakehouse.create_own_tables()
         if damaged:
             lakehouse.create_namespace(config.namespace)
         lakehouse.record_place()
     return lakehouse
+
+
+def has_catalog(config: LakehouseConfig) -> bool:
+    """Return False for an SQLite catalog whose file does not exist."""
+    file = sqlite_file(config.uri)
+    return file is None or file.exists()
+
+
+def check_tables_may_exist(config: LakehouseConfig, tables: Sequence[str]) -> None:
+    """Raise `NoSuchTable` for tables of a catalog whose file does not exist."""
+    if tables and not has_catalog(config):
+        raise _no_table(config, tables[0])
+
+
+def _no_table(config: LakehouseConfig, identifier: str) -> errors.NoSuchTable:
+    return errors.NoSuchTable(
+        f"expected a table named {identifier!r} in the catalog at {config.address!r}, found none: run the command in the folder "
+        "that has .dlac, or name another embedded lakehouse with --home or DLAC_HOME"
+    )
 
 
 def _no_lakehouse(config: LakehouseConfig) -> errors.NoSuchLakehouse:

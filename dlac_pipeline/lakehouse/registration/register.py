@@ -22,6 +22,7 @@ from pyiceberg.typedef import Identifier, Record
 from pyiceberg.types import LongType, NestedField
 
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect, open_parquet
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.registration.file_metrics import describe_file
@@ -77,10 +78,39 @@ def register(lakehouse: Lakehouse, identifier: str, location: str, *, dry_run: b
         DataFileUnreadable: a file cannot be read.
         CommitConflict: other processes commit to the table all the time.
     """
+    _check_identifier(identifier)
     found = Location(location, lakehouse.config.catalog_properties())
     _check_outside_warehouse(lakehouse, found.pattern)
     found.check_plain()
     return retrying(of=errors.CommitConflict)(partial(_register, lakehouse, identifier, found, dry_run=dry_run))
+
+
+def preview(config: LakehouseConfig, identifier: str, location: str) -> Registered:
+    """Return the outcome of a first registration in a lakehouse that does not exist. It makes none. Raises as `register`."""
+    _check_identifier(identifier)
+    found = Location(location, config.catalog_properties())
+    found.check_plain()
+    files = found.find()
+    check_keys(files, None)
+    united = unite_columns(files, found.columns(files), {}, {})
+    return Registered(
+        table=identifier,
+        location=found.pattern,
+        files=len(files),
+        added_files=len(files),
+        added_rows=0,
+        missing=(),
+        removed=(),
+        left_out=_described(united.left_out),
+        snapshot_id=None,
+    )
+
+
+def _check_identifier(identifier: str) -> None:
+    if not all(part.strip() for part in identifier.split(".")) or "." not in identifier:
+        raise errors.SpecInvalid(
+            f"expected a new table as namespace.table, found {identifier!r}: write a namespace before it, as lake.{identifier}"
+        )
 
 
 def registered_tables(lakehouse: Lakehouse) -> Iterator[tuple[str, str]]:
@@ -148,9 +178,13 @@ def _register(lakehouse: Lakehouse, identifier: str, location: Location, *, dry_
         added_rows=rows,
         missing=tuple(sorted(recorded.keys() - {file.address for file in files})),
         removed=tuple(sorted(removed)),
-        left_out=tuple(f"{name!r}: {reason}" for name, reason in sorted(left_out.items())),
+        left_out=_described(left_out),
         snapshot_id=None if head is None else head.snapshot_id,
     )
+
+
+def _described(left_out: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name!r}: {reason}" for name, reason in sorted(left_out.items()))
 
 
 def _table(lakehouse: Lakehouse, identifier: str, location: Location) -> Table | None:
