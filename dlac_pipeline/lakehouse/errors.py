@@ -252,6 +252,10 @@ class ScriptFailed(TrainingFailed, exit_code=89, transient=False):
     """The training script raised the same exception at the same place in two attempts in a row."""
 
 
+class OutOfMemory(TrainingFailed, exit_code=91, transient=False):
+    """A rank could not allocate memory, in an attempt that committed nothing: another one would fail as well."""
+
+
 class MemoryStateLost(TrainingFailed):
     """A memory state changed while it was loaded, or no checkpoint may have its weights. The next attempt reads a checkpoint."""
 

@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,15 @@ from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, 
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
-from dlac_pipeline.supervise.failure import Failure, end_ranks, failure_of_attempt, first_cause, planned_end, stuck_rank
+from dlac_pipeline.supervise.failure import (
+    STOPPED_FILE,
+    Failure,
+    end_ranks,
+    failure_of_attempt,
+    first_cause,
+    planned_end,
+    stuck_rank,
+)
 from dlac_pipeline.supervise.incident import AttemptMonitor, Incident, replace_dead
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
@@ -88,6 +96,13 @@ class SupervisedAttempt:
 
     def run(self) -> Ending | Failure | Rescale:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
+        end = self._run()
+        if end == "stopped":
+            with suppress(OSError):  # the next launch then counts a failure
+                (self.folder / STOPPED_FILE).touch()
+        return end
+
+    def _run(self) -> Ending | Failure | Rescale:
         own = start_local_ranks(self._spec, self.folder, self._round, self._supervision.starter)
         ranks = AllRanks(own, self._round)
         try:  # the ranks import their libraries while the run is claimed

@@ -1,5 +1,6 @@
 """Failures: why an attempt ended without finishing, the rank that caused it, and the work that was lost."""
 
+import re
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +22,9 @@ from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankError
 
 STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to exit and is still running."""
+_NO_MEMORY = re.compile(r"can(no|')t allocate memory|not enough memory|out of memory", re.IGNORECASE)
+STOPPED_FILE = "stopped"
+"""File in the launch folder of an attempt that ended on request. One that trained nothing has no other record of that."""
 SILENT_KINDS = (HANG, LOST)
 """Kinds of the failures of ranks that stopped to send heartbeats, alone or with their node."""
 _Mark = tuple[float, int, Phase] | None
@@ -68,6 +72,11 @@ class Failure(RankError):
         return self.kind == errors.MemoryStateLost.__name__
 
     @property
+    def lacked_memory(self) -> bool:
+        """True if an exception was a failed allocation: of Python, NumPy, Arrow or PyTorch, on a node or a device."""
+        return self.kind.endswith("MemoryError") or (bool(self.place) and bool(_NO_MEMORY.search(self.message)))
+
+    @property
     def blames_script(self) -> bool:
         """True if a rank failed with an exception or an exit status, and did not only stop to send heartbeats."""
         return self.kind not in ("", *SILENT_KINDS)
@@ -110,7 +119,10 @@ def failure_of_attempt(
     Return None if the attempt did not train, or exited in order and is started again by an operator.
     """
     claim = claim_of(rows, attempt)
-    if not claim.trains or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
+    in_order = left_in_order(rows, attempt) or (
+        bool(claim.launch_folder) and Path(claim.launch_folder, STOPPED_FILE).exists()
+    )
+    if not claim.trains or (noticed_by == OPERATOR and in_order):
         return None
     found = read_heartbeats(Path(claim.launch_folder)) if claim.launch_folder else []
     appended = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and row.seq]

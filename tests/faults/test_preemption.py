@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:
@@ -88,6 +89,18 @@ def test_signal_to_one_rank_reaches_all(campaign: Arena, number: signal.Signals)
     assert campaign.lineage(run)[-1].step == preempted["step"] < 63
     again = finish_exactly(campaign, run)
     assert again.of("attempt")[0]["step"] == preempted["step"]
+
+
+def test_stop_before_training_is_no_failure(campaign: Arena) -> None:
+    """A run that is stopped before its first step, and trained later, has no incident."""
+    run = "stopped-early"
+    launch = campaign.launch(campaign.spec(run, passes=1))
+    launch.wait_for("attempt")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "stopped"
+    assert campaign.launch(campaign.spec(run, passes=1)).wait() == 0
+    assert recoveries_of(campaign.lakehouse, run) == []
 
 
 @pytest.mark.soak

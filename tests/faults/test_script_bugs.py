@@ -72,6 +72,18 @@ def test_secret_of_ranks_stays_in_them(campaign: Arena) -> None:
     assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
 
 
+@pytest.mark.parametrize("bug", ["memory", pytest.param("memory_error", marks=pytest.mark.slow)])
+def test_failed_allocation_ends_run_at_once(campaign: Arena, bug: str) -> None:
+    """Another attempt would need the same memory. The error says so, and names what helps."""
+    launch = campaign.launch(campaign.spec(bug, "train_raising.py", world_size=1, every_steps=50, bug=bug, at=3))
+    assert launch.wait() == 91, launch.events
+    (error,) = launch.of("error")
+    assert error["kind"] == "OutOfMemory"
+    assert "could not allocate it: lower order.batch_size" in error["message"]
+    assert "train_raising.py" in error["message"]
+    assert len(launch.of("attempt")) == 1
+
+
 @pytest.mark.soak
 def test_repaired_script_trains_all_rows(arena: Arena) -> None:
     """The rows that a broken script had in hand are not quarantined. The repaired script trains all of them."""

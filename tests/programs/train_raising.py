@@ -30,6 +30,10 @@ def compute(run: dlac.TrainingRun, batch: dlac.Batch, model: torch.nn.Module) ->
             os._exit(3)
         if bug == "network":
             raise ConnectionResetError("the tracker is away")
+        if bug == "memory":
+            torch.empty(2**60)
+        if bug == "memory_error":
+            bytearray(2**62)
         if bug == "shape":
             return batch.mean(torch.ones(len(batch["x"]) + 1))
     return batch.mean((model(batch["x"].to(torch.float32)).squeeze(-1)) ** 2)

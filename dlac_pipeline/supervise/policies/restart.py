@@ -51,6 +51,7 @@ class RestartPolicy:
 
         Raises:
             NoProgress: no attempt follows, because several in a row committed nothing.
+            OutOfMemory: no attempt follows, because a rank could not allocate memory before a checkpoint.
             ScriptFailed: no attempt follows, because the script raises the same exception at the same place.
             TrainingFailed: no attempt follows, because `launch.max_restarts` is reached, or a stop was requested.
             DlacError: no attempt follows, because it would end in the same way.
@@ -64,6 +65,11 @@ class RestartPolicy:
             self.record_given_up(failure, attempt.number)
         if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set())):
             self._raise_if_final(failure)
+        if failure.lacked_memory and not attempt.committed:
+            expected = f"expected memory for the script of run {self._spec.run!r}"
+            todo = "lower order.batch_size, use smaller micro-batches, more ranks or a smaller model, or free memory"
+            found = f"found that rank {failure.rank} could not allocate it: {todo}"
+            self._give_up(failure, attempt.number, errors.OutOfMemory, f"{expected}, {found}")
         retry = self._retry
         left_out: Sequence[Unreadable] = retry(self._spiked if spiked else self._damaged, failure, attempt.leg)
         if not left_out:
