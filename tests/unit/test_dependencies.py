@@ -154,3 +154,17 @@ def test_messages_name_existing_extras() -> None:
     named = {re.sub(r"pip install ['\\\"]*", "", line).rstrip("'\\\"") for line in found}
     assert named <= {f"{_PROJECT['name']}[{extra}]" for extra in _PROJECT["optional-dependencies"]}
     assert f"{_PROJECT['name']}[dagster]" in named
+
+
+def test_install_lines_bound_torch() -> None:
+    """Each page that installs PyTorch names the range of `pyproject.toml`, or pip downloads it twice, and the CPU variant."""
+    (wanted,) = [each for each in _PROJECT["dependencies"] if each.startswith("torch>")]
+    files = [*(_ROOT / "docs").glob("*.md"), *(_ROOT / "dlac_pipeline").rglob("*.py")]
+    files += [_ROOT / name for name in ("README.md", "Makefile", "Containerfile")]
+    found = {file: re.findall(r"pip install [^`\n]*?\b(torch\b[^\"' \n`]*)", file.read_text()) for file in files}
+    assert {line for lines in found.values() for line in lines} == {wanted}
+    pages = [_ROOT / "README.md", _ROOT / "docs" / "index.md", _ROOT / "docs" / "quickstart.md"]
+    assert [file for file in found if found[file] and file.suffix == ".md"] == sorted(pages, key=files.index)
+    assert all("--index-url https://download.pytorch.org/whl/cpu" in file.read_text() for file in pages)
+    paragraphs = [re.search(r"^Or: .*?$", page.read_text(), re.M) for page in pages[:2]]
+    assert len({each[0] for each in paragraphs if each}) == 1
