@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
-from dlac_pipeline.checkpoint.restore.foreign import Foreign
+from dlac_pipeline.checkpoint.restore.foreign import Foreign, checkpoint_of_header
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
@@ -23,7 +23,7 @@ from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, names_of, un
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ForkRow, NameRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ExportRow, ForkRow, NameRow
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce
@@ -179,12 +179,15 @@ def _take(address: str, path: Path, files: store_files.StoreFiles) -> None:
 def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
     """Make the foreign checkpoint the first one of the spec's run, which must be new. Return its id.
 
+    An export of this lakehouse is a fork of its checkpoint.
+
     Raises:
-        SpecInvalid: the run exists already.
+        SpecInvalid: the run exists already, or the files are exports of several checkpoints.
         StoreUnavailable: the checkpoint cannot be written to the store. Nothing was committed, and the call can be repeated.
     """
     ledger, tiers = Ledger(lakehouse), tiers_of(spec)
     check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, purpose="adopts")
+    parents = _parents_of(ledger, foreign)
     tiers.check_writable()
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
         check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, purpose="adopts")
@@ -194,10 +197,28 @@ def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> s
             make=lambda name, folder: _copy_foreign(foreign, tiers, name, folder),
             purpose={"purpose": "adopts", "origin": str(foreign.origin)},
             note={"adopted": str(foreign.origin)},
+            rows=parents,
         )
         begun = begin(lakehouse, spec, beginning)
     report_command(spec, {"event": RUN_BEGUN})
     return begun
+
+
+def _parents_of(ledger: Ledger, foreign: Foreign) -> list[ForkRow]:
+    """Return the checkpoint of which foreign files are exports, by their digests or headers. Empty: their origin is unknown."""
+    digests = {store_files.file_digest(path) for path in foreign.files}
+    named = {checkpoint_of_header(path) for path in foreign.files}
+    columns = ("run", "seq", "kind", "checkpoint_id", "step", "detail")
+    rows = ledger.rows_of_runs((CheckpointRow, ExportRow), columns=columns) if foreign.files else {}
+    known = [row for each in rows.values() for row in each]
+    named |= {row.checkpoint_id for row in known if isinstance(row, ExportRow) and row.digest in digests}
+    found = {row.checkpoint_id: row for row in known if isinstance(row, CheckpointRow) and row.checkpoint_id in named}
+    if len(found) > 1:
+        raise errors.SpecInvalid(
+            f"expected the weights of one checkpoint in {str(foreign.origin)!r}, found exports of {sorted(found)!r}: adopt "
+            "the files of one of them"
+        )
+    return [ForkRow(parent_run=row.run, parent_checkpoint=name, parent_step=row.step) for name, row in found.items()]
 
 
 def _copy_foreign(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:

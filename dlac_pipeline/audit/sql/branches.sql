@@ -41,7 +41,7 @@ opened AS (
 SELECT
     p.run, p.branch,
     CASE
-        WHEN p.adopted IS NOT NULL AND p.grew_from IS NULL THEN 'adoption'
+        WHEN p.adopted IS NOT NULL THEN 'adoption'
         WHEN p.parent_run <> p.run THEN 'fork'
         WHEN o.by_rewind THEN 'rewind'
         WHEN p.grew_from IS NULL AND p.seq_before = 0 THEN 'start'

@@ -1,6 +1,7 @@
--- One row per committed checkpoint, on the surviving lineage of its run or not, retired or not. `adopted` is the origin of one
--- that others wrote: the rows that it has seen before are unknown. A forked one is a copy of `forked_from`, at step forked_step
--- of the run forked_run. The models of both have seen the same rows.
+-- One row per committed checkpoint, on the surviving lineage of its run or not, retired or not. A forked one is a copy of
+-- `forked_from`, at step forked_step of the run forked_run. The models of both have seen the same rows. `adopted` is the folder
+-- of files that a checkpoint was made from. If they were exported from a checkpoint of this lakehouse, that is `forked_from`. Else
+-- the rows that they had seen are unknown.
 CREATE OR REPLACE VIEW checkpoints AS
 SELECT
     c.run, c.seq, c.attempt, c.checkpoint_id, c.parent, c.step, c.leg, c.committed_at, c.world_size, c.manifest_uri,

@@ -47,6 +47,8 @@ CREATE OR REPLACE VIEW forget_readers AS
 WITH
 claims AS (
     SELECT run, arg_max(detail, seq)::JSON AS claim FROM consumption WHERE kind = 'claim' GROUP BY run
+    -- An adoption or a fork that was killed has trained nothing, and has no weights. Repeated, it claims the run again.
+    HAVING (claim -> '$.adopts') IS NULL AND (claim -> '$.forks') IS NULL
 ),
 upcoming AS (
     SELECT l.run, c.source, c.live_plan_id AS plan_id
@@ -216,7 +218,7 @@ FROM forget_readers
 ORDER BY ALL;
 
 -- One row: the number of rows, their digest, and the rows themselves if they are few. The statement creates forget_request and
--- found_rows in another DuckDB. The limits are those of its certificate.
+-- found_rows in another DuckDB.
 CREATE OR REPLACE VIEW forget_summary AS
 WITH
 numbered AS (
@@ -240,15 +242,5 @@ SELECT
         || 'CREATE OR REPLACE TABLE found_rows AS SELECT file_path, unnest(range(first, last + 1)) AS row' || chr(10)
         || 'FROM (VALUES {}) AS ranges (file_path, first, last);' || chr(10),
         (SELECT table_uuid FROM forget_request), (SELECT literals FROM filters),
-        (SELECT string_agg(literal, ', ' ORDER BY literal) FROM ranges)) AS statement,
-    [
-        'The weights are those of a training without the rows, for the same world size, kernels and versions: others may round '
-        || 'differently.',
-        'In packed sequences, later documents have other positions and neighbors than with the rows.',
-        'Exports, and copies of checkpoints outside of the stores of the runs, are not covered. Each run lists the exports that '
-        || 'DLAC made.',
-        'The rows in the source table are not deleted, nor are its older snapshots.',
-        'The ledger keeps traces: the filters in rewinds, plans and legs, and until dlac erase-traces, digests of keys of the '
-        || 'rows and the losses of the steps with them.'
-    ] AS limits
+        (SELECT string_agg(literal, ', ' ORDER BY literal) FROM ranges)) AS statement
 FROM found_rows;

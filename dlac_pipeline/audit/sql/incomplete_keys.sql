@@ -14,5 +14,5 @@ SELECT format('{} data files of {} have no keys', files, source_table) AS reason
 UNION ALL
 SELECT format('training before checkpoint {} was elsewhere ({})', checkpoint_id, adopted)
 FROM checkpoints
-WHERE adopted IS NOT NULL AND checkpoint_id IN (FROM ancestry)
+WHERE adopted IS NOT NULL AND forked_from IS NULL AND checkpoint_id IN (FROM ancestry)
 ORDER BY reason;

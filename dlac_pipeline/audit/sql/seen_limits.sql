@@ -12,7 +12,7 @@ GROUP BY p.source_table
 UNION ALL
 SELECT DISTINCT 'unknown for the rows that ' || adopted || ' had seen, with which run ' || run || ' began'
 FROM checkpoints
-WHERE adopted IS NOT NULL AND ($run IS NULL OR run = $run OR checkpoint_id IN (
+WHERE adopted IS NOT NULL AND forked_from IS NULL AND ($run IS NULL OR run = $run OR checkpoint_id IN (
     SELECT a.checkpoint_id FROM lineage AS h JOIN ancestors(h.checkpoint_id) AS a ON true WHERE h.is_head AND h.run = $run
 ))
 ORDER BY note;

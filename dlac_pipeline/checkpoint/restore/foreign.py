@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import metadata as metadatas
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -26,6 +27,7 @@ from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, Sha
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.checkpoint.store import MANIFEST
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
@@ -43,6 +45,8 @@ class Foreign:
     """Of ours, that loads it."""
     world_size: int
     """Ranks that saved it, where that matters."""
+    files: list[Path]
+    """Its files of tensors, if they may be exports of DLAC."""
     copy: Callable[[Path, Write], None]
     """Hands its files over, for a checkpoint's folder."""
 
@@ -50,16 +54,12 @@ class Foreign:
 def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
     """Return the checkpoint of DeepSpeed, DCP or Hugging Face in `folder`. `tag` is DeepSpeed's, by default that of `latest`.
 
-    Raise `SpecInvalid` if the folder contains none of them, and `CheckpointUnsafe` if a DeepSpeed file contains more than
-    tensors, plain values and a few known classes. For the others the copy raises it.
+    DCP's tensors are read into memory here, so that a copy refuses nothing. Raise `SpecInvalid` if the folder contains none of
+    them, and `CheckpointUnsafe` if a file contains more than tensors, plain values and a few known classes.
     """
-    if (folder / INDEX).is_file():
-        raise SpecInvalid(
-            f"expected a checkpoint that DLAC did not write, found one of its own in {str(folder)!r}: begin a run from it with "
-            "dlac fork"
-        )
+    _check_foreign(folder)
     if (folder / ".metadata").is_file():
-        return _of_dcp(folder, lambda folder: _read(folder, _PlainReader(folder)))
+        return _of_dcp(folder, _read(folder, _PlainReader(folder)), [])
     latest = folder / "latest"
     named = tag or (latest.read_text(errors="replace").strip() if latest.is_file() else ".")
     tagged = folder / named
@@ -68,11 +68,13 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
             f"expected a tag that names a folder in {str(folder)!r}, found {named!r}: name that folder itself, or its tag "
             "with --tag"
         )
+    _check_foreign(tagged)
     files = sorted(tagged.glob("*.pt"))
     if not list(tagged.glob("*model_states.pt")):
         for each in [tagged] if tag or tagged.exists() else [folder]:  # `latest` may name a folder that was removed
             if list(each.glob("*.safetensors")):
-                return _of_dcp(each, _read_safetensors)
+                files = _tensor_files(each)
+                return _of_dcp(each, _read_safetensors(each, files), files)
         raise SpecInvalid(
             f"expected a checkpoint of DeepSpeed (<tag>/*model_states.pt), torch.distributed.checkpoint (.metadata) or Hugging "
             f"Face (*.safetensors) in {str(folder)!r}, found {sorted(path.name for path in folder.glob('*'))[:8]!r}: name its "
@@ -85,6 +87,7 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         origin=tagged,
         engine=DeepSpeedState.name,
         world_size=max(ranks, default=0) + 1,
+        files=[],
         copy=partial(_copy_deepspeed, files),
     )
 
@@ -95,17 +98,36 @@ def _copy_deepspeed(files: list[Path], target: Path, write: Write) -> None:
         write(target / DeepSpeedState.TAG / path.name, load_tensors(path, safe_classes(), mmap=True))
 
 
-def _of_dcp(folder: Path, read: Callable[[Path], dict[str, Any]]) -> Foreign:
-    return Foreign(origin=folder, engine=DistributedState.name, world_size=1, copy=partial(_copy_dcp, folder, read))
+def _check_foreign(folder: Path) -> None:
+    """Raise `SpecInvalid` for a checkpoint of DLAC's, or the folder in it that has the files of its engine."""
+    manifests = [path for path in (folder / MANIFEST, folder.parent / MANIFEST) if path.is_file()]
+    if (folder / INDEX).is_file() or any(b'"ledger_uuid"' in path.read_bytes() for path in manifests):
+        raise SpecInvalid(
+            f"expected a checkpoint that DLAC did not write, found one of its own in {str(folder)!r}: begin a run from it with "
+            "dlac fork"
+        )
 
 
-def _copy_dcp(folder: Path, read: Callable[[Path], dict[str, Any]], target: Path, write: Write) -> None:
-    state = read(folder)
+def checkpoint_of_header(file: Path) -> str | None:
+    """Return the checkpoint of DLAC's that the header of a safetensors file names as its origin, or None."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            return dict(opened.metadata() or {}).get("dlac.checkpoint_id")
+    except (OSError, SafetensorError) as err:
+        raise _broken(file.parent, f"{type(err).__name__}: {err}") from err
+
+
+def _of_dcp(folder: Path, state: dict[str, Any], files: list[Path]) -> Foreign:
     ours = {name: state.pop(name) for name in ("model", "optimizer") if name in state}
     if "model" not in ours:
         raise SpecInvalid(
             f"expected the entries 'model' and 'optimizer' in the checkpoint {str(folder)!r}, found {sorted(state)!r}"
         )
+    copy = partial(_copy_dcp, ours, state)
+    return Foreign(origin=folder, engine=DistributedState.name, world_size=1, files=files, copy=copy)
+
+
+def _copy_dcp(ours: dict[str, Any], state: dict[str, Any], target: Path, write: Write) -> None:
     writer = ShardWriter(target, write, adopted=True)
     save(ours, storage_writer=writer, planner=PlainSavePlanner(), no_dist=True)
     if writer.failure is not None:
@@ -114,10 +136,10 @@ def _copy_dcp(folder: Path, read: Callable[[Path], dict[str, Any]], target: Path
     TorchState.write_parts(target, write, rest)
 
 
-def _read_safetensors(folder: Path) -> dict[str, Any]:
+def _read_safetensors(folder: Path, files: list[Path]) -> dict[str, Any]:
     """Return the tensors by part. They are those of a bare model, unless each name begins with that of a part."""
     reader = HuggingFaceStorageReader(str(folder))
-    reader.fs = _Files(_tensor_files(folder))
+    reader.fs = _Files([str(path) for path in files])
     tensors = _read(folder, reader)
     if (folder / "config.json").exists() or any(name.split(".")[0] not in ("model", "optimizer") for name in tensors):
         return {"model": tensors}
@@ -128,7 +150,7 @@ def _read_safetensors(folder: Path) -> dict[str, Any]:
     return parts
 
 
-def _tensor_files(folder: Path) -> list[str]:
+def _tensor_files(folder: Path) -> list[Path]:
     """Return the files of one set of weights: those of the index, `model.safetensors`, the shards of ranks, or the only file."""
     index, whole = folder / WEIGHTS_INDEX, folder / WEIGHTS_FILE
     if index.is_file():
@@ -138,7 +160,7 @@ def _tensor_files(folder: Path) -> list[str]:
             raise _broken(folder, f"{WEIGHTS_INDEX} without a weight_map ({err})") from err
         if missing := sorted(str(name) for name in named if not (folder / Path(str(name)).name).is_file()):
             raise _broken(folder, f"no file {missing[0]!r}, which {WEIGHTS_INDEX} names")
-        return [str(folder / Path(name).name) for name in sorted(named)]
+        return [folder / Path(name).name for name in sorted(named)]
     found = sorted(folder.glob("*.safetensors"))
     chosen = [whole] if whole in found else list(folder.glob("shard-*.safetensors")) or found
     if not chosen or (chosen is found and len(found) > 1):
@@ -146,7 +168,7 @@ def _tensor_files(folder: Path) -> list[str]:
             f"expected {WEIGHTS_INDEX}, {WEIGHTS_FILE}, shard-*.safetensors or one safetensors file in {str(folder)!r}, found "
             f"{[path.name for path in found][:8]!r}: adopt a folder with one set of weights"
         )
-    return [str(path) for path in chosen]
+    return chosen
 
 
 class _Files(FileSystem):

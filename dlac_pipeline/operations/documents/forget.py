@@ -20,6 +20,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
 from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
+from dlac_pipeline.operations.documents.limits import limits_of
 from dlac_pipeline.operations.retire import retire_checkpoints
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -52,6 +53,7 @@ def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> For
         connection.execute("CREATE TABLE forget_request AS SELECT $1 AS table_uuid, $2 AS filters", [uuid, filters])
         connection.execute(script)
         [rows], runs = rows_of(connection, "FROM forget_summary"), rows_of(connection, "FROM forget_runs")
+        rows["limits"] = limits_of(connection)
         problems += [f"run {run}: {problem}" for run, problem in connection.execute("FROM forget_problems").fetchall()]
     if not rows["count"] and not problems:
         raise SpecInvalid(f"expected planned rows of {table!r} that match {filters!r}, found none: check the filters")

@@ -1,0 +1,168 @@
+"""Proofs about forgotten rows that must not be given: weights that were adopted, kept in memory, or left without keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
+from dlac_pipeline.checkpoint.restore.export import export_tensors, export_weights
+from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.operations.fork import adopt_checkpoint
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from tests.conftest import Arena
+from tests.integration.conftest import Command
+from tests.integration.test_adopt import _Touch
+from tests.integration.test_forget import Erasure, small
+
+
+def train_sharded(arena: Arena, spec: JobSpec, *, until: int | None = None) -> dict[int, list[int]]:
+    """Train a run with `DistributedState`, which loads adopted weights. Return its rows by step."""
+    path = arena.home / f"{spec.run}.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    seen = {}
+    with dlac.training_run(path) as run:
+        model = torch.nn.Linear(4, 1)
+        run.restore(dlac.DistributedState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
+        for batch in run.batches():
+            if batch.step == until:
+                break
+            seen[batch.step] = batch["row_id"][batch.valid].tolist()
+            run.step_done(batch.mean(batch["x"].sum(-1)))
+    return seen
+
+
+class Exported:
+    """A run `a` that has read a row, and an export of it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        arena.table(appends=(400,))
+        self.spec = small(arena, "a")
+        self.row = train_sharded(arena, self.spec)[3][0]
+        self.folder = arena.home.parent / "export"
+        self.folder.mkdir()
+        self.file = self.folder / "model.safetensors"
+        export_weights(arena.lakehouse, tiers_of(self.spec), self.file)
+
+    def adopt(self, folder: Path, run: str = "d", **changes: object) -> JobSpec:
+        """Begin a run over another table, which has none of the rows, from a folder."""
+        self.arena.table("src.other", appends=(100,))
+        spec = small(self.arena, run, table="src.other", **changes)
+        adopt_checkpoint(self.arena.lakehouse, spec, foreign_checkpoint(folder))
+        return spec
+
+
+@pytest.fixture
+def exported(arena: Arena) -> Exported:
+    """A run that has read the row, and its export."""
+    return Exported(arena)
+
+
+@pytest.mark.parametrize("kind", ["weights", "changed", "state"])
+def test_adopted_export_is_affected(exported: Exported, kind: str) -> None:
+    """A run that began with an export, with changed weights of one, or with an exported state has seen what its origin had."""
+    arena, folder = exported.arena, exported.folder
+    if kind == "state":
+        export_tensors(arena.lakehouse, tiers_of(exported.spec), folder := arena.home.parent / "state")
+    if kind == "changed":
+        about = {"dlac.checkpoint_id": str(arena.head("a"))}
+        save_file({name: each * 2 for name, each in load_file(exported.file).items()}, exported.file, about)
+    d = exported.adopt(folder)
+    train_sharded(arena, d)
+    erasure = Erasure(arena, [f"row_id = {exported.row}"], exported.spec, d)
+    assert (erasure.run("d")["action"], erasure.run("d")["affected_checkpoints"]) == (
+        "fork again",
+        len(arena.lineage("d")),
+    )
+    erasure.execute()
+    train_sharded(arena, exported.spec)
+    with pytest.raises(SpecInvalid, match="run d: expected no restorable checkpoint"):
+        erasure.certify()
+    assert not [each for each in erasure.plan()["rows"]["limits"] if each.startswith("Run d")]
+
+
+def test_unknown_adoption_is_a_limit(exported: Exported) -> None:
+    """A run whose adopted weights name no checkpoint is named in the certificate, also once it was taken back to them."""
+    arena = exported.arena
+    save_file({name: each + 1 for name, each in load_file(exported.file).items()}, exported.file)
+    d = small(arena, "d")
+    adopt_checkpoint(arena.lakehouse, d, foreign_checkpoint(exported.folder))
+    steps = train_sharded(arena, d)
+    erasure = Erasure(arena, [f"row_id = {exported.row}", f"row_id = {steps[1][0]}"], exported.spec, d)
+    erasure.execute()
+    assert erasure.run("d")["head_step"] == 0
+    for spec in (exported.spec, d):
+        train_sharded(arena, spec)
+    document, _ = erasure.certify()
+    limits = document["certificate"]["rows"]["limits"]
+    assert [
+        each
+        for each in limits
+        if each.startswith(f"Run d began with weights from {exported.folder}, of unknown origin")
+    ]
+
+
+def test_exports_of_two_checkpoints_are_refused(exported: Exported) -> None:
+    """A folder with files of two checkpoints has no one origin, and begins no run."""
+    tensors, places = load_file(exported.file), {}
+    for row, name in zip(exported.arena.lineage("a"), tensors, strict=False):
+        places[name] = f"model-{row.step}.safetensors"
+        save_file({name: tensors[name]}, exported.folder / places[name], {"dlac.checkpoint_id": row.checkpoint_id})
+    (exported.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(SpecInvalid, match=r"expected the weights of one checkpoint in .*, found exports of"):
+        exported.adopt(exported.folder)
+    assert exported.arena.rows("d") == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_unsafe_files_claim_no_run(arena: Arena, here: Command) -> None:
+    """`dlac adopt` refuses files with code in them before it claims the run."""
+    arena.table(appends=(200,))
+    folder = arena.home / "foreign"
+    save(
+        {"model": {"weight": torch.ones(1)}, "other": _Touch(arena.home / "touched")},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
+    (arena.home / "job.yaml").write_text(yaml.safe_dump(small(arena, "d").model_dump()))
+    refused = here("adopt", str(arena.home / "job.yaml"), str(folder), home=arena.home)
+    assert (refused.returncode, "was not loaded" in " ".join(refused.stderr.split())) == (74, True), refused.stderr
+    assert arena.rows("d") == []
+
+
+def test_killed_adoption_blocks_no_certificate(arena: Arena) -> None:
+    """An adoption that was killed after its claim has trained nothing and reads nothing."""
+    arena.table(appends=(400,))
+    spec, d = small(arena, "r"), small(arena, "d")
+    row = arena.train(spec)[7][0]
+    claim_and_verify(Plans(arena.lakehouse), d, ClaimRequest(purpose={"purpose": "adopts", "origin": "foreign"}))
+    erasure = Erasure(arena, [f"row_id = {row}"], spec, d)
+    erasure.execute()
+    arena.train(spec)
+    document, _ = erasure.certify()
+    assert [run["run"] for run in document["certificate"]["runs"]] == ["r"]
+
+
+def test_own_deepspeed_folder_is_not_adopted(tmp_path: Path) -> None:
+    """The folder of the engine's files in a checkpoint of DLAC's is forked, not adopted."""
+    folder = tmp_path / "step" / DeepSpeedState.TAG
+    folder.mkdir(parents=True)
+    torch.save({"module": {}}, folder / "mp_rank_00_model_states.pt")
+    assert foreign_checkpoint(folder).engine == DeepSpeedState.name
+    (tmp_path / "step" / "manifest.json").write_text('{"ledger_uuid": "1"}')
+    for each in (folder, folder.parent):
+        with pytest.raises(SpecInvalid, match="begin a run from it with dlac fork"):
+            foreign_checkpoint(each)

@@ -1,0 +1,14 @@
+"""Limits of certificates, in the code and on the page."""
+
+import re
+from pathlib import Path
+
+from dlac_pipeline.operations.documents.limits import LIMITS
+
+_PAGE = Path(__file__).parents[2] / "docs" / "forget.md"
+
+
+def test_page_lists_each_limit() -> None:
+    """The page has the sentences of the list, in their order, and no others."""
+    section = _PAGE.read_text().partition("## What a certificate does not cover")[2]
+    assert re.findall("^- (.*)$", section, re.MULTILINE) == list(LIMITS)
