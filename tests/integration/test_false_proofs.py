@@ -13,15 +13,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
+from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
 from dlac_pipeline.checkpoint.restore.export import export_tensors, export_weights
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.operations.fork import adopt_checkpoint
+from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from tests.conftest import Arena
+from tests.conftest import Arena, wait_until
 from tests.integration.conftest import Command
 from tests.integration.test_adopt import _Touch
 from tests.integration.test_forget import Erasure, small
@@ -166,3 +169,38 @@ def test_own_deepspeed_folder_is_not_adopted(tmp_path: Path) -> None:
     for each in (folder, folder.parent):
         with pytest.raises(SpecInvalid, match="begin a run from it with dlac fork"):
             foreign_checkpoint(each)
+
+
+def kill_with_state(arena: Arena, spec: JobSpec, step: int) -> Path:
+    """Launch a run, and kill supervisor and ranks once a state of a step is in memory. Return the folder of its states."""
+    launch, folder = arena.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: any(each.first.step >= step for each in read_states(folder)), what=f"a state of step {step}")
+    launch.destroy()
+    return folder
+
+
+@pytest.mark.parametrize("rewound", [False, True])
+def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> None:
+    """A killed launch has read the row after its last checkpoint. Its state is removed, also after a rewind by hand."""
+    arena.table(appends=(400,))
+    memory = arena.home / "memory"
+    memory.mkdir()
+    changes = {"memory": str(memory), "memory_every_steps": 1, "every_steps": 4, "pause_s": 0.1}
+    spec = small(arena, "r", **changes)
+    folder = kill_with_state(arena, spec, 7)
+    row = next(each["rows"][0] for each in arena.entries("r") if each["step"] == 7)
+    staged = arena.home / "checkpoints" / "r" / "attempt-0001" / f"step-000000007-{arena.rows('r', ClaimRow)[0].nonce}"
+    staged.mkdir()
+    (staged / "rank.pt").write_bytes(b"weights")
+    erasure = Erasure(arena, [f"row_id = {row}"], small(arena, "r"))
+    if rewound:
+        rewind_run(arena.lakehouse, "r", nonce="op", step=0, exclude=erasure.filters)
+        with pytest.raises(SpecInvalid, match=r"expected no weights in .*memory.*") as refused:
+            erasure.certify()
+        assert str(staged) in str(refused.value)
+    assert read_states(folder)
+    erasure.execute()
+    assert (list(memory.rglob("*.pt")), staged.exists()) == ([], False)
+    arena.train(small(arena, "r"))
+    assert erasure.certify()

@@ -224,7 +224,7 @@ def test_fork_after_rows_begins_again(arena: Arena) -> None:
     erasure.specs["new"] = new
     assert [line.split(" is ")[0] for line in erasure.execute()] == ["run new"]
     retire_left(Ledger(arena.lakehouse), "after", whole=True)
-    with pytest.raises(SpecInvalid, match=r"expected no files in .*after"):
+    with pytest.raises(SpecInvalid, match=r"expected no weights in .*after"):
         erasure.certify()
     for folder in (arena.home / "checkpoints" / "after").glob("attempt-*/step-*"):
         subprocess.run(["rm", "-r", folder], check=True)
@@ -282,7 +282,7 @@ def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "step", [pytest.param("rewind_run", marks=SOAK), "retire_left", pytest.param("Retention", marks=SOAK)]
+    "step", [pytest.param("rewind_run", marks=SOAK), "retire_left", pytest.param("LeftWeights", marks=SOAK)]
 )
 def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     """However far a killed execution came, its repetition ends in the same state."""

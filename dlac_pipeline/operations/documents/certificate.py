@@ -25,6 +25,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.documents.forget import ForgetPlan, SpecOf, plan_forget
+from dlac_pipeline.operations.documents.left_weights import LeftWeights
 
 _FORMAT_VERSION = 1
 _HEAD = "-- Request {}: run this in DuckDB without changes. While the rows are forgotten, it returns no row.\n"
@@ -88,7 +89,7 @@ def differences(lakehouse: Lakehouse, certificate: Mapping[str, Any], spec_of: S
 
 
 def contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> list[str]:
-    """Return the contradictions to a request that is met: in the ledger, in the audits, and in the stores."""
+    """Return the contradictions to a request that is met: in the ledger, in the audits, in the stores, and in memory."""
     found = list(plan["problems"])
     for run in plan["runs"]:
         name, spec = run["run"], spec_of(run["run"])
@@ -96,8 +97,14 @@ def contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> l
             found.append(f"run {name}: expected an exact audit, found otherwise: see `dlac audit {name}`")
         files = tiers_of(spec).files if spec else StoreFiles(lakehouse.config.properties)
         known = checkpoint_rows(Ledger(lakehouse).head_rows(name))
-        gone = [folder_uri(known[each].manifest_uri) for each in run["affected"] or ()]
-        found += [f"run {name}: expected no files in {folder}, found some" for folder in gone if files.children(folder)]
+        affected = run["affected"] or ()
+        gone = [folder_uri(known[each].manifest_uri) for each in affected]
+        left = {folder for folder in gone if files.children(folder)}
+        left.update(LeftWeights(lakehouse, spec, affected).find() if spec else ())
+        found += [
+            f"run {name}: expected no weights in {place}, found some: run dlac forget with --execute, or remove it"
+            for place in sorted(left)
+        ]
     return found
 
 

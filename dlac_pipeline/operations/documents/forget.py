@@ -20,6 +20,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
 from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
+from dlac_pipeline.operations.documents.left_weights import LeftWeights
 from dlac_pipeline.operations.documents.limits import limits_of
 from dlac_pipeline.operations.retire import retire_checkpoints
 from dlac_pipeline.operations.rewind import rewind_run
@@ -64,13 +65,14 @@ def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> For
 def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf) -> list[str]:
     """Rewind each run to its clean checkpoint with the exclusion, then retire all that have seen the rows. Return the steps.
 
-    The ledger decides each step, so a repeated call finishes what a killed one began. Runs that must begin again are left as
+    Weights that killed attempts left in memory or in folders of checkpoints are removed, too. The ledger decides each step, so a
+    repeated call finishes what a killed one began. Runs that must begin again are left as
     they are. Raises as `plan_forget` and `rewind_run`.
     """
     plan = plan_forget(lakehouse, table, filters)
     done = [_rewind(lakehouse, plan, run, spec_of) for run in plan["runs"] if run["action"] == "rewind"]
     for run in plan_forget(lakehouse, table, filters)["runs"]:  # an attempt may have committed before it was fenced off
-        if run["action"] in ("retire", "none") and run["affected"]:
+        if run["action"] in ("retire", "none"):
             done += _retire(lakehouse, run, spec_of(run["run"]))
     return done
 
@@ -95,12 +97,14 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
 
 
 def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> list[str]:
-    """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files."""
-    ledger, name, tags = Ledger(lakehouse), run["run"], run["tags"] or ()
+    """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files and what was left."""
+    ledger, name, tags, affected = Ledger(lakehouse), run["run"], run["tags"] or (), run["affected"] or ()
     check_ledger(lakehouse, name)
     done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]
-    gone = retire_checkpoints(lakehouse, name, spec, only=run["affected"])
+    gone = retire_checkpoints(lakehouse, name, spec, only=affected) if affected else []
     done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
-    if spec is None:
+    if spec is not None:
+        LeftWeights(lakehouse, spec, affected).remove()
+    elif affected:
         done.append(f"the files of run {name} remain: repeat this with its job spec in --spec")
     return done
