@@ -1,6 +1,6 @@
 """Checkpoints of a run: list, tag, verify. And checkpoints from and for other programs: adopt, export, identify."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes
 from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.lakehouse.errors import NoSuchLakehouse
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 
 app = typer.Typer()
@@ -206,12 +207,12 @@ def identify(
 ) -> None:
     """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed.
 
-    With --document: whether it was trained on a document, by the passport beside the file, without the lakehouse.
+    With --document: whether it was trained on a document, by the passport beside the file, also without the lakehouse.
     """
     from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 
     if document:
-        ui.show_facts(_seen_by_passport(file, document), as_json=as_json)
+        ui.show_facts(_seen_by_passport(file, document, spec, home), as_json=as_json)
         return
     if file.is_dir():
         raise typer.BadParameter(
@@ -220,17 +221,20 @@ def identify(
     ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
 
 
-def _seen_by_passport(file: Path, document: list[str]) -> dict[str, object]:
+def _seen_by_passport(file: Path, document: list[str], spec: Path | None, home: Path | None) -> dict[str, object]:
     from dlac_pipeline.operations.documents.passport import OpenPassport
 
     with closing(OpenPassport(file)) as passport:
+        is_known = False
+        with suppress(NoSuchLakehouse):
+            is_known = passport.is_in_ledger(ui.lakehouse_of(spec, home))
         seen, about = passport.has(document), passport.facts
-    answer = "probably (1 in 256 other documents is found, too)" if seen else "no"
-    unknown = "; ".join(about.incomplete) or None
+    answer = "unknown" if about.incomplete else "no"
     return {
-        "trained_on": answer,
+        "trained_on": "probably (1 in 256 other documents is found, too)" if seen else answer,
         "run": about.run,
         "checkpoint_id": about.checkpoint_id,
         "step": about.step,
-        "unknown": unknown,
+        "unknown": "; ".join(about.incomplete) or None,
+        "passport": "as in the ledger" if is_known else "not compared with the ledger, which is not here",
     }

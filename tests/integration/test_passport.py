@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.operations.documents.passport import OpenPassport, passport_of
@@ -79,6 +83,20 @@ def test_passport_names_what_it_misses(forked: Forked) -> None:
     with closing(OpenPassport(out)) as passport:
         assert passport.facts.incomplete == ("1 data files of src.v have no keys",)
         assert passport.facts.documents == len(forked.parent_rows)
+    answer = json.loads(forked.here("identify", str(out), "--document", "999999", "--json").stdout)
+    assert (answer["trained_on"], answer["unknown"]) == ("unknown", "1 data files of src.v have no keys")
+
+
+def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
+    """A data file that has keys of other columns only leaves a question open."""
+    arena.table(appends=(64,))
+    arena.train(arena.spec("a", world_size=1, passes=1, **KEYED))
+    arena.lakehouse.load("src.t").append(source_rows(64, 64))
+    arena.train(arena.spec("b", world_size=1, passes=1, row_keys=True, identity_columns=["name"]))
+    out, _ = Forked(arena, here, set()).export("b")
+    with closing(OpenPassport(out)) as passport:
+        assert len(passport.facts.identities) == 2
+        assert passport.facts.incomplete == ('1 data files of src.t have no keys of {"row_id": "BIGINT"}',)
 
 
 def test_run_without_keys_has_no_passport(arena: Arena, here: Command) -> None:
@@ -98,15 +116,52 @@ def test_wrong_passport_is_refused(forked: Forked) -> None:
     content = passport_of(first).read_bytes()
     passport_of(second).write_bytes(content)
     with pytest.raises(
-        SpecInvalid, match=r"expected weights of checkpoint 'a-.*', as their passport says, found weights of 'b-"
+        SpecInvalid, match=r"expected the weights of checkpoint 'a-.*', as their passport says, found others"
     ):
         OpenPassport(second)
     line, _, filtered = content.partition(b"\n")
-    other = line.replace(b'"format_version": 1', b'"format_version": 9')
-    for damaged in (line[:50], content[:-40], content + b"x", other + b"\n" + filtered):
+    facts, deep = json.loads(line), b"[" * 100_000
+    seed, salt = facts | {"seed": facts["seed"] + 1}, facts | {"identities": [["salt", facts["identities"][0][1]]]}
+    changed = [json.dumps(each).encode() + b"\n" + filtered for each in (seed, salt, facts | {"format_version": 9})]
+    for damaged in (line[:50], content[:-40], content + b"x", line + b"\n" + bytes(len(filtered)), deep, *changed):
         passport_of(first).write_bytes(damaged)
         with pytest.raises(SpecInvalid, match="expected a passport that `dlac export` wrote"):
             OpenPassport(first)
+
+
+def test_forged_passport_is_not_in_ledger(forked: Forked) -> None:
+    """A passport without documents, whose own digest fits, is refused where the ledger knows the weights."""
+    out, _ = forked.export("b")
+    question = ("identify", str(out), "--document", "1007", "--json")
+    known = json.loads(forked.here(*question, home=forked.arena.home).stdout)
+    assert (known["trained_on"].split()[0], known["passport"]) == ("probably", "as in the ledger")
+    line, _, filtered = passport_of(out).read_bytes().partition(b"\n")
+    facts = json.loads(line)
+    del facts["digest"]
+    digest = blake3(json.dumps(facts, sort_keys=True).encode() + b"\n" + bytes(len(filtered))).hexdigest()
+    passport_of(out).write_bytes(json.dumps(facts | {"digest": digest}).encode() + b"\n" + bytes(len(filtered)))
+    forged = json.loads(forked.here(*question, home=forked.arena.home.parent / "nowhere").stdout)
+    assert forged["passport"] == "not compared with the ledger, which is not here"
+    refused = forked.here(*question, home=forked.arena.home)
+    assert (refused.returncode, "found a changed one" in refused.stderr) == (64, True)
+
+
+def test_other_weights_are_refused(forked: Forked) -> None:
+    """Weights whose header still names the checkpoint, and another file in the place of the export."""
+    out, _ = forked.export("b")
+    with safe_open(out, framework="pt") as opened:
+        save_file({"weight": torch.ones(1)}, out, opened.metadata())
+    with pytest.raises(SpecInvalid, match=r"found others in .*weights.safetensors"):
+        OpenPassport(out)
+
+
+def test_export_without_keys_removes_passport(forked: Forked) -> None:
+    """Weights of a run without keys replace an export, whose passport would speak of them."""
+    out, _ = forked.export("b")
+    forked.arena.table("src.w", appends=(64,))
+    forked.arena.train(forked.arena.spec("w", table="src.w", world_size=1, passes=1))
+    forked.export("w")
+    assert not passport_of(out).exists()
 
 
 @pytest.mark.parametrize("document", [["seven"], ["7", "8"], [""]])

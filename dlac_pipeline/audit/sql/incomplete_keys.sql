@@ -2,15 +2,24 @@
 WITH ancestry AS (
     SELECT checkpoint_id FROM ancestors($1)
 ),
-unkeyed AS (
-    SELECT p.source_table, count(DISTINCT u.file_path) AS files
+read_files AS (
+    SELECT DISTINCT p.source_table, p.table_uuid, u.file_path
     FROM (SELECT DISTINCT plan_id FROM consumption WHERE kind = 'advance' AND checkpoint_id IN (FROM ancestry)) AS a
     JOIN plans AS p USING (plan_id)
     JOIN units AS u USING (plan_id)
-    WHERE NOT EXISTS (FROM keyed_files AS f WHERE f.table_uuid = p.table_uuid AND f.file_path = u.file_path)
-    GROUP BY p.source_table
+),
+-- A document is asked for by one identity. Files that have keys of another one only cannot answer.
+wanted AS (
+    SELECT DISTINCT table_uuid, f.identity FROM read_files JOIN keyed_files AS f USING (table_uuid, file_path)
+),
+unkeyed AS (
+    SELECT r.source_table, w.identity, count(DISTINCT r.file_path) AS files
+    FROM read_files AS r LEFT JOIN wanted AS w USING (table_uuid)
+    WHERE NOT EXISTS (FROM keyed_files AS f
+        WHERE f.table_uuid = r.table_uuid AND f.file_path = r.file_path AND f.identity = coalesce(w.identity, f.identity))
+    GROUP BY ALL
 )
-SELECT format('{} data files of {} have no keys', files, source_table) AS reason FROM unkeyed
+SELECT format('{} data files of {} have no keys', files, source_table) || coalesce(' of ' || identity, '') AS reason FROM unkeyed
 UNION ALL
 SELECT format('training before checkpoint {} was elsewhere ({})', checkpoint_id, adopted)
 FROM checkpoints

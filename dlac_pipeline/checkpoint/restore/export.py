@@ -59,6 +59,8 @@ class Exported:
     step: int
     files: list[str]
     """Names of the files whose digests the ledger has."""
+    digests: list[str]
+    """Digests of these files."""
 
 
 def export_weights(
@@ -175,6 +177,7 @@ def _export(
         checkpoint_id=row.checkpoint_id,
         step=row.step,
         files=[each.file for each in files],
+        digests=[each.digest for each in files],
     )
 
 

@@ -1,7 +1,8 @@
 """Passports of exported weights: whether a model was trained on a document, answered from one file, without the lakehouse.
 
 A passport is a line of JSON and an xor filter over the keys of the rows that the checkpoint has seen, its ancestors in
-other runs included. A seen document is always found. One in about 256 others is found, too.
+other runs included. A seen document is always found. One in about 256 others is found, too. The ledger has the digest of a
+passport, as of the weights.
 """
 
 import json
@@ -13,17 +14,23 @@ from typing import Any
 import duckdb
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
+from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
-from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_INDEX
+from dlac_pipeline.checkpoint.manifest import content_digest
 from dlac_pipeline.checkpoint.restore.export import Exported
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import record_exports
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
+from dlac_pipeline.lakehouse.store_files import file_digest
 from dlac_pipeline.operations.documents.xor_filter import XorFilter
 
 _FORMAT = 1
+_PART = "passport"
+"""Of the row of a passport among the exports."""
 _SEEN = "SELECT DISTINCT k.key, f.salt, f.identity FROM keys_seen($1) AS k JOIN keyed_files AS f USING (identity)"
 
 
@@ -34,8 +41,8 @@ class Passport:
     run: str
     checkpoint_id: str
     step: int
-    digest: str
-    """Of the exported file, as the ledger has it."""
+    files: tuple[tuple[str, str], ...]
+    """Names and digests of the exported files, as the ledger has them."""
     documents: int
     """Keys in the filter."""
     identities: tuple[tuple[str, str], ...]
@@ -50,11 +57,15 @@ def passport_of(export: Path) -> Path:
 
 
 def write_passport(lakehouse: Lakehouse, run: str, exported: Exported) -> Passport | None:
-    """Write the passport of an export. None: no data file that it was trained on has keys, so there is none."""
+    """Write the passport of an export, and its digest to the ledger.
+
+    None: no data file that it was trained on has keys, so there is none, and that of an earlier export is removed.
+    """
     incomplete, query = sql_script("incomplete_keys"), _SEEN + " units plans checkpoints ancestors keyed_files"
     with open_audit(lakehouse, query=query + incomplete) as connection:
         found: Any = connection.sql(_SEEN, params=[exported.checkpoint_id]).to_arrow_table()
         if not len(found):
+            passport_of(exported.path).unlink(missing_ok=True)
             return None
         reasons = [row["reason"] for row in rows_of(connection, incomplete, [exported.checkpoint_id])]
     keys = np.unique(found["key"].to_numpy().view(np.uint64))
@@ -63,42 +74,63 @@ def write_passport(lakehouse: Lakehouse, run: str, exported: Exported) -> Passpo
         run=run,
         checkpoint_id=exported.checkpoint_id,
         step=exported.step,
-        digest=exported.digest,
+        files=tuple(zip(exported.files, exported.digests, strict=True)),
         documents=len(keys),
         identities=tuple(sorted((each["salt"], each["identity"]) for each in pairs)),
         incomplete=tuple(reasons),
     )
     made = XorFilter.of(keys)
-    line = json.dumps({"format_version": _FORMAT, "seed": made.seed, "bytes": made.table.nbytes, **asdict(passport)})
-    write_durably(passport_of(exported.path), line.encode() + b"\n" + made.table.tobytes())
+    facts = {"format_version": _FORMAT, "seed": made.seed, **asdict(passport)}
+    table = made.table.tobytes()
+    content = json.dumps({**facts, "digest": _digest(facts, table)}).encode() + b"\n" + table
+    path = passport_of(exported.path)
+    row = ExportRow(
+        checkpoint_id=exported.checkpoint_id,
+        digest=content_digest(content),
+        bytes=len(content),
+        file=path.name,
+        part=_PART,
+    )
+    record_exports(Ledger(lakehouse), run, [row])
+    write_durably(path, content)
     return passport
+
+
+def _digest(facts: dict[str, Any], table: bytes) -> str:
+    """Return the digest that binds the facts of a passport to its filter."""
+    return blake3(json.dumps(facts, sort_keys=True).encode() + b"\n" + table).hexdigest()
 
 
 class OpenPassport:
     """A passport that answers. `facts` are those of its first line."""
 
     def __init__(self, export: Path) -> None:
-        """Read the passport of an export. Raises `SpecInvalid` without one, or for one of another checkpoint."""
+        """Read the passport of an export. Raises `SpecInvalid` without one, for a changed one, or for one of other weights."""
         path = passport_of(export)
         try:
-            line, _, content = path.read_bytes().partition(b"\n")
+            self._whole = path.read_bytes()
+            line, _, content = self._whole.partition(b"\n")
             found = json.loads(line)
+            if found["format_version"] != _FORMAT or found.pop("digest") != _digest(found, content):
+                raise ValueError("it is of another format, was changed, or is cut short")
+            del found["format_version"]
             seed = found.pop("seed")
-            if found.pop("format_version") != _FORMAT or len(content) != found.pop("bytes"):
-                raise ValueError("it is of another format, or cut short")
-            identities, incomplete = tuple(map(tuple, found["identities"])), tuple(found["incomplete"])
-            self.facts = Passport(**{**found, "identities": identities, "incomplete": incomplete})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as err:
+            lists = {name: tuple(map(tuple, found[name])) for name in ("files", "identities")}
+            self.facts = Passport(**{**found, **lists, "incomplete": tuple(found["incomplete"])})
+            columns = [json.loads(identity) for _, identity in self.facts.identities]
+            if (
+                not content
+                or len(content) % 3
+                or type(seed) is not int
+                or not all(type(each) is dict for each in columns)
+            ):
+                raise ValueError("it has no filter, or no columns")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
             raise SpecInvalid(
                 f"expected a passport that `dlac export` wrote at {str(path)!r}, found {err!r}: export the checkpoint again, "
                 "from a run whose sources have row_keys"
             ) from err
-        about = _checkpoint_in(export)
-        if about != self.facts.checkpoint_id:
-            raise SpecInvalid(
-                f"expected weights of checkpoint {self.facts.checkpoint_id!r}, as their passport says, found weights of "
-                f"{about!r} in {str(export)!r}: use the passport that was written with them"
-            )
+        self._check_files(export)
         self._filter = XorFilter(seed, np.frombuffer(content, dtype=np.uint8))
         self._connection = duckdb.connect()
         self._connection.execute("CREATE TABLE keyed_files (salt VARCHAR, identity VARCHAR)")
@@ -109,6 +141,32 @@ class OpenPassport:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+    def _check_files(self, export: Path) -> None:
+        """Check the digests of the files of weights. The only file of an export may have another name."""
+        files = {export / name if export.is_dir() else export: digest for name, digest in self.facts.files}
+        try:
+            others = [path.name for path, digest in files.items() if file_digest(path) != digest]
+        except OSError as err:
+            others = [str(err)]
+        if others or (len(self.facts.files) > 1 and not export.is_dir()):
+            raise SpecInvalid(
+                f"expected the weights of checkpoint {self.facts.checkpoint_id!r}, as their passport says, found others in "
+                f"{str(export)!r} ({', '.join(others)}): use the passport that was written with them"
+            )
+
+    def is_in_ledger(self, lakehouse: Lakehouse) -> bool:
+        """Return whether a lakehouse knows the export. Raises `SpecInvalid` if it does, and not with this passport."""
+        ledger = Ledger(lakehouse)
+        if all(ledger.export(digest) is None for _, digest in self.facts.files):
+            return False
+        row = ledger.export(content_digest(self._whole))
+        if row is None or (row.run, row.checkpoint_id) != (self.facts.run, self.facts.checkpoint_id):
+            raise SpecInvalid(
+                f"expected a passport of checkpoint {self.facts.checkpoint_id!r} that the ledger knows, found a changed one: "
+                "export the checkpoint again"
+            )
+        return True
 
     def has(self, document: Sequence[str]) -> bool:
         """Return True if the checkpoint has seen a document, or with a chance of 1 in 256 if not. `document`: its key's values.
@@ -124,16 +182,3 @@ class OpenPassport:
     def has_keys(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return the same for keys as the macro `row_key` computes them, bool [n]."""
         return self._filter.has(keys.view(np.uint64))
-
-
-def _checkpoint_in(export: Path) -> str | None:
-    """Return the checkpoint that the header of exported weights names."""
-    index = export / WEIGHTS_INDEX
-    try:
-        if index.exists():
-            return str(json.loads(index.read_text())["metadata"]["dlac.checkpoint_id"])
-        file = next(iter(sorted(export.glob("*.safetensors")))) if export.is_dir() else export
-        with safe_open(file, framework="numpy") as opened:
-            return dict(opened.metadata() or {}).get("dlac.checkpoint_id")
-    except (OSError, ValueError, KeyError, StopIteration, SafetensorError):
-        return None
