@@ -4,7 +4,9 @@ The script names the data files, or the metadata files, of the tables' current s
 which it was written, while those files are kept.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from pyiceberg.table import FileScanTask, Table
 
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
@@ -14,6 +16,8 @@ from dlac_pipeline.lakehouse.iceberg.own_rows import no_rows, sql_literals
 from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 
+EXPLAINED = ("consumption", "slices", "plans", "work_units", "row_keys")
+"""Tables in a script. The ledger is first, because the rows that it names are older."""
 _HEAD = """\
 -- The rows that a checkpoint of run {run} has consumed. Run this script in DuckDB without changes: duckdb < this.sql
 
@@ -51,19 +55,32 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *
 
 
 def tables_and_views(
-    lakehouse: Lakehouse, names: Iterable[str], *, iceberg: bool = False
+    lakehouse: Lakehouse,
+    names: Iterable[str],
+    *,
+    iceberg: bool = False,
+    snapshots: Mapping[str, int | None] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Return SQL that defines the tables by their files, and the scripts of these names. Raises `UnsupportedDeletes`."""
-    # The ledger is first, because the rows that it names are older.
-    own = ("consumption", "slices", "plans", "work_units", "row_keys")
-    tables = [_table_view(lakehouse, name, iceberg=iceberg) for name in own]
+    """Return SQL that defines the tables by their files, and the scripts of these names. Raises `UnsupportedDeletes`.
+
+    The files are those of `snapshots`, by table, where None has no rows. Unset: those of the current snapshots.
+    """
+    tables = []
+    for name in EXPLAINED:
+        at = None if snapshots is None else snapshots[name]
+        is_empty = snapshots is not None and at is None
+        view = f"CREATE OR REPLACE VIEW {name} AS {no_rows(name)};\n"
+        tables.append(view if is_empty else _table_view(lakehouse, name, at, iceberg=iceberg))
     # The walk to the ancestors of a checkpoint reads the branches again and again.
     scripts = (sql_script(name) for name in names)
     return tables, [each.replace("VIEW branch_checkpoints", "TABLE branch_checkpoints") for each in scripts]
 
 
-def _table_view(lakehouse: Lakehouse, name: str, *, iceberg: bool) -> str:
-    tasks, metadata = lakehouse.look(name, lambda table: (list(table.scan().plan_files()), table.metadata_location))
+def _table_view(lakehouse: Lakehouse, name: str, snapshot: int | None, *, iceberg: bool) -> str:
+    def look(table: Table) -> tuple[list[FileScanTask], str]:
+        return list(table.scan(snapshot_id=snapshot).plan_files()), table.metadata_location
+
+    tasks, metadata = lakehouse.look(name, look)
     if any(task.delete_files for task in tasks):
         raise UnsupportedDeletes(f"expected table {name!r} without delete files, found some: compact it, then retry")
     if not tasks:

@@ -1,6 +1,5 @@
 """Erasure of rows from models, and its certificate."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,6 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_count
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -91,18 +89,25 @@ def verify_certificate(
     home: ui.Home = None,
 ) -> None:
     """Check the signature of a certificate, and the lakehouse again. Exit status 0 only if both are as certified."""
-    from dlac_pipeline.operations.documents.certificate import differences, is_signed
+    from dlac_pipeline.operations.documents.certificate import (
+        differences,
+        has_old_snapshots,
+        is_signed,
+        read_document,
+    )
 
-    try:
-        document = json.loads(file.read_text())
-    except (OSError, ValueError) as err:
-        raise SpecInvalid(f"expected a certificate of `dlac forget`, found {str(file)!r}: {err}") from err
+    document = read_document(file)
     if not is_signed(document, key):
         ui.show_text("the signature does not match: the certificate was changed, or signed with another key")
         raise typer.Exit(1)
     lakehouse, spec_of = _places(spec, home)
-    found = differences(lakehouse, document["certificate"], spec_of)
-    ui.show_text("\n".join(["the signature matches", *(found or ["the lakehouse is as certified"])]))
+    found = differences(lakehouse, certificate := document["certificate"], spec_of)
+    notes = ["the signature matches"]
+    if has_old_snapshots(lakehouse, certificate):
+        notes.append(
+            "the files in the script were not compared: upkeep has removed snapshots, so certify again for a new one"
+        )
+    ui.show_text("\n".join([*notes, *(found or ["the lakehouse is as certified"])]))
     if found:
         raise typer.Exit(1)
 

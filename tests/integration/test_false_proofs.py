@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
+from dlac_pipeline.audit.explain import EXPLAINED
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
 from dlac_pipeline.checkpoint.restore.export import export_tensors, export_weights
@@ -19,6 +22,7 @@ from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
+from dlac_pipeline.operations.documents.certificate import differences, make_key
 from dlac_pipeline.operations.fork import adopt_checkpoint
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
@@ -204,3 +208,76 @@ def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> Non
     assert (list(memory.rglob("*.pt")), staged.exists()) == ([], False)
     arena.train(small(arena, "r"))
     assert erasure.certify()
+
+
+@pytest.fixture
+def certified(arena: Arena) -> tuple[Erasure, dict[str, Any]]:
+    """A request that was met and certified."""
+    arena.table(appends=(200,))
+    spec = small(arena, "r")
+    erasure = Erasure(arena, [f"row_id = {arena.train(spec)[5][0]}"], spec)
+    erasure.execute()
+    arena.train(spec)
+    document, _ = erasure.certify()
+    return erasure, document["certificate"]
+
+
+def test_forged_statements_are_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
+    """Whatever a signer states that the lakehouse does not have is a difference, and nothing of the script is run."""
+    erasure, honest = certified
+    run, script = honest["runs"][0], honest["script"]
+    assert erasure.differences({"certificate": honest}) == []
+    first = erasure.arena.lakehouse.own("consumption").metadata.snapshots[0].snapshot_id
+    fewer = re.sub(r"(?<=read_parquet\(\[\n).*?,\n", "", script, count=1, flags=re.DOTALL)
+    forged: list[dict[str, Any]] = [
+        {"runs": []},
+        {"runs": [{**run, "affected": None}]},
+        {"runs": [{**run, "seq": run["seq"] - 1}]},
+        {"runs": [run, {**run, "run": "other"}]},
+        {"runs": [{**run, "note": "approved"}]},
+        {"rows": {**honest["rows"], "limits": []}},
+        {"rows": {**honest["rows"], "count": 7}},
+        {"script": "SELECT 1 WHERE false"},
+        {"script": script.replace("FROM forget_problems;", "FROM forget_problems WHERE false;")},
+        {"script": fewer},
+        {"snapshots": {**honest["snapshots"], "consumption": None}},
+        {"snapshots": {**honest["snapshots"], "consumption": 17}},
+        {"snapshots": {**honest["snapshots"], "consumption": first}},
+        {"certified_at": "2020-01-01T00:00:00+00:00"},
+        {"certified_at": "2099-01-01T00:00:00+00:00"},
+        {"id": "0"},
+        {"table_uuid": "0"},
+    ]
+    for each in forged:
+        assert erasure.differences({"certificate": {**honest, **each}}), each
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {name: None}
+            for name in ("runs", "rows", "script", "certified_at", "snapshots", "filters", "format_version")
+        ),
+        *({"runs": each} for each in ([1], [{"run": "r"}], [{"run": [], "seq": 1}], [{"run": "r", "seq": 10**30}])),
+        *({"certified_at": each} for each in ("yesterday", "2026-01-01T00:00:00")),
+        *({"filters": each} for each in ([1], ["row_id = '\ud800'"])),
+        *({"snapshots": each} for each in ({}, {"consumption": "1"})),
+        {"format_version": True},
+        {"more": 1},
+    ],
+)
+def test_malformed_certificate_is_refused(arena: Arena, change: dict[str, Any]) -> None:
+    """Signed fields of other types, and fields that are missing or unknown, are an error of the input."""
+    fields = {"id": "0", "table": "src.t", "table_uuid": "0", "filters": ["row_id = 1"], "runs": [], "rows": {}}
+    facts = {"script": "", "format_version": 1, "certified_at": "2026-01-01T00:00:00+00:00", "dlac_version": "1"}
+    certificate = {**fields, **facts, "snapshots": dict.fromkeys(EXPLAINED), **change}
+    with pytest.raises(SpecInvalid, match="expected the fields of a certificate"):
+        differences(arena.lakehouse, {name: each for name, each in certificate.items() if each is not None}, {}.get)
+
+
+def test_deep_certificate_is_refused(tmp_path: Path, here: Command) -> None:
+    """A file of a hundred thousand lists ends in one line of error."""
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    refused = here("verify-certificate", str(tmp_path / "deep.json"), "--key", str(make_key(tmp_path / "key.pem")))
+    assert (refused.returncode, "expected a certificate of `dlac forget`" in refused.stderr) == (64, True)

@@ -146,7 +146,7 @@ costed AS (
     WHERE affected_checkpoints > 0 OR will_read OR excludes
 )
 SELECT
-    c.run, action, finished, will_read,
+    c.run, (SELECT max(o.seq) FROM consumption AS o WHERE o.run = c.run) AS seq, action, finished, will_read,
     coalesce(affected_checkpoints, 0) AS affected_checkpoints, first_affected, first_affected_step, coalesce(surviving, 0) AS surviving,
     coalesce(abandoned, 0) AS abandoned, coalesce(retired, 0) AS retired, head, head_step, head_model_digest,
     head_manifest_digest,

@@ -4,15 +4,19 @@ In: a table and filters, of which one is true for each row. Out: the state of th
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
@@ -34,8 +38,30 @@ ForgetPlan = dict[str, Any]
 """State of a request: `id`, `table`, `table_uuid`, `filters`, and of `forget.sql` its `rows`, `runs` and `problems`."""
 
 
-def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> ForgetPlan:
-    """Return the state of a request, and change nothing.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A moment in the ledger: `seqs` are the last ones of some runs, and `at` is the time for all others."""
+
+    at: datetime
+    seqs: Mapping[str, int]
+
+    def restore(self, connection: duckdb.DuckDBPyConnection) -> bool:
+        """Remove later rows from the tables of a connection. Return False: none of them is merged."""
+        views = {name for (name,) in connection.execute("SELECT view_name FROM duckdb_views()").fetchall()}
+        kind, plans_kind = ("VIEW" if name in views else "TABLE" for name in ("consumption", "plans"))
+        runs = [list(self.seqs), list(self.seqs.values())]
+        connection.execute(
+            "CREATE TABLE certified_runs AS SELECT unnest($1::VARCHAR[]) AS run, unnest($2::BIGINT[]) AS seq", runs
+        )
+        at = sql_literals([self.at.isoformat()])
+        connection.execute(sql_script("ledger_until").format(kind=kind, plans_kind=plans_kind, at=at))
+        return False
+
+
+def plan_forget(
+    lakehouse: Lakehouse, table: str, filters: Sequence[str], *, moment: Moment | None = None
+) -> ForgetPlan:
+    """Return the state of a request, now or at a moment, and change nothing.
 
     Raises `NoSuchTable`, `NoSuchColumn` or `SpecInvalid` for a request that fits no table, or matches no planned row.
     """
@@ -43,7 +69,8 @@ def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> For
     for each in filters:
         parse_exclusion(each, source.schema(), source)
     uuid, places, problems = str(source.metadata.table_uuid), [NO_PLACES], []
-    with open_audit(lakehouse, query=f"{script} work_units ancestors") as connection:
+    merge = (lambda _: False) if moment is None else moment.restore
+    with open_audit(lakehouse, query=f"{script} work_units ancestors", merge=merge) as connection:
         for plans in rows_of(connection, sql_script("planned_snapshots"), [uuid, None]):
             try:
                 places.append(excluded_places(connection, source, filters, plans))
@@ -56,7 +83,7 @@ def plan_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str]) -> For
         [rows], runs = rows_of(connection, "FROM forget_summary"), rows_of(connection, "FROM forget_runs")
         rows["limits"] = limits_of(connection)
         problems += [f"run {run}: {problem}" for run, problem in connection.execute("FROM forget_problems").fetchall()]
-    if not rows["count"] and not problems:
+    if not rows["count"] and not problems and moment is None:
         raise SpecInvalid(f"expected planned rows of {table!r} that match {filters!r}, found none: check the filters")
     request = {"id": blake3(json.dumps([uuid, filters]).encode()).hexdigest(length=8), "table": table}
     return {**request, "table_uuid": uuid, "filters": filters, "rows": rows, "runs": runs, "problems": problems}
