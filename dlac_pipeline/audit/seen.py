@@ -25,7 +25,10 @@ def who_has_seen(
         uuids = dict(connection.execute(tables).fetchall())
         if table not in (None, *uuids):
             raise SpecInvalid(f"expected a table that a plan names, found {table!r}: name one of {sorted(uuids)!r}")
-        if run and not connection.execute("SELECT 1 FROM consumption WHERE run = ? LIMIT 1", [run]).fetchall():
+        if (
+            run is not None
+            and not connection.execute("SELECT 1 FROM consumption WHERE run = ? LIMIT 1", [run]).fetchall()
+        ):
             raise no_such_run(run, Ledger(lakehouse).runs())
         about = {"uuids": uuids[table] if table else [each for listed in uuids.values() for each in listed], "run": run}
         connection.register("files", lakehouse.read_own("row_keys", NO_KEY))
@@ -53,5 +56,5 @@ def who_has_seen(
     if not found:
         rows = ", ".join(f"row {each['row']} of {each['file_path']}" for each in places)
         why = f"it is {rows}, which was not consumed" if places else "the key is in no keyed data file, or was erased"
-        notes.insert(0, f"no checkpoint {f'of run {run} ' if run else ''}has seen it: {why}")
+        notes.insert(0, f"no checkpoint {'' if run is None else f'of run {run} '}has seen it: {why}")
     return {"seen_by": found, "places": places, "notes": notes}

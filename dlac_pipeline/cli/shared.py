@@ -7,8 +7,10 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 from rich import progress
@@ -22,7 +24,7 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_bytes
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
+from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec, read_spec
@@ -39,6 +41,8 @@ BRANCH, CHECKPOINTS, LAKEHOUSE = "Branch", "Checkpoints", "Lakehouse"
 _WIDE = 100_000
 """Columns without a terminal: nothing is folded or cut off, for the program that reads it."""
 _GAP = "  "
+_TEXTS = {"key", "document", "query", "why", "where", "exclude"}
+"""Parameters of commands that may be blank, or whose error says more."""
 _JOINERS = "\u200c\u200d"
 """Parts of words in some scripts, and of emoji."""
 
@@ -101,9 +105,34 @@ def check_number(value: float) -> float:
 
 
 def command(app: typer.Typer, panel: str, *commands: str, **options: Any) -> Callable[[Command], Command]:
-    """Return the decorator of a command of `app`, in a group of the help, whose end has examples. `options` are typer's."""
+    """Return the decorator of a command of `app`, in a group of the help, whose end has examples. `options` are typer's.
+
+    The command refuses blank values, which would mean another run, table or column than a script meant.
+    """
     examples = "\n\n".join(("Examples:", *(escape(f"$ {each}") for each in commands)))
-    return app.command(rich_help_panel=panel, epilog=examples, **options)
+    register = app.command(rich_help_panel=panel, epilog=examples, **options)
+
+    def decorate(function: Command) -> Command:
+        defaults = {name: each.default for name, each in signature(function).parameters.items()}
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            for name, value in given.items():
+                if name not in _TEXTS and value != defaults.get(name):
+                    _check_not_blank(name, value)
+            return function(*args, **given)
+
+        return cast(Command, register(checked))
+
+    return decorate
+
+
+def _check_not_blank(name: str, value: object) -> None:
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(each, str) and not each.strip():
+            raise SpecInvalid(
+                f"expected a value of {name.replace('_', '-')!r}, found the blank {each!r}: give one, or leave it out"
+            )
 
 
 def resolved(spec: Path, home: Path | None) -> JobSpec:
