@@ -21,6 +21,9 @@ from dlac_pipeline.checkpoint.restore.export import export_tensors, export_weigh
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
+from dlac_pipeline.lakehouse.ledger.branches import retire_left
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.operations.documents.certificate import differences, make_key
 from dlac_pipeline.operations.fork import adopt_checkpoint
@@ -28,7 +31,7 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from tests.conftest import Arena, wait_until
+from tests.conftest import Arena, source_rows, wait_until
 from tests.integration.conftest import Command
 from tests.integration.test_adopt import _Touch
 from tests.integration.test_forget import Erasure, small
@@ -222,34 +225,42 @@ def certified(arena: Arena) -> tuple[Erasure, dict[str, Any]]:
     return erasure, document["certificate"]
 
 
+@pytest.mark.slow
 def test_forged_statements_are_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
-    """Whatever a signer states that the lakehouse does not have is a difference, and nothing of the script is run."""
+    """Each field that a signer may state otherwise, and scripts and snapshots that would show less."""
     erasure, honest = certified
     run, script = honest["runs"][0], honest["script"]
-    assert erasure.differences({"certificate": honest}) == []
     first = erasure.arena.lakehouse.own("consumption").metadata.snapshots[0].snapshot_id
     fewer = re.sub(r"(?<=read_parquet\(\[\n).*?,\n", "", script, count=1, flags=re.DOTALL)
     forged: list[dict[str, Any]] = [
-        {"runs": []},
         {"runs": [{**run, "affected": None}]},
         {"runs": [{**run, "seq": run["seq"] - 1}]},
         {"runs": [run, {**run, "run": "other"}]},
         {"runs": [{**run, "note": "approved"}]},
         {"rows": {**honest["rows"], "limits": []}},
         {"rows": {**honest["rows"], "count": 7}},
-        {"script": "SELECT 1 WHERE false"},
         {"script": script.replace("FROM forget_problems;", "FROM forget_problems WHERE false;")},
         {"script": fewer},
-        {"snapshots": {**honest["snapshots"], "consumption": None}},
-        {"snapshots": {**honest["snapshots"], "consumption": 17}},
-        {"snapshots": {**honest["snapshots"], "consumption": first}},
-        {"certified_at": "2020-01-01T00:00:00+00:00"},
+        *({"snapshots": {**honest["snapshots"], "consumption": each}} for each in (None, 17, first)),
         {"certified_at": "2099-01-01T00:00:00+00:00"},
         {"id": "0"},
         {"table_uuid": "0"},
     ]
     for each in forged:
         assert erasure.differences({"certificate": {**honest, **each}}), each
+
+
+def test_emptied_certificate_is_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
+    """A signed certificate without runs, with a script that returns nothing, and of another date has three differences."""
+    erasure, honest = certified
+    forged = {"runs": [], "script": "SELECT 1 WHERE false", "certified_at": "2020-01-01T00:00:00+00:00"}
+    assert erasure.differences({"certificate": honest}) == []
+    assert erasure.differences({"certificate": {**honest, "runs": []}}) == [
+        "expected in the certificate the runs ['r'], found []"
+    ]
+    found = "\n".join(erasure.differences({"certificate": {**honest, **forged}}))
+    assert "expected the script of DLAC" in found
+    assert "rows: expected the count" in found
 
 
 @pytest.mark.parametrize(
@@ -281,3 +292,27 @@ def test_deep_certificate_is_refused(tmp_path: Path, here: Command) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
     refused = here("verify-certificate", str(tmp_path / "deep.json"), "--key", str(make_key(tmp_path / "key.pem")))
     assert (refused.returncode, "expected a certificate of `dlac forget`" in refused.stderr) == (64, True)
+
+
+def test_expired_row_is_found_by_key(arena: Arena) -> None:
+    """A row that was deleted from the table, and whose snapshot and file are gone, is forgotten by its key."""
+    table = arena.table(appends=(200,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    steps = arena.train(spec)
+    planned = table.current_snapshot()
+    assert planned is not None
+    remove_pin(arena.lakehouse, "src.t", planned.snapshot_id, force=True)
+    arena.lakehouse.load("src.t").overwrite(source_rows(200, 200))
+    arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
+    erasure = Erasure(arena, [f"row_id = {steps[5][0]}"], spec)
+    plan = erasure.plan()
+    assert (plan["rows"]["count"], plan["runs"][0]["first_affected_step"]) == (1, 6)
+    assert "dlac retire r --whole-run, and repeat this" in erasure.execute()[0]
+    retire_left(Ledger(arena.lakehouse), "r", whole=True)
+    erasure.execute()
+    document, _ = erasure.certify()
+    assert erasure.differences(document) == []
+    later = Erasure(arena, [f"row_id in ({steps[1][0]}, {steps[2][0]}) or row_id = {steps[3][0]}"], spec)
+    assert (later.plan()["rows"]["count"], later.plan()["problems"]) == (3, [])
+    other = Erasure(arena, ["even = true"], spec)
+    assert any("are not counted" in each for each in other.plan()["problems"])

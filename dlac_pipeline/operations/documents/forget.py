@@ -14,7 +14,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
-from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
+from dlac_pipeline.lakehouse.errors import DlacError, PinLost, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
@@ -24,6 +24,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
 from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
+from dlac_pipeline.operations.documents.keyed_rows import keyed_places
 from dlac_pipeline.operations.documents.left_weights import LeftWeights
 from dlac_pipeline.operations.documents.limits import limits_of
 from dlac_pipeline.operations.retire import retire_checkpoints
@@ -31,6 +32,7 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import first_leg_of, leg_of
 
+_HOW_TO_COUNT = "record keys with source.row_keys, and name the rows by values of their identity columns"
 SpecOf = Callable[[str], JobSpec | None]
 """Run -> its job spec, or None if it is not on this node."""
 
@@ -75,7 +77,10 @@ def plan_forget(
             try:
                 places.append(excluded_places(connection, source, filters, plans))
             except DlacError as err:  # the snapshot of an old plan may have expired
-                problems.append(f"rows of snapshot {plans['snapshot_id']} are not counted: {type(err).__name__}: {err}")
+                keyed = keyed_places(connection, lakehouse, source, filters, plans)
+                places += [] if keyed is None else [keyed]
+                why = f"rows of snapshot {plans['snapshot_id']} are not counted: {type(err).__name__}: {err}"
+                problems += [f"{why}; {_HOW_TO_COUNT}"] if keyed is None else []
         connection.register("matched_rows", pa.concat_tables(places))
         connection.execute("CREATE TABLE found_rows AS SELECT DISTINCT file_path, row FROM live_places('matched_rows')")
         connection.execute("CREATE TABLE forget_request AS SELECT $1 AS table_uuid, $2 AS filters", [uuid, filters])
@@ -109,17 +114,23 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
     leg = first_leg_of(rows) if clean is None else leg_of(rows, clean)
     mine = [place for place, each in enumerate(leg.sources if leg else ()) if each.table_uuid == plan["table_uuid"]]
     wanted = [Exclusion(source=place, where=where) for place in mine for where in plan["filters"]]
-    rewind_run(
-        lakehouse,
-        name,
-        nonce=blake3(json.dumps([plan["id"], name, run["head"], clean]).encode()).hexdigest(length=8),
-        step=0 if clean is None else None,
-        checkpoint_id=clean,
-        # a rewind drops exclusions that were made after its target, among them those of earlier requests
-        exclude=list(dict.fromkeys([*exclusions_in_force(rows), *wanted])),
-        why=f"{FORGET_REASON}{plan['id']}",
-        spec=spec_of(name),
-    )
+    try:
+        rewind_run(
+            lakehouse,
+            name,
+            nonce=blake3(json.dumps([plan["id"], name, run["head"], clean]).encode()).hexdigest(length=8),
+            step=0 if clean is None else None,
+            checkpoint_id=clean,
+            # a rewind drops exclusions that were made after its target, among them those of earlier requests
+            exclude=list(dict.fromkeys([*exclusions_in_force(rows), *wanted])),
+            why=f"{FORGET_REASON}{plan['id']}",
+            spec=spec_of(name),
+        )
+    except PinLost as err:
+        return (
+            f"run {name} cannot be rewound, as its snapshot is gone: {err}; train another run with the filters in exclude, run "
+            f"dlac retire {name} --whole-run, and repeat this"
+        )
     return f"run {name} is rewound to step {run['clean_step']} without the rows: resume it with `dlac recover {name}`"
 
 
