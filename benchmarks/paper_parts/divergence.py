@@ -197,7 +197,7 @@ def _trainings(
                     home=str(lake.home), catalog=lake.catalog, table=f"{tables.NAMESPACE}.{table}", files=lake.files(table),
                     own_format="", rows=rows, sequence=LENGTH, batch_size=BATCH, world_size=1, rank=0, workers=0, seed=seed,
                     shuffle=setting.shuffle, filtered=False, packed=False, passes=setting.passes, log="", load="", save="",
-                    save_at=[], stop_at=0, die_at=0,
+                    save_at=[], stop_at=0, stop_after_pass=False, die_at=0,
                 )  # fmt: skip
                 training = Training(
                     loader=method.loader, keeps_state=method.keeps_state, job=job, folder=str(folder / name), seed=seed,

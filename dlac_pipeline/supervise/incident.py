@@ -210,7 +210,9 @@ def rows_replayed(
     committed = [name for name, row in checkpoint_rows(rows).items() if row.attempt in attempts]
     counted = ledger.consumed_by(claim.run, [*committed, *(each for each in abandoned if each not in committed)])
     worked_on += sum(each.memory_rows for each in continued)
-    return max(0, worked_on - sum(counted[each].total() for each in committed)) + sum(counted[each].total() for each in abandoned)
+    return max(0, worked_on - sum(counted[each].total() for each in committed)) + sum(
+        counted[each].total() for each in abandoned
+    )
 
 
 def _rows_replayed_before(lakehouse: Lakehouse, rows: list[LedgerRow], claim: ClaimRow) -> int:

@@ -314,7 +314,7 @@ def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
 
     from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
 
-    class Network(LightningModule):
+    class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
         def __init__(self, dies_at: int) -> None:
             super().__init__()
             self.dies_at = dies_at
@@ -333,7 +333,7 @@ def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
 
     make_points(arena)
     for name, dies_at in (("killed", 12), ("killed", 0), ("alone", 0)):
-        with suppress(RuntimeError), opened_run(arena, name, **_POINTS) as run:
+        with suppress(RuntimeError), opened_run(arena, name, **POINTS) as run:
             model = Network(dies_at or -1)
             data = DlacDataModule(run, lambda batch: {"x": batch["x"], "y": batch["y"]})
             data.val_dataloader = lambda: DataLoader(range(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]

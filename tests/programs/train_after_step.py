@@ -18,7 +18,9 @@ import dlac_pipeline as dlac
 
 def evaluate(model: torch.nn.Module, held_out: TensorDataset) -> float:
     """Return a loss that depends on the order of the samples."""
-    losses = [model(x).mean().item() * weight for weight, (x,) in enumerate(DataLoader(held_out, shuffle=True))]
+    losses: list[float] = [
+        model(x).mean().item() * weight for weight, (x,) in enumerate(DataLoader(held_out, shuffle=True))
+    ]
     return sum(losses)
 
 
@@ -26,7 +28,7 @@ def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # so in torch
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     run.restore(model=model, average=average, optimizer=optimizer, schedule=schedule)

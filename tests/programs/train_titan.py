@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Manager:
 class Validator:
     """torchtitan's validation, whose loader draws a seed."""
 
-    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+    def validate(self, model_parts: Sequence[torch.nn.Module], step: int) -> None:
         """Draw a number."""
         torch.rand(())
 

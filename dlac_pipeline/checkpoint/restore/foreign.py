@@ -118,7 +118,7 @@ def checkpoint_of_header(file: Path) -> str | None:
 
 
 def _of_dcp(folder: Path, state: dict[str, Any], files: list[Path]) -> Foreign:
-    ours = {name: state.pop(name) for name in ("model", "optimizer") if name in state}
+    ours: dict[str, Any] = {name: state.pop(name) for name in ("model", "optimizer") if name in state}
     if "model" not in ours:
         raise SpecInvalid(
             f"expected the entries 'model' and 'optimizer' in the checkpoint {str(folder)!r}, found {sorted(state)!r}"
