@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -220,7 +221,8 @@ def check_inside(entry: FileEntry, folder: str) -> None:
     """Raise `CheckpointDamaged` if a symbolic link leads from a local folder to a file elsewhere."""
     if is_local(folder):
         path = path_at(folder)
-        if not (path / entry.path).resolve().is_relative_to(path.resolve()):
+        # `resolve` raises for a loop of links, which is found when the file is read.
+        if not Path(realpath(path / entry.path)).is_relative_to(realpath(path)):
             raise CheckpointDamaged(
                 f"expected the file {entry.path!r} in the checkpoint's folder {str(path)!r}, found a symbolic link to a place "
                 "outside of it"

@@ -4,8 +4,10 @@ Addresses are `file://` ones, `s3://` ones, and what pyarrow's file systems serv
 (`s3.endpoint`, ...). What fails in passing is tried again, at growing random intervals, until a deadline.
 """
 
+import errno
 import logging
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +27,8 @@ from dlac_pipeline.lakehouse.retrying import is_final, retrying
 from dlac_pipeline.lakehouse.s3_objects import Objects, S3Objects
 
 _CHUNK_BYTES = 8 << 20
+_NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Errors of a path at which no file is: a loop of links, a file in place of a folder, a link to a name that is too long."""
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -176,13 +180,15 @@ class _Local:
         write_durably(Path(path), content)
 
     def read(self, path: str) -> bytes:
+        _check_file(path)
         return Path(path).read_bytes()
 
     def fetch(self, path: str, target: Path) -> None:
+        _check_file(path)
         shutil.copyfile(path, target)
 
     def digest(self, path: str) -> tuple[int, str]:
-        return Path(path).stat().st_size, file_digest(Path(path))
+        return _check_file(path), file_digest(Path(path))
 
     def children(self, path: str) -> list[str]:
         folder = Path(path)
@@ -230,6 +236,22 @@ class _Remote(Objects):
         with self._files.open_input_stream(path) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
+
+
+def _check_file(path: str) -> int:
+    """Return the bytes of a file. Raise `FileNotFoundError` if none can be at the path, or something else is there.
+
+    Waiting helps against none of these. A folder would be an error without a number, and a named pipe would wait for ever.
+    """
+    try:
+        found = Path(path).stat()
+    except OSError as err:
+        if err.errno in _NO_FILE:
+            raise FileNotFoundError(errno.ENOENT, f"no file, but {err.strerror}", path) from err
+        raise
+    if not stat.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "no file, but a folder, a pipe or a device", path)
+    return found.st_size
 
 
 def _is_transient(err: BaseException) -> bool:

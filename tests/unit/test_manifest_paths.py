@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,3 +168,45 @@ def test_tag_elsewhere_is_refused(tmp_path: Path, tag: str, latest: bool) -> Non
     (tmp_path / "mine" / "latest").write_text(tag if latest else "a")
     with pytest.raises(SpecInvalid, match="tag"):
         foreign_checkpoint(tmp_path / "mine", tag=None if latest else tag)
+
+
+def put_folder(path: Path) -> None:
+    """Make a folder in place of a file."""
+    path.mkdir()
+
+
+def put_loop(path: Path) -> None:
+    """Make two links that lead to each other."""
+    path.symlink_to(path.with_name("other"))
+    path.with_name("other").symlink_to(path)
+
+
+def put_long_link(path: Path) -> None:
+    """Make a link to a name that is too long."""
+    path.symlink_to("x" * 300)
+
+
+def put_pipe(path: Path) -> None:
+    """Make a named pipe, whose reader would wait for ever."""
+    os.mkfifo(path)
+
+
+def put_file_above(path: Path) -> None:
+    """Make a file in place of the folder above."""
+    path.parent.rmdir()
+    path.parent.touch()
+
+
+@pytest.mark.parametrize("put", [put_folder, put_loop, put_long_link, put_pipe, put_file_above])
+def test_no_file_is_damage(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    """Something else in place of a checkpoint's file is damage at once, no outage that is waited for."""
+    folder = tmp_path / "attempt-0001" / "step-000000001-c"
+    (folder / "parts").mkdir(parents=True)
+    put(folder / "parts" / "state.pt")
+    manifest = manifest_with(FileEntry(path="parts/state.pt", bytes=4, digest="0" * 64))
+    began = time.monotonic()
+    with pytest.raises(CheckpointDamaged, match=r"state\.pt"):
+        verify_files(manifest, folder.as_uri(), StoreFiles(deadline_s=30.0))
+    with pytest.raises(FileNotFoundError):
+        StoreFiles(deadline_s=30.0).read((folder / "parts" / "state.pt").as_uri())
+    assert time.monotonic() - began < 20

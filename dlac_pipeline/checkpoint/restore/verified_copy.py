@@ -1,5 +1,6 @@
 """From a committed checkpoint to a verified local folder: the local copy, repaired from the store."""
 
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,8 +68,11 @@ def _have(entry: manifests.FileEntry, folder: Path, manifest_uri: str, files: St
         return False
     with storing(folder):
         for parent in reversed(path.relative_to(folder).parents):
-            if parent.parts and (folder / parent).is_symlink():  # nothing is written through a symbolic link
-                (folder / parent).unlink()
+            place = folder / parent
+            if parent.parts and (place.is_symlink() or place.is_file()):  # nothing is written through a symbolic link
+                place.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_beside(path) as temporary:
             _fetch(entry, manifest_uri, files, temporary)
