@@ -76,7 +76,7 @@ def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     if len(files) <= _NAMED_FILES:
         names = [path.rsplit("/", 1)[-1] for path in files]
         labels = [name if len(name) <= 16 else f"…{name[-15:]}" for name in names]
-        axes.set_yticks(range(len(files)), labels, fontsize=7)
+        axes.set_yticks(range(len(files)), labels, fontsize=7, parse_math=False)
     return _png(figure)
 
 
@@ -158,6 +158,10 @@ def _figure(width_inches: float, height_inches: float) -> "Figure":
 
 
 def _png(figure: "Figure") -> bytes:
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a name with dollar signs is no formula
     out = io.BytesIO()
     figure.savefig(out, format="png")  # by Agg: no display, no global state, safe in threads
     return out.getvalue()

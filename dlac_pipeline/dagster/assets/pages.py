@@ -1,6 +1,8 @@
 """Page of the model for a training run: plots, its last checkpoints, its incidents, and SQL for further questions."""
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -13,12 +15,22 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import MembershipRow
 from dlac_pipeline.operations.status import run_status
 
+_log = logging.getLogger(__name__)
 _SHOWN = 10
 _CHECKPOINT = ("step", "checkpoint_id", "committed_at", "attempt", "bytes", "state", "verified_at", "names")
 _INCIDENT = (
     *(each.name for each in fields(Recovery) if each.name not in ("run", "seq", "format_version")),
     *("down_s", "recovered_s"),  # the operator's time, and that of the recovery
 )
+
+
+def _drawn(title: str, draw: Callable[..., bytes], *content: Any) -> Any:
+    """Return a picture, or the reason why there is none: the run was trained, whatever its pictures are."""
+    try:
+        return picture(title, draw(*content))
+    except Exception as err:
+        _log.warning("%r is not drawn: %s: %s", title, type(err).__name__, err)
+        return f"not drawn: {type(err).__name__}: {err}"
 
 
 def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
@@ -32,10 +44,10 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         found = lakehouse_sql.rows_of(connection, newest, [run, _SHOWN])
         curves = [losses.read_losses(connection, run)]
         pictures = {
-            "loss_curve": picture("Loss on the surviving lineage; recoveries are marked", plots.draw_losses(curves)),
-            "coverage": picture("Coverage of files and row groups", plots.draw_coverage(connection, run)),
-            "checkpoint_cost": picture("Cost of each checkpoint", plots.draw_costs(connection, run)),
-            "time": picture("Time of each attempt by cause", plots.draw_goodput(connection, run)),
+            "loss_curve": _drawn("Loss on the surviving lineage; recoveries are marked", plots.draw_losses, curves),
+            "coverage": _drawn("Coverage of files and row groups", plots.draw_coverage, connection, run),
+            "checkpoint_cost": _drawn("Cost of each checkpoint", plots.draw_costs, connection, run),
+            "time": _drawn("Time of each attempt by cause", plots.draw_goodput, connection, run),
         }
         times = goodput.read_attempt_times(connection, run)[-_SHOWN:]
     ettr = (status["goodput"] or {}).get("ettr")
