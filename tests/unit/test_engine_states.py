@@ -189,6 +189,27 @@ def test_restored_state_trains_identically(tmp_path: Path, kind: str, optimizer:
     assert again.state() == first.state()
 
 
+@pytest.mark.parametrize("engine", ["torch", "dcp"])
+def test_added_group_is_restored(tmp_path: Path, engine: str) -> None:
+    """A script that thaws a layer by a new group of its optimizer resumes as it is written: it begins without the group."""
+
+    def without_late(net: Net) -> list[Optimizer]:
+        return [torch.optim.AdamW([*net.first.parameters(), *net.head.parameters()], lr=0.01)]
+
+    first = Trained("unused", without_late, seed=1)
+    first.net.kind = ""
+    first.train([1])
+    first.optimizers[0].add_param_group({"params": [*first.net.late.parameters()], "lr": 0.05})
+    first.train([2, 3])
+    first.engine(engine).save(tmp_path, Direct().write)
+    expected = first.train([4, 5, 6])
+    again = Trained("unused", without_late, seed=2)
+    again.net.kind = ""
+    again.engine(engine).load(tmp_path, saved_world_size=1)
+    assert again.train([4, 5, 6]) == expected
+    assert again.state() == first.state()
+
+
 def test_save_makes_no_step(tmp_path: Path) -> None:
     """Optimizers without a state keep none: torch's own functions make a step to fill it."""
     trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)

@@ -56,9 +56,9 @@ class OptimizerStates:
 
     def targets(self, reader: ShardReader) -> dict[str, Any]:
         """Return name -> tensor to load into, or None for a plain value, for each part of an optimizer in the index."""
-        parameters = {name: parameter for parameter, name in self._names().items()}
+        parameters = self._parameters()
         targets: dict[str, Any] = {}
-        for name, path in _optimizer_paths(reader, parameters):
+        for name, path in _optimizer_paths(reader, set(self._names().values())):
             entry = reader.index["tensors"].get(name)
             parameter = parameters.get(str(path[1])) if path[0] == _STATE and path[-1] != "step" else None
             targets[name] = None if entry is None else _target(entry["size"], entry["dtype"], parameter)
@@ -71,14 +71,15 @@ class OptimizerStates:
             ResumeMismatch: the checkpoint has the state of a parameter that no optimizer has, or groups differ.
             CheckpointError: an adopted checkpoint lacks a part of a parameter's state.
         """
-        names = self._names()
         found: dict[str, Any] = {_STATE: {}, _GROUPS: []}
-        for name, path in _optimizer_paths(reader, set(names.values())):
+        for name, path in _optimizer_paths(reader, set(self._names().values())):
             set_element(found, path, values[name])
         if reader.is_adopted:
             _check_complete(found[_STATE])
         else:
-            self._check_used(found, set(names.values()))
+            self._add_groups(found[_GROUPS])
+            self._check_used(found, set(self._names().values()))
+        names = self._names()
         for optimizer in self._optimizers:
             if found[_STATE] or found[_GROUPS]:
                 _load_optimizer(optimizer, names, found)
@@ -87,10 +88,24 @@ class OptimizerStates:
         """Raise `ScriptInvalid` as `state`."""
         self._names()
 
+    def _parameters(self) -> dict[str, Parameter]:
+        """Return the parameters of the model by name."""
+        own = dict(self._model.named_parameters())
+        return {bare: own[name] for name, bare in bare_names(self._model, own).items()}
+
+    def _add_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Add the groups that the script adds during training, as when it thaws a layer."""
+        if len(self._optimizers) != 1:
+            return
+        parameters, known = self._parameters(), set(self._names().values())
+        for group in saved:
+            names = group[_PARAMETERS]
+            if known.isdisjoint(names) and parameters.keys() >= set(names):
+                self._optimizers[0].add_param_group({**group, _PARAMETERS: [parameters[name] for name in names]})
+
     def _names(self) -> dict[Parameter, str]:
         """Return the name of each parameter of the optimizers."""
-        own = dict(self._model.named_parameters())
-        known = {own[name]: bare for name, bare in bare_names(self._model, own).items()}
+        known = {parameter: name for name, parameter in self._parameters().items()}
         names: dict[Parameter, str] = {}
         for optimizer in self._optimizers:
             for parameter in (each for group in optimizer.param_groups for each in group[_PARAMETERS]):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.model_names import bare_names
@@ -27,6 +29,8 @@ class TorchState(Engine):
 
     name = "torch"
     _FILE = "torch-state.pt"
+    _GROUPS = "dlac.groups"
+    """Beside the parts: optimizer -> the names of the parameters in each of its groups."""
 
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
@@ -34,7 +38,14 @@ class TorchState(Engine):
     def save(self, folder: Path, write: Write) -> None:
         """Rank 0 saves one file, in which models have the names of the bare models. Other ranks save buffers of their own."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            self.write_parts(folder, write, {name: _bare_state(part) for name, part in self._parts.items()})
+            states = {name: _bare_state(part) for name, part in self._parts.items()}
+            names = {parameter: name for name, parameter in self._parameters().items()}
+            groups = {
+                name: [[names.get(each, "") for each in group["params"]] for group in part.param_groups]
+                for name, part in self._parts.items()
+                if isinstance(part, Optimizer)
+            }
+            self.write_parts(folder, write, {**states, self._GROUPS: groups})
         save_buffers(folder, self._parts, write)
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
@@ -43,6 +54,8 @@ class TorchState(Engine):
         The file is mapped: another program may write it later, so no part may keep its tensors.
         """
         state = load_tensors(folder / self._FILE, mmap=True)
+        for name, groups in state.get(self._GROUPS, {}).items():
+            self._add_groups(self._parts.get(name), groups)
         for name, part in self._parts.items():
             wrapped = _wrapped_state(part, state[name])
             part.load_state_dict(wrapped if _only_copies(part) else copy.deepcopy(wrapped))
@@ -57,16 +70,33 @@ class TorchState(Engine):
     def parts_in(cls, folder: Path) -> dict[str, Any]:
         """Return the saved parts of `folder` by name."""
         found: dict[str, Any] = load_tensors(folder / cls._FILE)
-        return found
+        return {name: state for name, state in found.items() if name != cls._GROUPS}
 
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""
         return self._parts
 
+    def _parameters(self) -> dict[str, Parameter]:
+        """Return the parameters of the parts that are modules, by part and name in the bare model."""
+        modules = {name: part for name, part in self._parts.items() if isinstance(part, Module)}
+        owned = {part: dict(module.named_parameters()) for part, module in modules.items()}
+        return {
+            f"{part}.{bare}": own[name]
+            for part, own in owned.items()
+            for name, bare in bare_names(modules[part], own).items()
+        }
+
+    def _add_groups(self, optimizer: Any, saved: list[list[str]]) -> None:
+        """Add the groups that the script adds to an optimizer during training, as when it thaws a layer."""
+        parameters = self._parameters()
+        for names in saved[len(optimizer.param_groups) :] if isinstance(optimizer, Optimizer) else ():
+            if parameters.keys() >= set(names):
+                optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
 
 def _only_copies(part: Any) -> bool:
     """Return whether `load_state_dict` copies tensors into those of a part, and keeps none: that of torch's own modules does."""
-    modules = [*part.modules()] if isinstance(part, torch.nn.Module) else []
+    modules = [*part.modules()] if isinstance(part, Module) else []
     expected = [getattr(torch.nn.Module, name) for name in _LOADING]
     return (
         bool(modules)
@@ -80,7 +110,7 @@ def _only_copies(part: Any) -> bool:
 def _bare_state(part: Any) -> Any:
     """Return the state of a part. A wrapper may be added or removed before the state is loaded again."""
     state = part.state_dict()
-    if not isinstance(part, torch.nn.Module):
+    if not isinstance(part, Module):
         return state
     names = bare_names(part, state)
     return (
@@ -90,7 +120,7 @@ def _bare_state(part: Any) -> Any:
 
 def _wrapped_state(part: Any, state: Any) -> Any:
     """Return a saved state with the names that a part has now."""
-    if not isinstance(part, torch.nn.Module) or not isinstance(state, dict):
+    if not isinstance(part, Module) or not isinstance(state, dict):
         return state
     names = {bare: name for name, bare in bare_names(part, part.state_dict()).items() if bare != name}
     return {names.get(name, name): each for name, each in state.items()} if names else state
