@@ -8,6 +8,7 @@ from pathlib import Path
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.commit.ledger_rows import agreed_reader_state
 from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.memory.states import MemoryState, Trained, check_unchanged, read_slot, remove_state
 from dlac_pipeline.checkpoint.rng import rng_file, rng_state, set_rng_state
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception
@@ -78,13 +79,14 @@ def load_state(
     """Load the state of a resume point, as `load_checkpoint` does. Collective.
 
     A state from memory is checked as no checkpoint has to be: `check_weights` may raise. Raise `MemoryStateLost` if it cannot be
-    loaded, or changed meanwhile. Then it is removed, so that the next attempt reads a checkpoint. The error of a connection to
-    another rank is raised as it is.
+    read, or changed meanwhile. Then it is removed, so that the next attempt reads a checkpoint. The error of a connection to
+    another rank, or of a script whose model a whole state does not fit, is raised as it is.
     """
     if memory is None:
         return load_checkpoint(engine, point, spec, tree, restores=restores)
-    with _losing(memory.state):
+    with _losing(memory.state, loads=True):
         spent = load_checkpoint(engine, point, spec, tree, restores=restores)
+    with _losing(memory.state):
         with failing_together(tree, doing="checking the state from memory"):
             if point.world_size == tree.world_size and not rng_file(memory.state.folder, tree.rank).exists():
                 raise MemoryStateLost(f"the random generators of rank {tree.rank} are missing")
@@ -95,14 +97,27 @@ def load_state(
 
 
 @contextmanager
-def _losing(state: MemoryState) -> Iterator[None]:
-    """Turn a failure into `MemoryStateLost`, and remove the states of that attempt. They stay if another rank was lost."""
+def _losing(state: MemoryState, *, loads: bool = False) -> Iterator[None]:
+    """Turn a failure into `MemoryStateLost`, and remove the states of that attempt.
+
+    They stay if another rank was lost, or if a state that `loads` is whole: it does not fit the script, which may be corrected.
+    """
     try:
         yield
     except Exception as err:
-        if describe_exception(err)["origin"] in ("peer", "passing"):
+        if describe_exception(err)["origin"] in ("peer", "passing") or (loads and _is_whole(state)):
             raise
         remove_state(state)
         raise MemoryStateLost(
             f"expected to resume from the memory state in {str(state.folder)!r}, found {type(err).__name__}: {err}"
         ) from err
+
+
+def _is_whole(state: MemoryState) -> bool:
+    """Return whether a state is what it was, and PyTorch can read its files."""
+    try:
+        for path in sorted(state.folder.glob("**/*.pt")):
+            load_tensors(path)
+    except Exception:  # whatever damage makes of a file
+        return False
+    return check_unchanged(state)

@@ -289,6 +289,24 @@ def test_damaged_head_leaves_memory(campaign: Arena, damaged: str, only: bool) -
     assert len(kept) == 2
 
 
+def test_wrong_model_leaves_state(campaign: Arena) -> None:
+    """A launch whose model has another size fails. The state stays for the corrected script, and no finished step is repeated."""
+    run = "memory-misfit"
+    spec = spec_of(campaign, run, deadlock_at=24, pause_s=0.01)
+    launch, folder = campaign.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: 23 in [state.first.step for state in read_states(folder)], what="the state of step 23")
+    time.sleep(0.2)
+    launch.destroy()
+    wrong = campaign.launch(spec_of(campaign, run, outputs=2), takeover=True)
+    assert wrong.wait() != 0
+    assert "size mismatch" in str(wrong.of("error")[0])
+    again = campaign.launch(spec_of(campaign, run), takeover=True)
+    check_run(campaign, run, again)
+    assert {row.memory_step for row in campaign.rows(run, ClaimRow)} == {0, 23}
+    assert repeated_rows(campaign, run) == 0
+
+
 @pytest.mark.slow
 def test_nonfinite_state_is_not_trained_on(campaign: Arena) -> None:
     """A state whose weights became NaN is removed when it is read, and the checkpoint before is read."""

@@ -1,11 +1,14 @@
 """The memory state from which an attempt resumes, if one of those that were found provably continues the ledger's head."""
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, read_states
+from dlac_pipeline.elastic.ranks.launch_folder import ranks_with_progress, reason_file
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
@@ -116,7 +119,19 @@ def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRo
 
 
 def _may_have_died_loading(claim: ClaimRow) -> bool:
-    """Return whether the last heartbeats of a dead attempt are of ranks that load its state, or are not on this node."""
+    """Return whether the last heartbeats of a dead attempt are of ranks that load its state, or are not on this node.
+
+    An exception is no death: either the state was removed, or it does not fit a script that may be corrected.
+    """
     folder = Path(claim.launch_folder)
     is_known = bool(claim.launch_folder) and folder.is_dir()
-    return not is_known or any(each.is_loading for each in read_heartbeats(folder))
+    return not is_known or (any(each.is_loading for each in read_heartbeats(folder)) and not _has_raised(folder))
+
+
+def _has_raised(folder: Path) -> bool:
+    """Return whether a rank recorded an exception that neither another rank's end nor a passing failure explains."""
+    for rank in ranks_with_progress(folder):
+        with suppress(OSError, ValueError):  # it has recorded none
+            if json.loads(reason_file(folder, rank).read_bytes())["origin"] not in ("peer", "passing"):
+                return True
+    return False
