@@ -15,7 +15,7 @@ from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 from dlac_pipeline.elastic.ranks.environment import environment_of, set_environment
 from dlac_pipeline.elastic.ranks.rank import held_signals
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
-from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
 START_METHODS = {"fork": "forkserver", "spawn": "spawn"}
@@ -95,7 +95,7 @@ def end_server(*, only_user: object = None) -> None:
             _kill()
 
 
-def why_gone(spec: JobSpec, *, within_s: float = 0.0) -> TrainingFailed | None:
+def why_gone(spec: JobSpec, *, within_s: float = 0.0) -> DlacError | None:
     """Return why the server has ended, which may take a moment. None: it runs, or is not used."""
     deadline = time.monotonic() + within_s
     while is_used(spec) and is_alive() and time.monotonic() < deadline:
@@ -104,7 +104,7 @@ def why_gone(spec: JobSpec, *, within_s: float = 0.0) -> TrainingFailed | None:
         return None
     log, problem = _files_of(spec)
     with suppress(OSError):
-        return TrainingFailed(problem.read_text())
+        return ScriptInvalid(problem.read_text())  # another attempt would import the same
     return TrainingFailed(f"expected a fork server to start the ranks, found that it ended: its log is {log}")
 
 

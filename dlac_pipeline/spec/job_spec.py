@@ -264,7 +264,7 @@ class CheckpointSpec(spec_problems.Section):
     @field_validator("memory")
     @classmethod
     def _is_absolute(cls, memory: str) -> str:
-        if memory and not memory.startswith("/"):
+        if memory and (not memory.startswith("/") or "\0" in memory):
             raise ValueError(f'expected the absolute path of a folder of shared memory, or "", found {memory!r}')
         return memory
 
@@ -429,9 +429,12 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
     return spec_problems.validate(JobSpec, raw, invalid=f"{origin} is not a valid job spec")
 
 
-def parse_recorded(raw: dict[str, Any], *, origin: str) -> JobSpec:
+def parse_recorded(raw: Any, *, origin: str) -> JobSpec:
     """Parse a spec that DLAC recorded: earlier versions wrote a missing filter as an empty text. Raises as `parse_spec`."""
-    sources = [raw.get("source"), *(raw.get("mixture") or [])]
+    if not isinstance(raw, dict):
+        raise SpecInvalid(f"expected a table of settings in {origin}, found {type(raw).__name__}")
+    mixture = raw.get("mixture")
+    sources = [raw.get("source"), *(mixture if isinstance(mixture, list) else [])]
     for source in sources:
         if isinstance(source, dict) and source.get("row_filter") == "":
             source["row_filter"] = None

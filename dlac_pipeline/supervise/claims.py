@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlac_pipeline.lakehouse.config import sqlite_file
-from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
+from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.relocation import Relocation, raw_path
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -53,9 +53,9 @@ def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, a
         )
     try:
         spec = parse_recorded(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
-    except ValueError as err:  # the file is incomplete
+    except (ValueError, RecursionError, SpecInvalid) as err:  # the file is incomplete, or damaged
         raise NoSuchJobSpec(
-            f"expected the job spec of run {run!r} at {str(path)!r}, found no JSON ({err}): name it with --spec"
+            f"expected the job spec of run {run!r} at {str(path)!r}, found none ({err}): name it with --spec FILE"
         ) from err
     relocation = _relocation_of(lakehouse, spec)
     here, store = relocation.here, spec.checkpoint.store

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from dlac_pipeline.checkpoint.memory.states import check_memory
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import VERDICT, Round
 from dlac_pipeline.lakehouse import errors
@@ -95,6 +96,7 @@ class Supervisor:
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
         check_listeners(spec.listeners)
+        check_memory(spec)
         check_tables_may_exist(spec.lakehouse, spec.own_tables)  # before the starter makes a folder in the home folder
         try:
             with closing(self._starter), self._listeners:

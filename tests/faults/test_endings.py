@@ -57,6 +57,7 @@ def test_cause_is_reported_if_rank_exits_last(campaign: Arena) -> None:
     ("changes", "code", "kind"),
     [
         ({"table": "src.nothing"}, 64, "NoSuchTable"),
+        ({"memory": "/dev/shmm/none"}, 64, "SpecInvalid"),
         pytest.param(
             {"columns": ["row_id", "even"], "ragged": ["even"]}, 64, "UnsupportedColumn", marks=pytest.mark.soak
         ),
@@ -69,6 +70,14 @@ def test_bad_input_ends_at_once(campaign: Arena, changes: dict[str, Any], code: 
     assert launch.wait() == code
     assert [event["kind"] for event in launch.events if event["event"] != "alive"] == [kind]
     assert campaign.rows("bad-input") == []
+
+
+def test_missing_preload_ends_run_at_once(campaign: Arena) -> None:
+    """Another attempt would import the same module."""
+    launch = campaign.launch(campaign.spec("no-preload", preload=["no_such_module"]))
+    assert launch.wait() == 64
+    assert [event["kind"] for event in launch.of("error")] == ["ScriptInvalid"]
+    assert len(launch.of("failure")) == 1
 
 
 def test_unreachable_catalog_ends_at_once(campaign: Arena) -> None:

@@ -204,3 +204,10 @@ def test_misfit_ranks_are_refused_by_name(
     with pytest.raises(SpecInvalid) as caught, training_run(tmp_path / "job.yaml"):
         pass
     assert str(caught.value) == f"the job spec under WORLD_SIZE={world_size} is not a valid job spec:\n  {message}"
+
+
+@pytest.mark.parametrize("raw", [None, 3, [], "x", {}, {"source": 1, "mixture": 3}])
+def test_damaged_record_is_refused(raw: object) -> None:
+    """A recorded spec of another type is named, as one in a launch folder that was damaged."""
+    with pytest.raises(SpecInvalid, match=r"the record"):
+        parse_recorded(raw, origin="the record")

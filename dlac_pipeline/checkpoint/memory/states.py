@@ -29,6 +29,7 @@ from typing import Any
 import msgpack
 import psutil
 
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -127,6 +128,17 @@ class Part:
         found = f"{self.state.attempt:06d}-{self.state.nonce}"
         if not _SLOT.fullmatch(self.slot) or self.slot.partition("/")[0] != found:
             raise ValueError(f"expected a seal of {self.slot!r}, found one of {found!r}")
+
+
+def check_memory(spec: JobSpec) -> None:
+    """Raise `SpecInvalid` for a folder of shared memory that a job names, and that this node does not have."""
+    memory = spec.checkpoint.memory
+    default = type(spec.checkpoint).model_fields["memory"].default
+    if memory not in ("", default) and not Path(memory).is_dir():
+        raise SpecInvalid(
+            f'expected a folder of shared memory at checkpoint.memory, found none at {memory!r}: correct it, or set "" to keep '
+            "no states in memory"
+        )
 
 
 def memory_folder(spec: JobSpec) -> Path | None:

@@ -46,6 +46,8 @@ _HEAD = "-- Request {}: run this in DuckDB without changes. While the rows are f
 
 def make_key(path: Path) -> Path:
     """Write a private key, which only its owner can read, and the public key beside it. Return the public one's path."""
+    if not path.name:
+        raise SpecInvalid(f"expected a new file for the key, found {str(path)!r}: name one, such as key.pem")
     key, public = Ed25519PrivateKey.generate(), path.with_suffix(".pub.pem")
     _write(path, key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()), 0o600)
     _write(public, key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo), 0o644)
