@@ -29,6 +29,8 @@ class DlacLoader:
     def batches(self, pass_number: int) -> Iterator[dict[str, Any]]:
         """Yield the batches up to the end of a pass. With several passes each is a whole number of batches here."""
         last = (pass_number + 1) * (self._job.rows // self._job.batch_size) if self._job.passes > 1 else 0
+        if last and self._dataset.step >= last:  # resumed at the end of this pass
+            return
         for batch in self._batches:
             yield batch
             if self._dataset.step == last:
