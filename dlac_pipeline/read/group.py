@@ -30,6 +30,10 @@ class GroupBatch:
     """The source of each slot of the key group, -1 where it is empty."""
     advances: list[tuple[int, BlockAdvance]] = field(default_factory=list)
     """(source, what was moved)."""
+    present: Present = ()
+    """The sources that remained before the batch."""
+    outlasts: bool = False
+    """True if a source ended inside the batch, and others fill it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +118,14 @@ class GroupReader:
     def take(self, *, give: bool = True) -> GroupBatch:
         """Return the next batch's part. The cursors move over all slots. Without `give` no pieces are made."""
         self._wanted = (self.low, self.high) if give else (0, 0)
-        before, present = self.cursors, self.present
-        batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
-        if self._fill(batch, 0, self._slots, present):
+        before, remained = self.cursors, self.present
+        batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64), present=remained)
+        if self._fill(batch, 0, self._slots, remained):
             # A source ended inside the batch: again, slot by slot, as the schedule is from there on another one.
             for source, stream in self._streams.items():
                 stream.close()
                 self._streams[source] = self._open_stream(source, self._group, before[source])
-            batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
+            batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64), present=remained, outlasts=True)
             slot = 0
             while slot < self._slots and any(present := self.present):
                 filled = batch.samples

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.slots import groups_of_slots, slots_of
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.assemble import assemble, assemble_run
@@ -31,7 +32,7 @@ from dlac_pipeline.read.line import Content
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.packing import ItemLine, Packer, Sampler, Stream
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.streams import Columns, RowStream, SourceBlocks, size_of_columns
+from dlac_pipeline.read.streams import BlockWalk, Columns, RowStream, SourceBlocks, size_of_columns
 from dlac_pipeline.rows.columns import Array, ColumnKind
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _RUN_BYTES = 2**24
 """Bytes of batches that are gathered together, in one array per column: large enough for large pages of the kernel."""
+_EMPTY_PASSES = 10
+"""Passes per key group: a row that one key group in G gets in each pass is missed by one group in e^10."""
 Sums = Callable[[], Sequence[int]]
 """Waits for numbers that are being summed over all ranks, and returns the sums."""
 Exchange = Callable[[Sequence[int]], Sums]
@@ -75,16 +78,6 @@ def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None) ->
         return wait
 
     return start
-
-
-def groups_of_slots(low: int, high: int, per_group: int) -> range:
-    """The key groups that give a batch its slots from `low` to before `high`, `per_group` each."""
-    return range(low // per_group, -(-high // per_group))
-
-
-def slots_of(rank: int, world_size: int, batch_size: int) -> range:
-    """Return the slots of a global batch that a rank works on. Two ranks differ by at most one slot."""
-    return range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,16 +154,16 @@ class RankReader:
         between, last, counted = first, self._order.total_steps, self._order.counted
         while last is None or self._step < last:
             if between:
-                _, source = self._take(give=False)
-                if not self._belongs_to_leg(int((source >= 0).sum())):
+                taken, source = self._take(give=False)
+                if not self._belongs_to_leg(int((source >= 0).sum()), taken):
                     return
                 between -= 1
                 continue
             rows = self._order.valid_rows(self._step + 1) if counted else 0
-            batch, samples, items = self._read(rows, rows)
-            if not self._belongs_to_leg(samples):
+            batch, samples, taken = self._read(rows, rows)
+            if not self._belongs_to_leg(samples, taken):
                 return
-            yield batch if counted else replace(batch, rows=samples, tokens=items)
+            yield batch if counted else replace(batch, rows=samples, tokens=_items_of(taken))
             between = count - 1
 
     def close(self) -> None:
@@ -242,9 +235,9 @@ class RankReader:
         upcoming = self._ahead()
         while upcoming is not None:
             batch, sums = upcoming
-            rows, tokens = sums()
-            full = rows == self._order.settings.batch_size
-            if not rows or not (full or not self._order.settings.pending_tail):
+            rows, tokens, lasting, ranks = sums()
+            full = rows == self._order.settings.batch_size and lasting == ranks
+            if not rows or not lasting or not (full or not self._order.settings.pending_tail):
                 return
             upcoming = self._ahead()
             yield replace(batch, rows=rows, tokens=tokens)
@@ -253,12 +246,27 @@ class RankReader:
         last = self._order.total_steps
         if last is not None and self._step >= last:
             return None
-        batch, samples, items = self._read(0, 0)
-        return batch, self._exchange([samples, items])
+        batch, samples, taken = self._read(0, 0)
+        return batch, self._exchange([samples, _items_of(taken), self._lasts(taken), 1])
 
-    def _belongs_to_leg(self, samples: int) -> bool:
+    def _belongs_to_leg(self, samples: int, taken: Sequence[GroupBatch]) -> bool:
         """Return True if a batch with so many samples of this rank belongs to the leg, as far as this rank knows."""
-        return self._order.counted or samples == self._slots or (samples > 0 and not self._order.settings.pending_tail)
+        if self._order.counted:
+            return True
+        return self._lasts(taken) and samples >= (self._slots if self._order.settings.pending_tail else 1)
+
+    def _lasts(self, taken: Sequence[GroupBatch]) -> bool:
+        """Return True if the leg lasts beyond the batch before, for the key groups of this rank.
+
+        It lasts as long as a finite source remains, or if its rows may stay pending, until the first source ends.
+        """
+        order = self._order
+        if order.settings.pending_tail:
+            return all(each.present == order.active and not each.outlasts for each in taken)
+        finite = [here and not source.endless for source, here in zip(order.sources, order.active, strict=True)]
+        return not any(finite) or any(
+            here and ends for each in taken for here, ends in zip(each.present, finite, strict=True)
+        )
 
     def _take(self, *, give: bool = True) -> tuple[list[GroupBatch], Ints]:
         """Take the next batch from the key groups. Return their parts, and the source of each slot of this rank."""
@@ -267,7 +275,7 @@ class RankReader:
         mine = [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]
         return taken, np.concatenate(mine)
 
-    def _read(self, rows: int, tokens: int) -> tuple[Batch, int, int]:
+    def _read(self, rows: int, tokens: int) -> tuple[Batch, int, list[GroupBatch]]:
         taken, source = self._take()
         batch = Batch(
             step=self._step,
@@ -287,7 +295,7 @@ class RankReader:
                 for index, advance in each.advances
             ),
         )
-        return batch, int((source >= 0).sum()), sum(each.items for each in taken)
+        return batch, int((source >= 0).sum()), taken
 
     def _gather(self, taken: Sequence[GroupBatch]) -> dict[str, Array]:
         starts = np.cumsum([0, *(part.width for part in self._parts)])
@@ -314,6 +322,10 @@ class RankReader:
             self._kinds.setdefault(name, replace(kind, inner=column.values.shape[2:]))
 
 
+def _items_of(taken: Sequence[GroupBatch]) -> int:
+    return sum(each.items for each in taken)
+
+
 def open_streams(opened: "OpenLeg", prefetch: Prefetcher) -> OpenStream:
     """Return the function that opens the stream of a source and a key group, whose blocks are decoded in `prefetch`."""
     openers = [_opener(opened, prefetch, index) for index in range(len(opened.sources))]
@@ -338,10 +350,27 @@ def _open_items(
 ) -> Callable[[int, Cursor], ItemLine[Content]]:
     def open_from(group: int, cursor: Cursor) -> ItemLine[Content]:
         walk = blocks.walk(group, cursor)
-        numbered = ((row_range.pass_index, row_range.block.index, content) for row_range, content in walk)
-        return line(numbered, start=cursor, close=walk.close)
+        return line(_numbered(walk, blocks), start=cursor, close=walk.close)
 
     return open_from
+
+
+def _numbered(walk: BlockWalk[Content], blocks: SourceBlocks[Content]) -> Iterator[tuple[int, int, Content]]:
+    """Yield (pass, block, content). Raise `SpecInvalid` if an endless source has no item in many passes, or it is read for ever.
+
+    Each pass deals the rows to key groups again, so that a row with an item comes to each of them sooner or later.
+    """
+    order, last = blocks.order, None
+    for row_range, content in walk:
+        if last is None or content.rows.items:
+            last = row_range.pass_index
+        passes = row_range.pass_index - last
+        if order.endless and passes > _EMPTY_PASSES * order.settings.key_groups:
+            raise SpecInvalid(
+                f"expected samples of source {blocks.source}, which is read again and again (passes = 0), found none in {passes} "
+                "passes of one key group: check its transform, its documents and its row filter, or leave it out"
+            )
+        yield row_range.pass_index, row_range.block.index, content
 
 
 def _nbytes(prepared: Documents | Samples) -> int:

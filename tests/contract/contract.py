@@ -24,6 +24,8 @@ from tests.contract.tables import MakeRows, SourceTable
 
 PER_ROW = 64
 """The items of a row are numbered row_id * PER_ROW + 0, 1, 2, ..."""
+_MOST_STEPS = 50_000
+"""More than any example has."""
 Given = Callable[[int], Sequence[int]]
 Found = Callable[[Tensors, int], Sequence[int]]
 
@@ -117,7 +119,7 @@ class Expected:
 
     def outlives(self, rows: set[int]) -> bool:
         """Return whether these rows may be excluded. An endless source must keep a row (see `test_found`)."""
-        return bool(self.passes or self.due.keys() - self.frozen.keys() - rows)
+        return bool(self.passes or any(map(self.reading.given, self.due.keys() - self.frozen.keys() - rows)))
 
     def done(self, streams: Mapping[int, Sequence[int]]) -> Counter[int]:
         """Return how often each row was read completely, from the items of each key group in order."""
@@ -187,6 +189,8 @@ class Contract:
             if not any(reading.keeps(row) for row in table.live):
                 table.append(3)  # a plan without live rows is refused
         for each in self._expected:
+            while not each.passes and not any(map(reading.given, filter(reading.keeps, each.table.live))):
+                each.table.append(3)  # an endless source without a sample is refused
             each.plan()
         self._whole = Run.begin(lakehouse, spec)
         self._disturbed = replace(self._whole, batches=[])
@@ -212,9 +216,12 @@ class Contract:
 
     def _leg(self, steps: int | None) -> bool:
         """Read some steps with both runs, and return whether the leg ended before."""
-        read = self._whole.attempt(steps=steps)
+        read = self._whole.attempt(steps=_MOST_STEPS if steps is None else steps)
+        assert len(read) < _MOST_STEPS, "the leg has an end"
         for batch in read:
             self._check(batch)
+        if steps is None:
+            self._check_end(read)
         ended = steps is None or len(read) < steps
         self._disturb(read, ended)
         assert self._disturbed.state == self._whole.state
@@ -247,6 +254,17 @@ class Contract:
         assert ((batch.source >= 0) == batch.valid).all()
         if self._reading.follows:
             assert batch.valid.all(), "rows that do not fill a batch stay pending"
+            order = self._whole.opened.order
+            places = order.samples(batch.step - 1), order.samples(batch.step)
+            drawn = [order.mixture.sources(group, *places, order.active) for group in range(self._groups)]
+            assert np.array_equal(batch.source, np.concatenate(drawn)), "a leg ends when one of its sources does"
+
+    def _check_end(self, read: Sequence[GlobalBatch]) -> None:
+        """Check that a leg which ends with its last finite source has a sample of one in its last batch."""
+        finite = [index for index, source in enumerate(self._whole.opened.order.sources) if not source.endless]
+        # all rows of a source may be dropped by a transform, which one batch finds out
+        if finite and not self._reading.follows and len(read) > 1:
+            assert np.isin(read[-1].source, finite).any(), "the leg ends with its last finite source"
 
     def _change_tables(self) -> None:
         """Change tables between two legs."""

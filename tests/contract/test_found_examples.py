@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlac_pipeline.lakehouse.errors import EmptyPlan
+from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.contract.contract import PER_ROW, Reading
@@ -100,6 +100,14 @@ def test_endless_empty_source_is_refused(lakehouse: Lakehouse) -> None:
     run.attempt(steps=2)
     with pytest.raises(EmptyPlan, match="read again and again"):
         run.turn(spec_of(LISTS, {"steps": 50}, passes=0, exclude=["row_id >= 0"]), repin=False)
+
+
+def test_endless_source_without_samples_is_refused(lakehouse: Lakehouse) -> None:
+    """An endless source whose documents are all empty is refused, and not read for ever."""
+    table_of(lakehouse, PACKED, 1)  # row 0 has no token
+    run = Run.begin(lakehouse, spec_of(PACKED, {"steps": 50}, passes=0))
+    with pytest.raises(SpecInvalid, match=r"source 0, which is read again and again .* found none in \d+ passes"):
+        run.attempt(steps=2)
 
 
 def test_new_exclusions_leave_rows(lakehouse: Lakehouse) -> None:

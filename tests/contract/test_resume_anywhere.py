@@ -67,6 +67,8 @@ READINGS: dict[str, Callable[[Path], Reading]] = {
     "mixture": lambda folder: mixed(LISTS, {"weight": 0.7}, {"weight": 0.2, "passes": 2}, {"weight": 0.1}),
     "mixture with an endless source": lambda folder: mixed(LISTS, {"weight": 0.5}, {"weight": 0.5, **ENDLESS}),
     "endless mixture": lambda folder: replace(mixed(LISTS, ENDLESS, {"weight": 0.3, **ENDLESS}), order={"steps": 25}),
+    "packed mixture with an endless source": lambda folder: mixed(PACKED, {"weight": 0.6}, ENDLESS),
+    "transformed mixture with an endless source": lambda folder: mixed(transformed(folder), {"weight": 0.2}, ENDLESS),
     "packed mixture": lambda folder: mixed(PACKED, {"weight": 0.6}, {"weight": 0.4, "passes": 2}),
     "transformed mixture": lambda folder: mixed(transformed(folder), {"weight": 0.6}, {"weight": 0.4, "passes": 2}),
     "following": lambda folder: followed(LISTS),
@@ -74,6 +76,9 @@ READINGS: dict[str, Callable[[Path], Reading]] = {
     "following, packed": lambda folder: followed(PACKED, "delete", "delete_positions", keyed=True),
     "following, transformed": lambda folder: followed(transformed(folder)),
     "following mixture": lambda folder: mixed(followed(LISTS, keyed=True), {"weight": 0.6}, {"weight": 0.4}),
+    "following mixture, transformed": lambda folder: mixed(
+        followed(transformed(folder)), {"weight": 0.6}, {"weight": 0.4}
+    ),
     "everything": lambda folder: mixed(filtered(followed(PACKED, keyed=True)), {"weight": 0.6}, {"weight": 0.4}),
 }
 
@@ -82,6 +87,7 @@ QUICK = (
     "texts",
     "transformed and packed",
     "following",
+    "packed mixture with an endless source",
     "everything",
 )
 """Together these have most parts of the reader. The campaign runs all readings."""

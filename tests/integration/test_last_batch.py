@@ -96,6 +96,18 @@ def test_streamed_batches_hold_samples_only(datasets: Datasets, kind: str) -> No
         assert dropped == [batch for batch in found if batch["dlac"]["rows"] == 8]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_streamed_mixture_ends_with_finite_source(datasets: Datasets, world_size: int) -> None:
+    """An endless source beside a packed one ends with it, on each rank alone, and with workers that skip batches."""
+    mixture = [{"table": "src.b", "columns": ["tokens"], "passes": 0}]
+    for workers in (0, 2) if world_size == 1 else (0,):
+        dataset = datasets.open("mixed", mixture=mixture, rank=0, world_size=world_size)
+        sources = [batch["dlac"]["source"].tolist() for batch in islice(dataset.loader(num_workers=workers), 2_000)]
+        assert len(sources) < 2_000
+        assert 0 in sources[-1]
+        assert any(1 in each for each in sources)
+
+
 def test_ragged_and_nullable_columns_are_cut_together(uneven: Datasets) -> None:
     """Offsets, validity and flat values of the last batch fit its samples."""
     columns: dict[str, Any] = {"columns": ["row_id", "tokens", "text"], "ragged": ["tokens"], "nullable": ["text"]}
