@@ -188,8 +188,8 @@ def _add_table(
             connection.register("arrow_rows", own_rows.read_rows(table, wanted))
         try:
             connection.execute(f"CREATE OR REPLACE {kind} {name} AS {rows or 'FROM arrow_rows'}")
-        except duckdb.IOException as err:  # upkeep has removed a file since
-            raise FileNotFoundError(str(err)) from err
+        except duckdb.Error as err:
+            raise own_rows.error_of_duckdb(table, err) from err
         connection.unregister("arrow_rows")
 
     lakehouse.look(name, add)

@@ -175,9 +175,9 @@ def rebuild(
     ] = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Append the rows that the ledger lost, from its journal. Stop all launches first. Exit status 0 if every run is complete.
+    """Append the rows that the ledger lost, from its journal. Stop all launches first. Exit status 0 if nothing is lost.
 
-    A lost or damaged table is made again. The other tables get the rows of their newest metadata files. No file is deleted.
+    A lost or damaged table is made again. The other tables get the rows of their intact data files. No file is deleted.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.operations.rebuild import rebuild_ledger
@@ -190,6 +190,6 @@ def rebuild(
         rows = [(each.run, f"{each.appends:,}", f"{each.missing:,}", each.problem or "complete") for each in done.runs]
         counts = ("appends", "would be added" if dry_run else "added")
         ui.show_table(("run", *counts, "state"), rows, right=counts, empty="there is no run")
-        ui.show_text("\n".join(f"{name}: {what}" for name, what in done.tables.items()))
-    if any(each.problem for each in done.runs):
+        ui.show_text("\n".join(f"{name}: {done.problems.get(name, what)}" for name, what in done.tables.items()))
+    if not done.complete:
         raise typer.Exit(1)

@@ -133,6 +133,10 @@ class MetadataLost(LakehouseError, transient=False):
     """The metadata file of a table, which the catalog names, is missing or cannot be read."""
 
 
+class TableDamaged(LakehouseError, transient=False):
+    """A file of one of DLAC's own tables was cut, replaced or altered."""
+
+
 class PinLost(LakehouseError, transient=False):
     """The tag that keeps a planned snapshot alive is gone or names another snapshot."""
 

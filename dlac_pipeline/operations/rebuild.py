@@ -3,11 +3,12 @@
 In: a lakehouse that was opened as `damaged`. Out: a `Rebuilt`. No file is deleted or renamed. See docs/design/0024-journal.md.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 from uuid import UUID, uuid4
 
 import pyarrow as pa
@@ -23,22 +24,37 @@ from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyiceberg.table.update.snapshot import ExpireSnapshots, ManageSnapshots
 
-from dlac_pipeline.checkpoint.manifest import content_digest, parse_manifest
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.connect import TABLE_PROPERTIES, Lakehouse, among, reachable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, properties_of, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import metadata_files, version_of
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.ledger import arrow_rows, older_ledger, run_rows, schemas, typed_rows
-from dlac_pipeline.lakehouse.ledger.journal import Journal, journal_address, record_appends, seqs_by_run
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger, fence_property, recorded_rows
+from dlac_pipeline.lakehouse.ledger.journal import Entry, Journal, journal_address, record_appends, seqs_by_run
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, fence_property
 from dlac_pipeline.lakehouse.ledger.plans import append_own
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import rereading, retrying
-from dlac_pipeline.lakehouse.store_files import StoreFiles, is_local, path_at
+from dlac_pipeline.lakehouse.store_files import StoreFiles
+from dlac_pipeline.operations.lost_data.appends import stored_appends
+from dlac_pipeline.operations.lost_data.tables import (
+    check_whole,
+    intact_rows,
+    missing_slices,
+    parsed_tables,
+    recorded_count,
+    rows_in_folder,
+)
 from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _LEDGER = "consumption"
+_LOST = (errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore, errors.TableDamaged)
+_HEAD_NAMES = typed_rows.names_of_kinds(typed_rows.HEAD_KINDS)
+_NAMED = 5
+"""Appends that a message names, at the most."""
+_SAMPLED = 9
+"""Entries of a run by which the identity of its ledger is known."""
+_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +77,13 @@ class Rebuilt:
     tables: dict[str, str]
     """Table -> what happened to it."""
     runs: list[RebuiltRun]
+    problems: dict[str, str]
+    """Table -> the rows that it lacks after the rebuild, with the thing to do."""
+
+    @property
+    def complete(self) -> bool:
+        """True if nothing is missing."""
+        return not (self.problems or any(each.problem for each in self.runs))
 
 
 def rebuild_ledger(
@@ -73,193 +96,290 @@ def rebuild_ledger(
     Raises:
         BadInput: no entry is at the address of the journal. Nothing was changed, as with the others.
         RunBusy: a launch of a run that lacks appends is alive.
-        LedgerError: an entry cannot be read.
+        LedgerError: a damaged ledger has rows that nothing else has.
     """
-    catalog, named, table = lakehouse.catalog, _named(lakehouse), _load(lakehouse, _LEDGER)
+    catalog, named, table = lakehouse.catalog, _named(lakehouse, _LEDGER), _load(lakehouse, _LEDGER)
     location, io = _place(lakehouse, journal) if named is None else (named.location(), named.io)
     default = f"{location}/data/journal" if named is None else journal_address(named)
     loss = _Loss(lakehouse, table, Journal(io, journal or default))
-    loss.check_idle()
-    found = {run: loss.lost_append(run, files or older_ledger.lakehouse_store(lakehouse)) for run in loss.runs}
-    extra = {run: rows for run, (rows, _) in found.items() if rows is not None}
     if table is None and named is not None:
-        loss.check_rows(named, sum(map(len, extra.values())))
+        loss.add_rows(intact_rows(named))
+    loss.check_idle()
+    loss.search_store(files or older_ledger.lakehouse_store(lakehouse))
+    if table is None and named is not None:
+        loss.check_rows(recorded_count(named))
     folder = location.rpartition("/")[0]
-    tables = {
+    restored = {
         each: _restore(lakehouse, each, f"{folder}/{each}", dry_run) for each in schemas.TABLES if each != _LEDGER
     }
+    tables = {each: done for each, (done, _) in restored.items()}
+    problems = {each: lost for each, (_, lost) in restored.items() if lost}
     tables[_LEDGER] = "kept" if table is not None else "made again"
     if not dry_run:
         # a server makes the table itself, and may delete the files of one that is dropped
         if isinstance(catalog, MetastoreCatalog) and (named is None or not named.metadata.snapshots):
             with reachable(lakehouse.config.uri):
-                _make_again(catalog, f"{lakehouse.config.namespace}.{_LEDGER}", location, io, loss.uuid)
-        loss.append(extra)
-    runs = []
-    for run in loss.runs:
-        missing = len(loss.missing[run]) + (run in extra)
-        runs.append(RebuiltRun(run=run, appends=len(loss.known[run]) + missing, missing=missing, problem=found[run][1]))
-    return Rebuilt(tables=tables, runs=runs)
+                _make_again(lakehouse, _LEDGER, location, io, loss.uuid)
+        loss.append()
+        problems.pop("slices", None)
+        tables["slices"] += _compute_slices(lakehouse, problems)
+    return Rebuilt(tables=tables, runs=loss.runs(), problems=problems)
 
 
 class _Loss:
-    """The appends that the journal has and the ledger lacks. Without a `table` it lacks all."""
+    """The appends that the ledger lacks, and the rows of those that the journal or the store has.
+
+    Without a `table` it lacks all. An entry counts for the append that its rows name, whatever its file is called.
+    """
 
     def __init__(self, lakehouse: Lakehouse, table: Table | None, journal: Journal) -> None:
         self._lakehouse = lakehouse
         self._journal = journal
         with reachable(lakehouse.config.uri):
-            self._entries = journal.entries()
+            self._entries, self._last = journal.entries(), journal.last_seqs()
         if not self._entries:
             raise errors.BadInput(
                 f"expected entries RUN/SEQ.parquet of the ledger's journal in {journal.address!r}, found none; nothing was "
                 "changed: name the lakehouse with --home or --spec, or the address of the journal with --journal"
             )
-        longest = max(self._entries.values(), key=len)
-        self.uuid = journal.ledger_uuid(longest[max(longest)])
-        kinds = typed_rows.names_of_kinds(typed_rows.HEAD_KINDS)
-        keys = rows = arrow_rows.CONSUMPTION_ARROW.empty_table()
+        keys = heads = arrow_rows.CONSUMPTION_ARROW.empty_table()
         if table is not None:
-            keys, rows = read_rows(table, AlwaysTrue(), columns=("run", "seq")), read_rows(table, among("kind", kinds))
-        self.known = defaultdict(set, seqs_by_run(keys))
-        self.runs = sorted({*self.known, *self._entries})
-        self._gaps = {run: _gaps_in(self.known[run] | self._entries.get(run, {}).keys()) for run in self.runs}
-        self.missing = {
-            run: set() if self._gaps[run] else self._entries.get(run, {}).keys() - self.known[run] for run in self.runs
-        }
-        missing = self._read(self.missing)
-        self._rows = len(missing)
-        missing = missing.filter(pc.is_in(missing["kind"], pa.array(kinds)))
-        self._heads: dict[str, list[typed_rows.LedgerRow]] = defaultdict(list)
-        heads = arrow_rows.parse_rows(pa.concat_tables([rows, missing], promote_options="default"))
-        for row in Ledger(lakehouse).translate(heads):
-            self._heads[row.run].append(row)
+            keys, heads = (
+                read_rows(table, AlwaysTrue(), columns=("run", "seq")),
+                read_rows(table, among("kind", _HEAD_NAMES)),
+            )
+        self._known = defaultdict(set, seqs_by_run(keys))
+        self._known_heads = heads
+        self._names = sorted({*self._known, *self._entries, *self._last})
+        self._found: dict[str, dict[int, pa.Table]] = defaultdict(dict)
+        """Run -> `seq` -> rows of an append that the ledger lacks."""
+        self._damaged: dict[str, dict[int, str]] = defaultdict(dict)
+        """Run -> number of an entry without the rows of its append -> what was found."""
+        self._problems: dict[str, list[str]] = defaultdict(list)
+        self._left_out: set[str] = set()
+        # of a new catalog in the place of a lost one, the identity is the older one
+        self.uuid = self._read_entries("" if table is None else table.properties.get(schemas.LEDGER_UUID_PROPERTY, ""))
 
-    def _read(self, wanted: Mapping[str, set[int]]) -> pa.Table:
-        return self._journal.read(self._entries[run][seq] for run in wanted for seq in sorted(wanted[run]))
+    def _read_entries(self, uuid: str) -> str:
+        """Read the entries of missing appends. Return the identity of the ledger: `uuid`, or that of the longest run."""
+        longest = max(self._names, key=lambda run: len(self._entries.get(run, {})))
+        uuids = {run: self._uuid_of_most(run) for run in self._names}
+        uuid = uuid or uuids[longest]
+        for run in self._names:
+            wanted = sorted(self._entries.get(run, {}).keys() - self._known[run])
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="entries") as pool:
+                for seq, found in zip(wanted, pool.map(partial(self._entry, run), wanted), strict=True):
+                    if isinstance(found, Entry) and found.ledger_uuid in (uuid, uuids[run]) and found.is_of(run, seq):
+                        self._found[run][seq] = found.rows
+                    else:
+                        self._damaged[run][seq] = _describe(found)
+                        if isinstance(found, Entry):  # a copy of something else proves no append
+                            self._entries[run].pop(seq)
+        return uuid
+
+    def _entry(self, run: str, seq: int) -> "Entry | errors.LedgerError":
+        try:
+            return self._journal.read_entry(self._entries[run][seq])
+        except errors.FormatTooNew:
+            raise
+        except errors.LedgerError as err:
+            return err
+
+    def _uuid_of_most(self, run: str) -> str:
+        counts: Counter[str] = Counter()
+        for seq in sorted(self._entries.get(run, {}), reverse=True)[:_SAMPLED]:
+            with suppress(errors.LedgerError):
+                counts[self._journal.ledger_uuid(self._entries[run][seq])] += 1
+        return max(counts, key=lambda each: counts[each], default="")
+
+    def add_rows(self, rows: pa.Table) -> None:
+        """Take the intact rows of a damaged ledger for appends that the journal lacks."""
+        for run, seqs in seqs_by_run(rows).items():
+            own = rows.filter(pc.equal(rows["run"], run))
+            for seq in seqs - self._found[run].keys():
+                self._found[run][seq] = own.filter(pc.equal(own["seq"], seq))
+            self._names = sorted({*self._names, run})
 
     def check_idle(self) -> None:
         """Raise `RunBusy` if a launch of a run that lacks appends is alive."""
-        for run in (each for each in self.runs if self.missing[each]):
-            attempt = run_rows.fence_of_rows(self._heads[run]).attempt
-            launch = liveness_of(self._heads[run], attempt)
-            if not run_rows.finished_of_rows(self._heads[run]) and launch.alive(lost_after_s=LOST_AFTER_S):
+        for run in (each for each in self._names if self._lacks(each)):
+            rows = self._rows_of(run)
+            attempt = run_rows.fence_of_rows(rows).attempt
+            launch = liveness_of(rows, attempt)
+            if not run_rows.finished_of_rows(rows) and launch.alive(lost_after_s=LOST_AFTER_S):
                 raise errors.RunBusy(
                     f"expected no launch of run {run!r} during a rebuild of the ledger, found that attempt {attempt} on node "
                     f"{launch.host!r} is alive; nothing was changed: stop it, or wait for {LOST_AFTER_S:.0f} s if it is gone"
                 )
 
-    def check_rows(self, damaged: Table, more: int) -> None:
-        """Raise `LedgerError` if the journal has fewer rows than a table that cannot be read. Nothing may replace it then."""
-        snapshot = damaged.current_snapshot()
-        summary = None if snapshot is None else snapshot.summary
-        recorded = int((summary and summary.additional_properties.get("total-records")) or 0)
-        found = self._rows + more
-        if found < recorded:
-            raise errors.LedgerError(
-                f"expected the {recorded} rows of the damaged ledger in the journal {self._journal.address!r}, found {found}; "
-                "nothing was changed: restore the lost file of the table, or the missing entries, from a backup"
-            )
+    def _lacks(self, run: str) -> bool:
+        return bool(self._found[run] or self._gaps(run))
 
-    def lost_append(self, run: str, files: StoreFiles) -> tuple[pa.Table | None, str]:
-        """Return the rows of a run's last append, from its manifest, if only the store has it, and a problem."""
-        if self._gaps[run]:
-            return None, (
-                f"expected every append of the run in the journal, found none with seq {self._gaps[run][:5]!r}: restore those "
-                f"files in {self._journal.address}/{run}, or a newer backup of the catalog, and repeat the command"
-            )
-        rows = self._heads[run]
-        for folder in older_ledger.folders_of(rows):
+    def _rows_of(self, run: str) -> list[typed_rows.LedgerRow]:
+        """Return the rows of a run that define its state, from the ledger and from what was found."""
+        found = [rows for _, rows in sorted(self._found[run].items())]
+        known = self._known_heads.filter(pc.equal(self._known_heads["run"], run))
+        rows = pa.concat_tables([known, *found], promote_options="default")
+        heads = rows.filter(pc.is_in(rows["kind"], pa.array(_HEAD_NAMES)))
+        return Ledger(self._lakehouse).translate(arrow_rows.parse_rows(heads))
+
+    def _gaps(self, run: str) -> list[int]:
+        """Return the numbers of appends that something proves, and whose rows are not found."""
+        found = self._known[run] | self._found[run].keys()
+        newest = max(found, default=0)
+        last = min(self._last.get(run, 0), newest + _SAMPLED)  # the file may have any number
+        unread = self._damaged[run].keys() & self._entries.get(run, {}).keys()
+        return sorted(({*range(1, max(newest, last) + 1)} | unread) - found)
+
+    def search_store(self, files: StoreFiles) -> None:
+        """Add the appends that only the store has. Decide what is left out, and note what is lost."""
+        for run in self._names:
+            rows = self._rows_of(run)
             try:
-                proofs = older_ledger.lost_in_store(self.uuid, run, folder, files, rows=rows)
-                if proofs:
-                    newest = max(proofs, key=lambda each: each.step or 0)
-                    return _append_of(self._lakehouse, rows, folder, newest.checkpoint_id, files), ""
+                newer = [
+                    proof
+                    for folder in older_ledger.folders_of(rows)
+                    for proof in older_ledger.lost_in_store(self.uuid, run, folder, files, rows=rows)
+                ]
+                if newer or self._gaps(run):
+                    self._found[run] |= stored_appends(self._lakehouse, run, rows, self.uuid, files)
+                known = run_rows.checkpoint_rows(self._rows_of(run))
+                if lost := [each for each in newer if each.checkpoint_id not in known]:
+                    self._problems[run].append(
+                        f"the journal lacks the committed checkpoint {lost[0].checkpoint_id!r} of the store, and no manifest "
+                        f"restores it: restore the newest files of {self._journal.address}/{run} from a backup"
+                    )
             except (errors.StoreUnavailable, errors.SpecInvalid) as err:
-                return None, f"the checkpoint store was not compared: {err}"
-            except (errors.DlacError, FileNotFoundError) as err:
-                return (
-                    None,
-                    f"the journal lacks a committed checkpoint of the store, and no manifest restores it: {err}",
-                )
-        return None, ""
+                self._problems[run].append(f"the checkpoint store was not compared: {err}")
+            self._judge(run)
 
-    def append(self, extra: Mapping[str, pa.Table]) -> None:
-        """Append the missing rows, and those of `extra`, in one commit. Fences are read from the rows after that."""
+    def _judge(self, run: str) -> None:
+        """Note the lost appends of a run. Leave the run out if it could not be resumed without them."""
+        gaps = self._gaps(run)
+        if not gaps:
+            return
+        rows, known = (
+            self._rows_of(run),
+            "; ".join(f"{seq}: {self._damaged[run][seq]}" for seq in gaps[:_NAMED] if seq in self._damaged[run]),
+        )
+        head = run_rows.fence_of_rows(rows).head
+        checkpoint = run_rows.checkpoint_rows(rows).get(head or "")
+        legs = {row.leg for row in rows if isinstance(row, typed_rows.LegRow)}
+        out = head is not None and (checkpoint is None or checkpoint.leg not in legs)
+        if out:
+            self._left_out.add(run)
+        self._problems[run].insert(
+            0,
+            f"expected every append of the run in the journal, found none with seq {gaps[:_NAMED]!r}"
+            f"{f' (entry {known})' if known else ''}: restore those files in {self._journal.address}/{run}, or a newer backup of "
+            "the catalog, and repeat the command"
+            + ("" if out else "; move files away that are no entries; its audit names the lost appends until then"),
+        )
 
-        def once() -> None:
-            table, whole = self._lakehouse.own(_LEDGER), _load(self._lakehouse, _LEDGER)
+    def check_rows(self, recorded: int) -> None:
+        """Raise `LedgerError` if fewer rows were found than a table that cannot be read had. Nothing may replace it then."""
+        found = sum(len(rows) for appends in self._found.values() for rows in appends.values())
+        if found < recorded:
+            lost = {run: self._gaps(run)[:_NAMED] for run in self._names if self._gaps(run)}
+            raise errors.LedgerError(
+                f"expected the {recorded} rows of the damaged ledger in the journal {self._journal.address!r}, found {found}, "
+                f"without the appends {lost!r} (run: seq); nothing was changed: restore the lost file of the table, or the "
+                "missing entries, from a backup"
+            )
+
+    def append(self) -> None:
+        """Append the missing rows in one commit. Fences are read from the rows after that."""
+        runs = [run for run in self._names if run not in self._left_out]
+        stored: list[pa.Table] = []
+
+        def lacking(whole: Table | None) -> pa.Table:
             keys = None if whole is None else read_rows(whole, AlwaysTrue(), columns=("run", "seq"))
             known = defaultdict(set, {} if keys is None else seqs_by_run(keys))
-            lost = [rows for run, rows in extra.items() if rows["seq"][0].as_py() not in known[run]]
-            rows = pa.concat_tables([self._read({run: self.missing[run] - known[run] for run in self.runs}), *lost])
-            if not len(rows):
-                return
-            damaged = [each.snapshot_id for each in table.metadata.snapshots] if whole is None else []
-            stale = {fence_property(run) for run in self.runs} & table.properties.keys()
-            with committing(self._lakehouse, table) as transaction:
-                if damaged:  # the next snapshot has no parent, whose manifests may be lost
-                    ManageSnapshots(transaction).remove_branch(MAIN_BRANCH).commit()
-                transaction.append(rows)
-                if damaged:
-                    ExpireSnapshots(transaction).by_ids(damaged).commit()
-                transaction.remove_properties(*stale)
-                if schemas.ledger_uuid_of(table) != self.uuid:  # a table of a new catalog, with runs of its own
-                    transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: self.uuid})
-            record_appends(table, *lost)
-
-        retrying()(once)
-
-
-def _gaps_in(seqs: set[int]) -> list[int]:
-    return sorted(set(range(1, max(seqs) + 1)) - seqs)
-
-
-def _append_of(
-    lakehouse: Lakehouse, rows: list[typed_rows.LedgerRow], folder: str, checkpoint_id: str, files: StoreFiles
-) -> pa.Table:
-    """Return the rows of the append that committed a checkpoint, from its manifest. `rows` are those before it."""
-    run, before = rows[-1].run, run_rows.fence_of_rows(rows)
-    named = f"/step-{checkpoint_id.removeprefix(f'{run}-')}"
-    known = list(run_rows.checkpoint_rows(rows).values())
-    for place in (each for each in older_ledger.unnamed_folders(folder, files, known) if each.endswith(named)):
-        address = f"{place}/manifest.json"
-        content = files.read(address)
-        manifest = parse_manifest(content, origin=address)
-        repeated = arrow_rows.parse_columns(manifest.ledger_rows)
-        if manifest.parent != before.head or max(row.seq for row in repeated) > before.seq:
-            raise errors.HeadMoved(
-                f"expected it to follow {before.head!r} at seq {before.seq}, found other appends between"
+            appends = [
+                (seq, run, rows)
+                for run in runs
+                for seq, rows in sorted(self._found[run].items())
+                if seq not in known[run]
+            ]
+            stored[:] = [rows for seq, run, rows in appends if seq not in self._entries.get(run, {})]
+            empty = arrow_rows.CONSUMPTION_ARROW.empty_table()
+            return pa.concat_tables([empty, *(rows for *_, rows in appends)], promote_options="default").cast(
+                empty.schema
             )
-        uri = path_at(address).resolve().as_uri() if is_local(address) else address
-        facts: dict[str, Any] = {"manifest_uri": uri, "manifest_digest": content_digest(content)}
-        facts |= {"model_digest": manifest.model_digest, "bytes": sum(entry.bytes for entry in manifest.files)}
-        own = [row for row in repeated if not row.seq]
-        own = [replace(row, **facts) if isinstance(row, typed_rows.CheckpointRow) else row for row in own]
-        nonce = checkpoint_id.removeprefix(f"{run}-").split("-")[1]  # a replica group has its name after it
-        fence = run_rows.Fence(attempt=manifest.attempt, nonce=nonce, seq=before.seq + 1, head=checkpoint_id)
-        return recorded_rows(lakehouse, run, fence, own)
-    raise errors.CheckpointDamaged(f"expected the folder of checkpoint {checkpoint_id!r} in {folder!r}, found none")
+
+        stale = [fence_property(run) for run in runs]
+        if _append_lacking(self._lakehouse, _LEDGER, lacking, self.uuid, stale=stale):
+            record_appends(self._lakehouse.own(_LEDGER), *(each.cast(arrow_rows.CONSUMPTION_ARROW) for each in stored))
+
+    def runs(self) -> list[RebuiltRun]:
+        """Return the result for each run."""
+        done = []
+        for run in self._names:
+            missing = 0 if run in self._left_out else len(self._found[run].keys() - self._known[run])
+            appends = len(self._known[run]) + missing
+            problem = "; ".join(self._problems[run])
+            done.append(RebuiltRun(run=run, appends=appends, missing=missing, problem=problem))
+        return done
+
+
+def _describe(found: "Entry | errors.LedgerError") -> str:
+    if isinstance(found, Entry):
+        return f"rows {dict(sorted(found.seqs.items()))!r} of ledger {found.ledger_uuid or 'unknown'}"
+    return str(found)
+
+
+def _append_lacking(
+    lakehouse: Lakehouse,
+    name: str,
+    lacking: Callable[[Table | None], pa.Table],
+    uuid: str,
+    *,
+    stale: Iterable[str] = (),
+) -> bool:
+    """Append the rows that `lacking` returns for the table, or for None if it is damaged, in one commit. False: none were due.
+
+    The commit replaces the snapshots of a damaged table, removes the properties `stale`, and records the identity `uuid`.
+    """
+
+    def once() -> bool:
+        table, whole = lakehouse.own(name), _load(lakehouse, name)
+        rows = lacking(whole)
+        if not len(rows) and schemas.ledger_uuid_of(table) == uuid:
+            return False
+        damaged = [each.snapshot_id for each in table.metadata.snapshots] if whole is None else []
+        with committing(lakehouse, table) as transaction:
+            if damaged:  # the next snapshot has no parent, whose manifests may be lost
+                ManageSnapshots(transaction).remove_branch(MAIN_BRANCH).commit()
+            if len(rows):
+                transaction.append(rows)
+            if damaged:
+                ExpireSnapshots(transaction).by_ids(damaged).commit()
+            transaction.remove_properties(*({*stale} & table.properties.keys()))
+            if schemas.ledger_uuid_of(table) != uuid:  # a table of a new catalog, with rows of its own
+                transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: uuid})
+        lakehouse.forget(name)
+        return True
+
+    return retrying()(once)
 
 
 def _load(lakehouse: Lakehouse, name: str) -> Table | None:
-    """Return an own table. None: it is gone or empty, or a file that it names is gone or is no such file."""
+    """Return an own table. None: it is gone or empty, or a file that it names is gone, cut or replaced."""
 
     def once() -> Table | None:
         table = lakehouse.load(f"{lakehouse.config.namespace}.{name}")
-        read_rows(table, AlwaysTrue(), columns=table.schema().column_names[:1])
+        check_whole(table)
         return table if table.metadata.snapshots else None  # a catalog that was made again has empty ones
 
-    lost = (errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore, FileNotFoundError, ValueError)
-    with reachable(lakehouse.config.uri), suppress(*lost):
+    with reachable(lakehouse.config.uri), suppress(*_LOST, FileNotFoundError):
         return rereading()(once)
     return None
 
 
-def _named(lakehouse: Lakehouse) -> Table | None:
-    """Return the ledger table as the catalog names it. None: it is gone, or its metadata file."""
-    with suppress(errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore):
-        return lakehouse.load(f"{lakehouse.config.namespace}.{_LEDGER}")
+def _named(lakehouse: Lakehouse, name: str) -> Table | None:
+    """Return an own table as the catalog names it. None: it is gone, or its metadata file."""
+    with suppress(*_LOST):
+        return lakehouse.load(f"{lakehouse.config.namespace}.{name}")
     return None
 
 
@@ -277,51 +397,112 @@ def _place(lakehouse: Lakehouse, journal: str | None) -> tuple[str, FileIO]:
     return location, lakehouse.file_io(location)
 
 
-def _make_again(catalog: MetastoreCatalog, name: str, location: str, io: FileIO, uuid: str) -> None:
-    """Make an empty ledger table, with the uuid of the lost one, in place of a lost or empty one."""
-    schema, spec = schemas.TABLES[_LEDGER]
+def _make_again(lakehouse: Lakehouse, name: str, location: str, io: FileIO, uuid: str) -> None:
+    """Make an empty own table, with the uuid of the lost one, in place of a lost or empty one."""
+    schema, spec = schemas.TABLES[name]
     version = max(map(version_of, metadata_files(io, f"{location}/metadata")), default=-1) + 1
     place = f"{location}/metadata/{version:05}-{uuid4()}.metadata.json"
-    metadata = new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location, TABLE_PROPERTIES, UUID(uuid))
+    metadata = new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location, properties_of(name), UUID(uuid))
     ToOutputFile.table_metadata(metadata, io.new_output(place))
-    _register(catalog, name, place)
+    _register(lakehouse, name, place)
 
 
-def _register(catalog: MetastoreCatalog, name: str, place: str) -> None:
-    """Let the catalog name a metadata file for a table. The files of another table of that name stay."""
+def _register(lakehouse: Lakehouse, name: str, place: str) -> None:
+    """Let the catalog name a metadata file for an own table. The files of another table of that name stay."""
+    identifier = f"{lakehouse.config.namespace}.{name}"
     with suppress(NoSuchTableError):
-        catalog.drop_table(name)
-    catalog.register_table(name, place)
+        lakehouse.catalog.drop_table(identifier)
+    lakehouse.catalog.register_table(identifier, place)
 
 
-def _restore(lakehouse: Lakehouse, name: str, location: str, dry_run: bool) -> str:
-    """Give a table that is no ledger the rows of its newest metadata file. Return what happened. `location` is for a lost one."""
-    catalog, table, io, log = lakehouse.catalog, _load(lakehouse, name), lakehouse.file_io(location), set()
+def _restore(lakehouse: Lakehouse, name: str, location: str, dry_run: bool) -> tuple[str, str]:
+    """Give a table that is no ledger the rows that its files have. Return what happened, and what is lost.
+
+    Its rows are of plans and recoveries, and have ids of their content, so rows of a commit that failed do no harm. `location` is
+    for a table that the catalog lacks.
+    """
+    table, named = _load(lakehouse, name), _named(lakehouse, name)
+    location, io = (location, lakehouse.file_io(location)) if named is None else (named.location(), named.io)
+    place, lost = next(parsed_tables(io, location), ("", None))
     if table is not None:
-        location, io, log = table.location(), table.io, {each.metadata_file for each in table.metadata.metadata_log}
-        log.add(table.metadata_location)
-    for place in metadata_files(io, f"{location}/metadata"):
-        with suppress(FileNotFoundError, ValueError):
-            lost = StaticTable.from_metadata(place, io.properties)
-            if place in log or not lost.metadata.snapshots:
-                continue
-            rows = read_rows(lost, AlwaysTrue())
+        return _add_newer(lakehouse, name, table, dry_run), ""
+    rows = _distinct(rows_in_folder(name, location, io))
+    if lost is None and not len(rows):
+        return "empty", ""
+    uuid = str(uuid4()) if lost is None else str(lost.metadata.table_uuid)
+    recorded = max(recorded_count(each) for each in (lost, named) if each is not None) if lost or named else 0
+    if not dry_run:
+        with reachable(lakehouse.config.uri):
+            _replace(lakehouse, name, (place, lost), rows, (location, io, uuid))
+    if len(rows) >= recorded:
+        return f"restored with {len(rows)} rows", ""
+    lacks = f"restored with {len(rows)} of {recorded} rows"
+    return lacks, (
+        f"expected the {recorded} rows of table {name!r} in the data files of {location!r}, found {len(rows)}: restore those "
+        "files from a backup, and repeat the command"
+    )
+
+
+def _replace(
+    lakehouse: Lakehouse,
+    name: str,
+    newest: tuple[str, StaticTable | None],
+    rows: pa.Table,
+    made: tuple[str, FileIO, str],
+) -> None:
+    """Replace a lost table: by its newest metadata file if that has all rows, or else by one with the rows."""
+    place, lost = newest
+    location, io, uuid = made
+    if isinstance(lakehouse.catalog, MetastoreCatalog):
+        with suppress(errors.TableDamaged, FileNotFoundError):
+            if lost is not None:
+                check_whole(lost)
+                if not len(_difference(rows, read_rows(lost, AlwaysTrue()))):
+                    _register(lakehouse, name, place)
+                    return
+        _make_again(lakehouse, name, location, io, uuid)
+    _append_lacking(lakehouse, name, partial(_lacking, rows), uuid)
+
+
+def _add_newer(lakehouse: Lakehouse, name: str, table: Table, dry_run: bool) -> str:
+    """Append the rows of the newest metadata file that a table of an older catalog lacks."""
+    log = {table.metadata_location, *(each.metadata_file for each in table.metadata.metadata_log)}
+    for place, newer in parsed_tables(table.io, table.location()):
+        if place in log:
             break
-    else:
-        return "kept" if table is not None else "empty"
-    if table is None and isinstance(catalog, MetastoreCatalog):
-        if not dry_run:
-            with reachable(lakehouse.config.uri):
-                _register(catalog, f"{lakehouse.config.namespace}.{name}", place)
-        return f"restored with {len(rows)} rows"
-    lacking = rows if table is None else _difference(rows, read_rows(table, AlwaysTrue()))
-    if len(lacking) and not dry_run:
-        append_own(lakehouse, name, lacking, unless=lambda: not len(_difference(rows, lakehouse.read_own(name))))
-    uuid = str(lost.metadata.table_uuid)
-    if not dry_run and schemas.ledger_uuid_of(lakehouse.own(name)) != uuid:
-        with committing(lakehouse, lakehouse.own(name)) as transaction:
-            transaction.set_properties({schemas.LEDGER_UUID_PROPERTY: uuid})
-    return f"{len(lacking)} rows added" if len(lacking) else "kept"
+        with suppress(errors.TableDamaged, FileNotFoundError):
+            check_whole(newer)
+            rows, uuid = read_rows(newer, AlwaysTrue()), str(newer.metadata.table_uuid)
+            lacking = _lacking(rows, table)
+            if not dry_run:
+                _append_lacking(lakehouse, name, partial(_lacking, rows), uuid)
+            return f"{len(lacking)} rows added" if len(lacking) else "kept"
+    return "kept"
+
+
+def _compute_slices(lakehouse: Lakehouse, problems: dict[str, str]) -> str:
+    """Append the slices that the ledger names and the table lacks. Return what was done, and note what is lost in `problems`."""
+    known = lakehouse.read_own("slices")
+    rows, lost = missing_slices(lakehouse, known=known)
+    lacking = _difference(rows, known)
+    if len(lacking):
+        append_own(
+            lakehouse, "slices", lacking, unless=lambda: not len(_difference(rows, lakehouse.read_own("slices")))
+        )
+    if lost:
+        problems["slices"] = (
+            f"expected the slices of every cut that the ledger names, found none of {lost[:_NAMED]!r}, and a plan or leg that "
+            "computes them is lost: restore the tables `plans` and `work_units` from a backup, and repeat the command"
+        )
+    return f", {len(lacking)} rows computed again" if len(lacking) else ""
+
+
+def _lacking(rows: pa.Table, whole: Table | None) -> pa.Table:
+    return rows if whole is None else _difference(rows, read_rows(whole, AlwaysTrue()))
+
+
+def _distinct(rows: pa.Table) -> pa.Table:
+    return _difference(rows, rows.slice(0, 0))
 
 
 def _difference(rows: pa.Table, known: pa.Table) -> pa.Table:

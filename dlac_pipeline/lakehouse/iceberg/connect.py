@@ -5,6 +5,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import requests
@@ -213,6 +214,10 @@ class Lakehouse:
         age = _age_of(table)
         self._seen[name] = max(self._seen.get(name, age), age, key=lambda each: each[1])
 
+    def forget(self, name: str) -> None:
+        """Forget the age of DLAC's own table `name`, after a commit that changes its identity."""
+        self._seen.pop(name, None)
+
     def look(self, name: str, read: Callable[[Table], _T]) -> _T:
         """Return the result of `read` on DLAC's own table `name`. Read again if upkeep deletes files under it.
 
@@ -247,10 +252,9 @@ class Lakehouse:
 
     def _create(self, name: str) -> None:
         identifier, (schema, spec) = f"{self.config.namespace}.{name}", TABLES[name]
-        properties = TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
         try:
             with suppress(exceptions.TableAlreadyExistsError):
-                self.catalog.create_table(identifier, schema, partition_spec=spec, properties=properties)
+                self.catalog.create_table(identifier, schema, partition_spec=spec, properties=properties_of(name))
         except (FileNotFoundError, ValueError) as err:  # pyiceberg's of a setting, and of a folder that cannot be made
             kind = errors.LakehouseError if isinstance(err, OSError) else errors.CatalogMisconfigured
             raise kind(
@@ -284,6 +288,11 @@ class Lakehouse:
         """Create `namespace` unless it exists. Safe to race."""
         with reachable(self.config.uri), suppress(exceptions.NamespaceAlreadyExistsError, IntegrityError):
             self.catalog.create_namespace_if_not_exists(namespace)
+
+
+def properties_of(name: str) -> dict[str, str]:
+    """Return the properties of DLAC's own table `name`."""
+    return TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
 
 
 def _lacks(table: Table, schema: Schema) -> list[NestedField]:
@@ -325,6 +334,8 @@ def connect(
         )
     check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)
+    if damaged and recorded is not None and recorded.ledger_metadata is None:
+        recorded = replace(recorded, ledger_metadata=relocations.lost_metadata(config))
     if not (create or damaged) and recorded is not None and recorded.ledger_metadata is None:
         raise _no_lakehouse(config)
     if create:

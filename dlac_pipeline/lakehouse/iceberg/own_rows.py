@@ -9,8 +9,9 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
 from pyiceberg.table import Table
 from pyiceberg.utils.concurrent import ExecutorFactory
 
+from dlac_pipeline.lakehouse.errors import TableDamaged
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+from dlac_pipeline.lakehouse.retrying import is_final, may_pass
 
 LARGE_ROWS = 250_000
 """Rows in data files from which on a table is not loaded."""
@@ -85,7 +88,7 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     """Return the rows of an own table that a filter selects, in the order of its data files.
 
     Only files of one run are opened if the filter is a condition on `run`, or an `And` that begins with one. Raises
-    `FileNotFoundError` if upkeep has removed a file of this snapshot.
+    `FileNotFoundError` if upkeep has removed a file of this snapshot, or `TableDamaged`.
     """
     columns = tuple(columns)
     scan = table.scan(row_filter, selected_fields=columns)
@@ -95,7 +98,7 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     is_large = sum(each.record_count for each in files) > LARGE_ROWS
     rows = rows_in_files(table, files, row_filter, ("/",)) if is_large else None
     if rows is not None:
-        return _read_by_duckdb(rows, schema_to_pyarrow(scan.projection(), include_field_ids=False))
+        return _read_by_duckdb(table, rows, schema_to_pyarrow(scan.projection(), include_field_ids=False))
     schema: Any = schema_to_pyarrow(table.schema(), include_field_ids=False)
     wanted: dict[str, Any] = {"columns": [field.name for field in scan.projection().fields]}
     if row_filter != AlwaysTrue():
@@ -105,8 +108,7 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     described = (table.schema().schema_id, repr(row_filter), columns)
 
     def read(file: DataFile) -> pa.Table:
-        with table.io.new_input(file.file_path).open() as stream:
-            rows = _FORMAT.make_fragment(stream).to_table(schema, **wanted)
+        rows = read_file(table, file, schema, **wanted)
         _ROWS.keep((file.file_path, *described), rows)
         return rows
 
@@ -119,13 +121,12 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
 
 def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | None:
     """Return the data files of a table's current snapshot that may have wanted rows, or None if it has delete files."""
-    snapshot = table.current_snapshot()
-    manifests = [] if snapshot is None else snapshot.manifests(table.io)
+    manifests = _manifests(table)
     if any(each.content != ManifestContent.DATA for each in manifests):
         return None
 
     def read(manifest: ManifestFile) -> list[DataFile]:
-        return [entry.data_file for entry in manifest.fetch_manifest_entry(table.io)]
+        return _files_in(table, manifest)
 
     known = {each.manifest_path: files for each in manifests if (files := _FILES.get(each.manifest_path)) is not None}
     unread = [each for each in manifests if each.manifest_path not in known]
@@ -134,8 +135,71 @@ def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | 
     _FILES.update(known)
     for path in list(_FILES)[:-_MANIFESTS]:
         _FILES.pop(path, None)
-    run, files = _run_in(row_filter), [file for each in manifests for file in known[each.manifest_path]]
+    run, files = _run_in(row_filter), own_files(table, [file for each in manifests for file in known[each.manifest_path]])
     return [each for each in files if run is None or len(each.partition) == 0 or each.partition[0] == run]
+
+
+def _manifests(table: Table) -> list[ManifestFile]:
+    snapshot = table.current_snapshot()
+    if snapshot is None:
+        return []
+    with decoding(table, snapshot.manifest_list):
+        return snapshot.manifests(table.io)
+
+
+def _files_in(table: Table, manifest: ManifestFile) -> list[DataFile]:
+    with decoding(table, manifest.manifest_path):
+        return own_files(table, [entry.data_file for entry in manifest.fetch_manifest_entry(table.io)])
+
+
+def own_files(table: Table, files: list[DataFile]) -> list[DataFile]:
+    """Return data files of an own table. Raises `TableDamaged` if a manifest is another table's."""
+    folders = (table.location(), table.location_provider().data_path)
+    if stranger := next((each for each in files if not each.file_path.startswith(folders)), None):
+        raise _damaged(
+            table, f"{table.location()}/metadata", f"a manifest with {stranger.file_path!r}, of another table"
+        )
+    return files
+
+
+def manifest_files(table: Table) -> list[Callable[[], list[DataFile]]]:
+    """Return, for each manifest of a table's current snapshot, a function that reads its data files. Raises as `read_rows`."""
+    return [partial(_files_in, table, each) for each in _manifests(table)]
+
+
+def read_file(table: Table, file: DataFile, schema: Any = None, **options: Any) -> pa.Table:
+    """Return the rows of one data file of an own table, in the table's schema or another. Raises as `read_rows`."""
+    schema = schema_to_pyarrow(table.schema(), include_field_ids=False) if schema is None else schema
+    with decoding(table, file.file_path), table.io.new_input(file.file_path).open() as stream:
+        _check_size(table, file, stream.seek(0, os.SEEK_END))
+        return _FORMAT.make_fragment(stream).to_table(schema, **options)
+
+
+@contextmanager
+def decoding(table: Table, path: str) -> Iterator[None]:
+    """Turn the errors of a file of an own table with other content into `TableDamaged`. Outages pass as they are."""
+    try:
+        yield
+    except (TableDamaged, MemoryError):
+        raise
+    except OSError as err:  # pyarrow's of damaged pages has no number
+        if isinstance(err, FileNotFoundError) or may_pass(err) or is_final(err):
+            raise
+        raise _damaged(table, path, f"{type(err).__name__}: {err}") from err
+    except Exception as err:  # the Avro decoder raises whatever the content leads to
+        raise _damaged(table, path, f"{type(err).__name__}: {err}") from err
+
+
+def _check_size(table: Table, file: DataFile, found: int) -> None:
+    if found != file.file_size_in_bytes:
+        raise _damaged(table, file.file_path, f"{found} bytes instead of {file.file_size_in_bytes}")
+
+
+def _damaged(table: Table, path: str, found: str) -> TableDamaged:
+    return TableDamaged(
+        f"expected a file of table {table.name()[-1]!r} as it was written in {path!r}, found {found.splitlines()[0]:.200}: "
+        "restore it from a backup, or stop all launches and run `dlac ledger rebuild`"
+    )
 
 
 def _run_in(row_filter: BooleanExpression) -> str | None:
@@ -147,30 +211,39 @@ def _run_in(row_filter: BooleanExpression) -> str | None:
     return None
 
 
-def _read_by_duckdb(rows: str, schema: Any) -> pa.Table:
+def error_of_duckdb(table: Table, err: Exception) -> Exception:
+    """Return the error for DuckDB's failure to read the files of an own table."""
+    import duckdb
+
+    if isinstance(err, duckdb.IOException):  # upkeep has removed a file since
+        return FileNotFoundError(str(err))
+    return err if isinstance(err, duckdb.OutOfMemoryException) else _damaged(table, table.location(), str(err))
+
+
+def _read_by_duckdb(table: Table, rows: str, schema: Any) -> pa.Table:
     import duckdb  # it takes 0.2 s, and few processes read a large table
 
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         try:
             found: Any = connection.sql(f"SELECT {', '.join(schema.names)} FROM ({rows})").to_arrow_table()
-        except duckdb.IOException as err:  # upkeep has removed a file since
-            raise FileNotFoundError(str(err)) from err
+        except duckdb.Error as err:
+            raise error_of_duckdb(table, err) from err
     return found.cast(schema)
 
 
 def rows_in_files(
     table: Table, files: Sequence[DataFile], wanted: BooleanExpression, folders: tuple[str, ...]
 ) -> str | None:
-    """Return a query for rows of an own table, or None for files outside of `folders`. Raises `FileNotFoundError`."""
+    """Return a query for rows of an own table, or None for files outside of `folders`. Raises as `read_rows`."""
     io, name, paths = table.io, table.name()[-1], []
     for each in files:
         places = io.parse_location(each.file_path, io.properties) if isinstance(io, PyArrowFileIO) else ("", "", "")
         if places[0] != "file" or not places[2].startswith(folders) or _GLOBBING.search(places[2]):
             return None
         paths.append(places[2])
-    if missing := next((path for path in paths if not os.path.exists(path)), None):
-        raise FileNotFoundError(missing)
+    for file, path in zip(files, paths, strict=True):
+        _check_size(table, file, os.stat(path).st_size)  # this raises for a missing file
     found = f"read_parquet([{sql_literals(paths)}], union_by_name = true, hive_partitioning = false)"
     return f"{no_rows(name)} UNION ALL BY NAME FROM {found} WHERE {_condition(wanted)}" if paths else no_rows(name)
 

@@ -230,7 +230,7 @@ class _Tries:
             elif fence_property(run) in table.properties:
                 transaction.remove_properties(fence_property(run))
         lakehouse.remember("consumption", table)
-        record_appends(table, arrow)
+        record_appends(table, arrow, newest=True)
         return RunState(run=run, table=table, fence=fence, finished=wanted.finished)
 
     def _decided_anew(self) -> tuple[RunState, Append | None]:
@@ -269,7 +269,8 @@ def fill_journal(ledger: Ledger, run: str, lacking: set[int]) -> None:
     wanted = And(equals("run", run), more_than("seq", min(lacking) - 1))
     rows = ledger.lakehouse.read_own("consumption", wanted).sort_by("seq")
     bounds = [rows["seq"].to_numpy().searchsorted([seq, seq + 1]) for seq in sorted(lacking)]
-    record_appends(table, *(rows.slice(start, end - start) for start, end in bounds))
+    appends = [rows.slice(start, end - start) for start, end in bounds]
+    record_appends(table, *appends, newest=max(lacking) == rows["seq"][-1].as_py())
 
 
 def fence_property(run: str) -> str:

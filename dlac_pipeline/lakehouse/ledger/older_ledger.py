@@ -198,27 +198,38 @@ def check_journal(lakehouse: Lakehouse, run: str | None = None, *, fill: float =
         return
     for pause_s in LOOKS_AT_OLDER_S:
         known = ledger.appends() if run is None else {run: set(range(1, ledger.state(run).fence.seq + 1))}
-        ahead = {name: lost for name, found in entries.items() if (lost := found.keys() - known.get(name, set()))}
+        absent = {name: found.keys() - known.get(name, set()) for name, found in entries.items()}
+        proven = {name: _proofs_in(journal, name, entries[name], seqs) for name, seqs in absent.items()}
+        ahead = {name: proofs for name, proofs in proven.items() if proofs}
         if not ahead:
             break
         time.sleep(pause_s)  # a replica of the catalog may be late
-    for name, lost in ahead.items():
-        paths = [entries[name][seq] for seq in sorted(lost)]
-        _refuse(lakehouse, _newest_append(journal, name, paths), _rows_of(ledger, name))
+    for name, proofs in ahead.items():
+        _refuse(lakehouse, max(proofs, key=lambda each: each.step or 0), _rows_of(ledger, name))
     for name, seqs in known.items():
         lacking = seqs.difference(entries.get(name, ()))
         if 0 < len(lacking) <= fill:
             fill_journal(ledger, name, lacking)
 
 
-def _newest_append(journal: Journal, run: str, paths: Sequence[str]) -> Proof:
-    try:
-        rows = parse_rows(journal.read(paths))
-    except LedgerError as err:  # its name is evidence enough
-        _log.warning("%s", err)
-        rows = []
-    step = max((row.step for row in checkpoint_rows(rows).values()), default=None)
-    return Proof(run=run, step=step, place=journal.address_of(paths[-1]))
+def _proofs_in(journal: Journal, run: str, entries: Mapping[int, str], lost: set[int]) -> list[Proof]:
+    """Return the evidence of entries that the ledger lacks. A copy of another append under a wrong name is none."""
+    proofs = []
+    for seq in sorted(lost):
+        step = None
+        try:
+            entry = journal.read_entry(entries[seq])
+            if not entry.is_of(run, seq):
+                _log.warning(
+                    "expected append %d of run %s in %s, found %s: the file was left out, move it away",
+                    *(seq, run, journal.address_of(entries[seq]), entry.seqs),
+                )
+                continue
+            step = max((row.step for row in checkpoint_rows(parse_rows(entry.rows)).values()), default=None)
+        except LedgerError as err:  # its name is evidence enough
+            _log.warning("%s", err)
+        proofs.append(Proof(run=run, step=step, place=journal.address_of(entries[seq])))
+    return proofs
 
 
 def _refuse(lakehouse: Lakehouse, newer: Proof | None, rows: Sequence[LedgerRow]) -> None:

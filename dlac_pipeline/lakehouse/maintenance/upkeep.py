@@ -21,6 +21,7 @@ from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
+from dlac_pipeline.lakehouse.iceberg.own_rows import decoding, own_files
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES, ledger_uuid_of
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, LeanTransaction, expire, expire_in
@@ -76,7 +77,10 @@ def _small_files(table: Table) -> dict[tuple[Any, ...], list[FileScanTask]]:
     """Return small data files by partition, in the order of writing. Files with delete files are left alone."""
     found = defaultdict(list)
     spec = table.spec()
-    for task in table.scan().plan_files():
+    with decoding(table, table.location()):
+        tasks = list(table.scan().plan_files())
+    own_files(table, [task.file for task in tasks])
+    for task in tasks:
         file = task.file
         if file.spec_id == spec.spec_id and file.file_size_in_bytes < SMALL_BYTES and not task.delete_files:
             found[tuple(file.partition[at] for at in range(len(spec.fields)))].append(task)
@@ -87,7 +91,8 @@ def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
     """Write the rows into as few files as possible, again on every try: older new files may count as orphans by now."""
     schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
     scan = ArrowScan(table.metadata, table.io, table.schema(), AlwaysTrue())
-    rows = pa.concat_tables(scan.to_table([task]).cast(schema) for task in tasks)
+    with decoding(table, table.location()):
+        rows = pa.concat_tables(scan.to_table([task]).cast(schema) for task in tasks)
     if "seq" in rows.column_names:
         rows = rows.sort_by("seq")  # stable: the rows of one append stay in their order
     if "key" in rows.column_names:
@@ -173,11 +178,14 @@ def _locations(table: Table) -> Iterator[str]:
     seen = set()
     for snapshot in table.metadata.snapshots:
         yield snapshot.manifest_list
-        for manifest in snapshot.manifests(table.io):
-            if manifest.manifest_path not in seen:
-                seen.add(manifest.manifest_path)
-                yield manifest.manifest_path
-                yield from (entry.data_file.file_path for entry in manifest.fetch_manifest_entry(table.io))
+        with decoding(table, snapshot.manifest_list):
+            manifests = [each for each in snapshot.manifests(table.io) if each.manifest_path not in seen]
+        for manifest in manifests:
+            seen.add(manifest.manifest_path)
+            yield manifest.manifest_path
+            with decoding(table, manifest.manifest_path):
+                files = [entry.data_file for entry in manifest.fetch_manifest_entry(table.io)]
+            yield from (each.file_path for each in own_files(table, files))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
