@@ -135,7 +135,10 @@ def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | 
     _FILES.update(known)
     for path in list(_FILES)[:-_MANIFESTS]:
         _FILES.pop(path, None)
-    run, files = _run_in(row_filter), own_files(table, [file for each in manifests for file in known[each.manifest_path]])
+    run, files = (
+        _run_in(row_filter),
+        own_files(table, [file for each in manifests for file in known[each.manifest_path]]),
+    )
     return [each for each in files if run is None or len(each.partition) == 0 or each.partition[0] == run]
 
 
