@@ -36,7 +36,8 @@ _AUDIT = (
     *("cut_problems", "advance_problems", "leg_problems", "lineage_problems", "problems"),
     *("checkpoint_costs", "exports", "verifications", "rewinds", "branches", "attempt_times", "goodput"),
 )
-_VIEWS = (*QUESTIONS, *_AUDIT)
+VIEWS = (*QUESTIONS, *_AUDIT)
+"""All scripts of views and macros. Each uses only those before it."""
 _OWN = ("consumption", "slices", "plans", "work_units", "recoveries", "row_keys")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
@@ -108,7 +109,7 @@ def open_audit(
         large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
         if large:
             connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
-        views = _VIEWS if needed is None else scripts_of(needed)
+        views = VIEWS if needed is None else scripts_of(needed)
         kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
         _define(connection, [view for view in views if not (merged and view == "audited")], kept, large=large)
         opened.pop_all()
@@ -117,12 +118,12 @@ def open_audit(
 
 def scripts_of(needed: Collection[str]) -> list[str]:
     """Return the scripts that define these names, each after those that it uses."""
-    return [name for name in _VIEWS if not _words_and_names(name)[1].isdisjoint(needed)]
+    return [name for name in VIEWS if not _words_and_names(name)[1].isdisjoint(needed)]
 
 
 def names_in(query: str) -> set[str]:
     """Return the names in a query, and those in the scripts that it needs."""
-    scripts = [_words_and_names(name) for name in _VIEWS]
+    scripts = [_words_and_names(name) for name in VIEWS]
     needed = words = set(_WORDS.findall(query))
     while words:
         words = set().union(*(uses for uses, defines in scripts if words & defines)) - needed
@@ -163,7 +164,7 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
             with duckdb.connect(str(temporary)) as connection:
                 for name in _OWN:
                     _add_table(connection, lakehouse, name, AlwaysTrue(), load=True)
-                _define(connection, _VIEWS, ())
+                _define(connection, VIEWS, ())
             temporary.rename(path)
     except (duckdb.IOException, OSError) as err:
         raise SpecInvalid(f"expected to write the DuckDB file {str(path)!r}, found {err}: name another place") from err

@@ -10,7 +10,7 @@ WHERE len(list_filter(u.dead, lambda span: a.row - u.first_row >= span.first
 -- One row per run, source, row of such a relation, and checkpoint that has read it itself, at least in part. Its ancestors do
 -- not count. Rows that were dead, filtered or quarantined do not count either.
 CREATE OR REPLACE MACRO readers(places) AS TABLE
-WITH in_block AS (
+WITH dlac_in_block AS (
     SELECT s.* EXCLUDE (plan_id), u.plan_id, u.file_path, u.row,
         (s.a_inv * ((s.base + u.unit_row - s.first_row - s.c + s.block_rows) % s.block_rows)) % s.block_rows AS position
     FROM cut_plans AS p
@@ -20,7 +20,7 @@ WITH in_block AS (
         AND u.unit_row >= s.first_row AND u.unit_row < s.first_row + s.rows
 )
 SELECT DISTINCT a.run, a.source, r.file_path, r.row, a.checkpoint_id
-FROM in_block AS r JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
+FROM dlac_in_block AS r JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
 WHERE a.kind = 'advance'
     AND r.position >= a.position_start AND r.position < a.position_end
     AND NOT coalesce(list_contains(a.filtered, r.position), false)

@@ -1,0 +1,105 @@
+"""Macros of the audit in queries whose tables and columns have the names that the macros use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import duckdb
+import pytest
+
+from dlac_pipeline.audit.lakehouse_sql import VIEWS, open_audit, sql_script
+from tests.conftest import Arena
+
+_MACRO = re.compile(r"CREATE OR REPLACE MACRO (\w+)\(([\w, ]+)\) AS (TABLE)?")
+SCRIPTS = {name: re.sub("--.*", "", sql_script(name)) for name in VIEWS}
+MACROS = {
+    found[1]: (found[2].split(", "), bool(found[3])) for text in SCRIPTS.values() for found in _MACRO.finditer(text)
+}
+"""Macro -> its parameters, and whether it returns a table."""
+_NAMES = r"\bAS (\w+)\b|\b(\w+) AS \(|\b(\w+)\.\w|\.(\w+)\b|\(([\w, ]+)\)"
+_WORDS = {
+    each for text in SCRIPTS.values() if _MACRO.search(text) for found in re.findall(_NAMES, text) for each in found
+}
+NAMES = sorted({name for words in _WORDS for name in words.lower().split(", ") if re.fullmatch(r"[a-z_]\w*", name)})
+"""All aliases, columns and parameters in the scripts of macros."""
+QUICK = ("seen_by", "rows_seen")
+TABLES = ("places", "moved")
+"""Parameters that are names of tables."""
+
+
+def marked(*, reads_relation: bool) -> list[Any]:
+    """Macros that read a named relation, or all others, with the marks of their tests."""
+    chosen = [each for each, (names, _) in MACROS.items() if bool({*names} & {*TABLES}) == reads_relation]
+    return [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in chosen]
+
+
+@pytest.fixture(scope="module")
+def audit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[duckdb.DuckDBPyConnection]:
+    """An audit of a run with row keys, and a table `arguments_of` with a value for each parameter of the macros."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        arena = Arena(tmp_path_factory.mktemp("macros") / "home", monkeypatch)
+        arena.table(appends=(60, 60), row_group_rows=20)
+        spec = arena.spec("r", world_size=1, passes=1, every_steps=2, row_keys=True, identity_columns=["row_id"])
+        arena.train(spec)
+        with open_audit(arena.lakehouse) as connection:
+            connection.execute(
+                "CREATE TABLE arguments_of AS SELECT k.key AS wanted_key, f.file_path AS file, f.file_path AS path, "
+                "k.row AS file_row, "
+                "f.salt, f.identity, ['17'] AS texts, ['17'] AS identity_values, '17' AS value, 'BIGINT' AS kind, "
+                "(SELECT checkpoint_id FROM lineage WHERE is_head) AS checkpoint "
+                "FROM row_keys AS k JOIN keyed_files AS f USING (file) WHERE k.row = 17 ORDER BY 2 LIMIT 1"
+            )
+            connection.execute("CREATE TABLE advanced AS SELECT *, position_start AS position FROM advances")
+            connection.execute(
+                "CREATE TABLE relation_of AS SELECT a.cut_id, a.plan_id, a.key_group, a.block, a.position_start AS position, "
+                "p.file_path, p.row FROM advances AS a JOIN rows_at('advanced') AS p USING (cut_id, key_group, block) LIMIT 20"
+            )
+            yield connection
+
+
+def ask(connection: duckdb.DuckDBPyConnection, macro: str, arguments: list[str], source: str) -> list[str]:
+    """Return the sorted rows of a macro of a relation's columns."""
+    call = f"{macro}({', '.join(arguments)})"
+    is_table = MACROS[macro][1]
+    query = f"SELECT answer FROM {source}, (FROM {call}) AS answer" if is_table else f"SELECT {call} FROM {source}"
+    return sorted(map(repr, connection.execute(query).fetchall()))
+
+
+@pytest.mark.parametrize("macro", marked(reads_relation=False))
+def test_arguments_are_the_callers(audit: duckdb.DuckDBPyConnection, macro: str) -> None:
+    """A macro's arguments are the caller's, whatever name of the macro's own the caller's table or columns have."""
+    names = MACROS[macro][0]
+    plain = ask(audit, macro, names, "arguments_of")
+    assert plain
+    for number, name in enumerate(NAMES):
+        assert ask(audit, macro, [f'"{name}".{each}' for each in names], f'arguments_of AS "{name}"') == plain, name
+        at = number % len(names)
+        others = [each for each in names if each != names[at]]
+        if name not in others:
+            columns = ", ".join([f'{names[at]} AS "{name}"', *others])
+            renamed = [*names[:at], f'"{name}"', *names[at + 1 :]]
+            assert ask(audit, macro, renamed, f"(SELECT {columns} FROM arguments_of)") == plain, f"column {name}"
+
+
+@pytest.mark.parametrize("macro", marked(reads_relation=True))
+def test_relation_of_own_name(audit: duckdb.DuckDBPyConnection, macro: str) -> None:
+    """A macro reads the relation that is named, also if it has the name of one of its own tables."""
+    names = MACROS[macro][0]
+    rest = ", ".join(f"(SELECT {each} FROM arguments_of)" for each in names[1:])
+    source = "advances" if names == ["moved"] else "relation_of"
+
+    def answer(relation: str) -> list[str]:
+        query = f"FROM {macro}({', '.join(filter(None, [repr(relation), rest]))})"
+        return sorted(map(repr, audit.execute(query).fetchall()))
+
+    plain = answer(source)
+    assert plain
+    known = {name for (name,) in audit.execute("SELECT table_name FROM information_schema.tables").fetchall()}
+    for name in (each for each in {*NAMES} - known if not each.startswith("dlac_")):
+        audit.execute(f'CREATE TABLE "{name}" AS FROM {source}')
+        try:
+            assert answer(name) == plain, name
+        finally:
+            audit.execute(f'DROP TABLE "{name}"')
