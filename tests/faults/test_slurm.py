@@ -123,6 +123,25 @@ def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     check_exact(arena, rows=240)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["finished", "failed"])
+def test_finished_job_is_completed(arena: Arena, slurm: SlurmCluster, tmp_path: Path, ends: str) -> None:
+    """A node's process fails after the end of the run. Slurm calls the job completed, and does not queue it again."""
+    arena.table(appends=(240,))
+    python = tmp_path / "python"
+    fails = '"$@"; exit 9' if ends == "finished" else "exit 9"
+    python.write_text(f'#!/bin/bash\nset -- {sys.executable} "$@"\n{fails}\n')
+    python.chmod(0o755)
+    request = request_for(arena, nodes="1", batch_size=24)
+    cluster = request.spec.cluster.model_copy(update={"python": str(python), "retries": 0})
+    job = Slurm().submit(
+        request.model_copy(update={"spec": request.spec.model_copy(update={"cluster": cluster})}), near=[]
+    )
+    state = "COMPLETED" if ends == "finished" else "FAILED"
+    wait_until(lambda: f"JobState={state}" in slurm.job(job), what=f"the job to be {state}", within_s=120)
+    assert "Restarts=0" in slurm.job(job)
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH")
 def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: SlurmCluster) -> None:
