@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dlac_pipeline.checkpoint.data_parallel import check_layout, check_weights_agree
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
@@ -45,6 +46,8 @@ class Checkpointing:
         self.engine: Engine | None = None
         """The script's engine, once it is restored."""
         self._generators: RestoredGenerators | None = None
+        self._weights_agree = False
+        """True once the ranks have compared their weights, after the first step."""
         self._spec = spec
         self._attempt = attempt
         self._communicator = communicator
@@ -64,6 +67,7 @@ class Checkpointing:
         """Take the script's engine, and load the checkpoint of the resume point into it."""
         self.engine = adapt(engine, self._spec.checkpoint.engine, **parts)
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
+        check_layout(self.engine, tree)
         if isinstance(self.engine, TrainerFiles):
             self.engine.join(tree, lists=restores)
         convert_s, load_s = load_state(
@@ -90,6 +94,9 @@ class Checkpointing:
         if applied is None:
             applied = self._restored_engine().step_applied()
         self._tracker.step_done(batch, applied=applied)
+        if not self._weights_agree:
+            check_weights_agree(self._restored_engine(), self._communicator.tree)
+            self._weights_agree = True
         self._memory.step_done()
         self._memory.wait_for_copy(lambda: self._policy.is_asked)
         report = self._policy.step_done(batch.step, in_background=self._manager.under_way)

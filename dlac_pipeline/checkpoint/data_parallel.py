@@ -1,0 +1,129 @@
+"""Check that the ranks of a run are data-parallel: each has the whole model, or its shards, and a part of the batch of its own.
+
+Ranks that share a batch would record its rows once for each of them, and pipeline stages would resume with the first stage.
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgpack
+import torch
+from torch.nn import Module
+
+from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
+from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.lakehouse.errors import ScriptInvalid
+
+_OTHER = frozenset({"tp", "pp", "cp", "sp", "ep", "etp", "tensor", "pipeline", "context", "sequence", "expert"})
+"""Names of mesh dimensions whose ranks share a batch, without "_parallel"."""
+_WAY_OUT = (
+    "train with data parallelism alone (DistributedDataParallel, fully_shard over all ranks, or a mesh of dp_replicate and "
+    "dp_shard); tensor, pipeline, context and expert parallelism are not supported yet"
+)
+_TOLERANCE = 0.05
+"""Difference of the sums of two ranks' weights, in norms of them, that no rounding makes."""
+
+
+def check_layout(engine: Engine, tree: RankTree) -> None:
+    """Check the meshes of a script and the layout of its model before it is loaded. Collective.
+
+    Raise `ScriptInvalid` if a mesh has a dimension that is not data-parallel, or a rank has other parameters than rank 0.
+    """
+    if tree.world_size == 1:
+        return
+    with failing_together(tree, doing="checking the meshes of the script"):
+        for mesh in _live_meshes():
+            _check_names(mesh)
+        for name, parameter in _parameters(engine):
+            _check_mesh(name, parameter, tree.world_size)
+    if engine.name in ("torch", "dcp"):
+        layout = [(name, list(parameter.shape), str(parameter.dtype)) for name, parameter in _parameters(engine)]
+        _compare(tree, layout, _other_layout)
+
+
+def check_weights_agree(engine: Engine, tree: RankTree) -> None:
+    """Check that the ranks of replicated state have the same weights after a step. Collective.
+
+    Raise `ScriptInvalid` if they differ by more than rounding, so that no rank could resume with those of rank 0.
+    """
+    if tree.world_size == 1 or engine.name != "torch":
+        return
+    trained = [(name, each) for name, each in _parameters(engine) if each.requires_grad and each.is_floating_point()]
+    sums = [(each.detach().sum(dtype=torch.float64), each.detach().norm(dtype=torch.float64)) for _, each in trained]
+    found = torch.stack([number.cpu() for pair in sums for number in pair]).tolist() if sums else []
+    names = [name for name, _ in trained]
+    _compare(tree, list(zip(names, found[::2], found[1::2], strict=True)), _other_weights)
+
+
+def _compare(tree: RankTree, mine: list[Any], difference: Callable[[list[Any], list[Any]], str | None]) -> None:
+    """Raise the first difference between rank 0 and another rank at all ranks. Collective."""
+    gathered = tree.gather(msgpack.packb(mine))
+    with failing_together(tree, doing="comparing the models of the ranks"):
+        first, *others = map(msgpack.unpackb, gathered or [msgpack.packb([])])
+        for rank, found in enumerate(others, start=1):
+            # a part may exist on rank 0 only, such as an average of the weights
+            parts = {_part_of(each) for each in first} & {_part_of(each) for each in found}
+            what = difference(*([each for each in side if _part_of(each) in parts] for side in (first, found)))
+            if what is not None:
+                raise ScriptInvalid(
+                    f"expected the same model on all {tree.world_size} ranks, found that rank {rank} has {what}: {_WAY_OUT}"
+                )
+
+
+def _part_of(described: list[Any]) -> str:
+    return str(described[0]).partition(".")[0]
+
+
+def _other_layout(first: list[Any], found: list[Any]) -> str | None:
+    other = [name for name, *_ in found if name not in {each[0] for each in first}]
+    if other:
+        return f"{other[0]!r}, which rank 0 has not"
+    return f"{len(found)} parameters, and rank 0 other ones, {len(first)}" if found != first else None
+
+
+def _other_weights(first: list[Any], found: list[Any]) -> str | None:
+    for (name, total, norm), (_, other_total, other_norm) in zip(first, found, strict=True):
+        if max(abs(total - other_total), abs(norm - other_norm)) > _TOLERANCE * max(norm, other_norm):
+            return f"other weights than rank 0 in {name!r} after a step"
+    return None
+
+
+def _parameters(engine: Engine) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters of an engine's modules. A user's own adapter may name none."""
+    modules: Mapping[str, Any] = getattr(engine, "modules", dict)()
+    for part, module in modules.items():
+        if isinstance(module, Module):
+            yield from ((f"{part}.{name}", parameter) for name, parameter in module.named_parameters())
+
+
+def _live_meshes() -> list[Any]:
+    """Return the meshes that exist in this process. PyTorch keeps no list of them that is public."""
+    device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
+    kind = getattr(device_mesh, "DeviceMesh", None)
+    return [each for each in gc.get_objects() if type(each) is kind] if kind is not None else []
+
+
+def _check_names(mesh: Any) -> None:
+    """Raise `ScriptInvalid` for a named dimension along which several ranks share a batch."""
+    names = mesh.mesh_dim_names or [""] * len(mesh.shape)
+    for name, size in zip(names, mesh.shape, strict=True):
+        if size > 1 and name.lower().removesuffix("_parallel") in _OTHER:
+            raise ScriptInvalid(
+                f"expected a DeviceMesh whose dimensions are data-parallel, found {name!r} of {size} ranks in "
+                f"{mesh.mesh_dim_names!r} of the shape {tuple(mesh.shape)!r}: {_WAY_OUT}"
+            )
+
+
+def _check_mesh(name: str, parameter: Any, world_size: int) -> None:
+    """Raise `ScriptInvalid` for a parameter that is not shared out among all ranks as FSDP2 does: replicated, then sharded."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return
+    sharded = [not placement.is_replicate() for placement in parameter.placements]
+    if mesh.size() != world_size or sharded != sorted(sharded) or sum(sharded) > 1:
+        raise ScriptInvalid(
+            f"expected parameters that are sharded over all {world_size} ranks, found {name!r} with {parameter.placements!r} on "
+            f"the mesh {mesh.mesh_dim_names or ''!r} of the shape {tuple(mesh.shape)!r}: {_WAY_OUT}"
+        )

@@ -1,0 +1,47 @@
+"""Ranks that are not data-parallel are refused by name, before they train on rows twice or resume with another stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROGRAMS
+from tests.engine_ranks import run_program
+
+REFUSED = {
+    "other weights": "rank 1 has other weights than rank 0 in 'model.0.weight' after a step",
+    "stages": "rank 1 has 'model.stage1.0.weight', which rank 0 has not",
+    "other shapes": "rank 1 has 2 parameters, and rank 0 other ones",
+    "half of the ranks": "sharded over all 2 ranks, found 'model.0.weight'",
+    "stages in a mesh": "DeviceMesh whose dimensions are data-parallel, found",
+    "tensor parallel": "found 'tp' of 2 ranks",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The errors of two ranks, which must be the same."""
+    out = tmp_path_factory.mktemp("verdicts")
+    results = run_program(
+        2, str(PROGRAMS / "parallel_models.py"), OUT=str(out), PYTHONPATH=str(Path(__file__).parents[2])
+    )
+    assert results.codes == [0, 0], results.stderr
+    first, second = (json.loads((out / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    found: dict[str, str] = first
+    return found
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_parallelism_is_refused(verdicts: dict[str, str], kind: str) -> None:
+    """Stages, split layers and ranks with weights of their own are named, with what to do."""
+    assert REFUSED[kind] in verdicts[kind]
+    assert "train with data parallelism alone" in verdicts[kind]
+
+
+@pytest.mark.parametrize("kind", ["replicas", "shards", "groups of shards"])
+def test_data_parallel_ranks_are_taken(verdicts: dict[str, str], kind: str) -> None:
+    """DDP, FSDP2 and HSDP train, also if rank 0 alone has a further part."""
+    assert verdicts[kind] == ""

@@ -1,0 +1,98 @@
+"""Two ranks with models of several kinds of parallelism, and what the check of data parallelism says of each, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.data_parallel import check_layout, check_weights_agree
+from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.lakehouse.errors import ScriptInvalid
+
+RANK = int(os.environ["RANK"])
+
+
+def network(seed: int = 0) -> torch.nn.Sequential:
+    """Return a model with initial weights."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+
+
+def sharded(mesh: DeviceMesh | None = None) -> Engine:
+    """Return a model under FSDP2."""
+    model = network()
+    fully_shard(model, mesh=mesh)
+    return dlac.DistributedState(model=model)
+
+
+def split(mesh_shape: tuple[int, ...], names: tuple[str, ...] | None, along: int) -> Engine:
+    """Return a model whose layers are split along a dimension of a mesh."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(network(), mesh[names[along]] if names and len(names) > 1 else mesh, plan)
+    return dlac.DistributedState(model=model)
+
+
+def grouped() -> Engine:
+    """Return a model under FSDP2 in groups of ranks (HSDP)."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return sharded(mesh)
+
+
+def averaged() -> Engine:
+    """Return replicas, of which rank 0 has an average of the weights too."""
+    more = {"average": network()} if RANK == 0 else {}
+    return dlac.TorchState(model=DistributedDataParallel(network()), **more)
+
+
+def staged() -> Engine:
+    """Return a model beside a mesh of stages."""
+    KEPT.append(init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
+    return dlac.TorchState(model=network())
+
+
+KEPT: list[object] = []
+MODELS: dict[str, Callable[[], Engine]] = {
+    "replicas": averaged,
+    "shards": sharded,
+    "groups of shards": grouped,
+    "other weights": lambda: dlac.TorchState(model=network(RANK)),
+    "stages": lambda: dlac.TorchState(model=torch.nn.ModuleDict({f"stage{RANK}": network()})),
+    "other shapes": lambda: dlac.TorchState(model=torch.nn.Linear(2 + RANK, 2)),
+    "half of the ranks": lambda: sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]),
+    "tensor parallel": lambda: split((2,), ("tp",), 0),
+    "stages in a mesh": staged,
+}
+"""The refused ones with names in a mesh are last: their meshes stay alive."""
+
+
+def main() -> None:
+    """Check each model."""
+    dist.init_process_group("gloo")
+    tree = RankTree(RANK, 2, dist.new_group(backend="gloo"))
+    found = {}
+    for name, make in MODELS.items():
+        engine = make()
+        try:
+            check_layout(engine, tree)
+            check_weights_agree(engine, tree)
+            found[name] = ""
+        except ScriptInvalid as err:
+            found[name] = str(err)
+    Path(os.environ["OUT"], f"{RANK}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
