@@ -102,7 +102,7 @@ def test_endless_empty_source_is_refused(lakehouse: Lakehouse) -> None:
         run.turn(spec_of(LISTS, {"steps": 50}, passes=0, exclude=["row_id >= 0"]), repin=False)
 
 
-def test_endless_source_without_samples_is_refused(lakehouse: Lakehouse) -> None:
+def test_endless_sampleless_source_is_refused(lakehouse: Lakehouse) -> None:
     """An endless source whose documents are all empty is refused, and not read for ever."""
     table_of(lakehouse, PACKED, 1)  # row 0 has no token
     run = Run.begin(lakehouse, spec_of(PACKED, {"steps": 50}, passes=0))

@@ -61,7 +61,7 @@ def test_a_job_spec_opens_the_same_dataset(datasets: Datasets, tmp_path: Path, m
     assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][2:4]
 
 
-def test_share_of_stale_variables_is_logged(
+def test_stale_variables_are_logged(
     datasets: Datasets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A share that the environment chose is a warning, which names the way to read all rows. A named one is none."""

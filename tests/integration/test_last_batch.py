@@ -97,7 +97,7 @@ def test_streamed_batches_hold_samples_only(datasets: Datasets, kind: str) -> No
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_streamed_mixture_ends_with_finite_source(datasets: Datasets, world_size: int) -> None:
+def test_streamed_mixture_has_an_end(datasets: Datasets, world_size: int) -> None:
     """An endless source beside a packed one ends with it, on each rank alone, and with workers that skip batches."""
     mixture = [{"table": "src.b", "columns": ["tokens"], "passes": 0}]
     for workers in (0, 2) if world_size == 1 else (0,):

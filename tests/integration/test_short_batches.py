@@ -67,7 +67,7 @@ def test_short_batch_weighs_its_rows(arena: Arena, trainer: str, left: int) -> N
 @pytest.mark.parametrize(
     ("trainer", "left"), [("huggingface", 1), ("labels", 1), ("accelerate", 13), ("lightning", 1), ("lightning", 13)]
 )
-def test_short_batch_weighs_rows_of_ranks(arena: Arena, trainer: str, left: int) -> None:
+def test_ranks_weigh_short_batch(arena: Arena, trainer: str, left: int) -> None:
     """Two ranks have different numbers of rows in the last batch, or one of them has none."""
     arena.table(appends=(256 + left,))
     plain = launched_weights_of(arena, "plain", micro_batches=1)

@@ -105,7 +105,7 @@ def test_micro_batches_keep_ragged_values() -> None:
     assert (len(empty["x"]), empty.valid.tolist(), empty.weight, weight) == (1, [False], 0, 0)
 
 
-def test_losses_of_micro_batches_find_slots() -> None:
+def test_micro_losses_find_their_slots() -> None:
     """The losses of samples are kept by the slot of the rank's batch."""
     given: list[torch.Tensor] = []
     batch = replace(rank_batch(0, 7), on_mean=given.append)
