@@ -47,7 +47,7 @@ class ResumePoint:
     """True if the leg is new and leaves out rows that the one before it did not."""
     branch: int = 1
     """Number of the run's branch: 1, and one more for each move of the head away from a branch."""
-    went_back: tuple[int, ...] = ()
+    went_back: list[int] = field(default_factory=list)
     """Attempts that moved the head so since the last commit of a checkpoint. A rewind is an attempt."""
     step: int = 0
     checkpoint_id: str | None = None
@@ -252,7 +252,7 @@ def _begin(leg: Leg, fence: Fence, rows: list[LedgerRow], head: str) -> ResumePo
         leg_is_new=committed is None or leg.index != committed.index,
         leaves_out_more=leg.leaves_out_more_than(committed),
         branch=moves[-1].branch if moves else 1,
-        went_back=tuple(each.row.attempt for each in moves if each.row.seq > last),
+        went_back=[each.row.attempt for each in moves if each.row.seq > last],
     )
 
 

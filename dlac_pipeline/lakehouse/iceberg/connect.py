@@ -359,9 +359,9 @@ def connect(
 
 
 def has_catalog(config: LakehouseConfig) -> bool:
-    """Return False for an SQLite catalog whose file does not exist."""
+    """Return False for an SQLite catalog whose file does not exist. A file in the place of its folder is an outage."""
     file = sqlite_file(config.uri)
-    return file is None or file.exists()
+    return file is None or file.exists() or not next(each for each in file.parents if each.exists()).is_dir()
 
 
 def check_tables_may_exist(config: LakehouseConfig, tables: Sequence[str]) -> None:
