@@ -46,7 +46,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.operations.documents.certificate import certify, make_key
-from dlac_pipeline.operations.documents.forget import ForgetPlan, execute_forget, plan_forget
+from dlac_pipeline.operations.documents.execution import execute_forget
+from dlac_pipeline.operations.documents.forget import ForgetPlan, plan_forget
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart

@@ -41,7 +41,8 @@ def forget(
     Only --execute changes the lakehouse. Exported files are listed, and not touched.
     """
     from dlac_pipeline.operations.documents import certificate
-    from dlac_pipeline.operations.documents.forget import execute_forget, plan_forget
+    from dlac_pipeline.operations.documents.execution import execute_forget
+    from dlac_pipeline.operations.documents.forget import plan_forget
 
     lakehouse, spec_of = _places(spec, home)
     done = execute_forget(lakehouse, table, where, spec_of) if execute else []

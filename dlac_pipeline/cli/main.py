@@ -25,6 +25,7 @@ from dlac_pipeline.cli import (
     forget,
     lakehouse,
     logs,
+    projects,
     provenance,
     runs,
     training,
@@ -45,7 +46,20 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, runs, chaos, logs, checkpoints, branches, lakehouse, provenance, disclosure, forget, adoption):
+for _part in (
+    projects,
+    training,
+    runs,
+    chaos,
+    logs,
+    checkpoints,
+    branches,
+    lakehouse,
+    provenance,
+    disclosure,
+    forget,
+    adoption,
+):
     app.add_typer(_part.app)
 
 

@@ -60,13 +60,7 @@ def open_dataset(
     _check_types(spec=spec, home=home, lakehouse=lakehouse, state=state)
     job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else job_spec.home_folder())
     _check_readable(job, last_batch)
-    is_named = rank is not None and world_size is not None
-    own_rank, own_world_size = (0, 1) if is_named else _own_place()
-    rank = own_rank if rank is None else _whole("rank", rank)
-    world_size = own_world_size if world_size is None else _whole("world_size", world_size)
-    _check_place(rank, world_size, job.order.batch_size)
-    if world_size > 1 and not is_named and not dist.is_initialized():
-        _log_share(rank, world_size)
+    rank, world_size = _share(rank, world_size, job.order.batch_size)
     joined = world_size > 1 and dist.is_initialized() and (rank, world_size) == (dist.get_rank(), dist.get_world_size())
     group = dist.new_group(backend="gloo") if joined else None
     saved = read_state(state) if state is not None else None
@@ -78,6 +72,18 @@ def open_dataset(
     if last_batch == "drop":
         _check_not_empty(dataset)
     return dataset
+
+
+def _share(rank: SupportsIndex | None, world_size: SupportsIndex | None, batch_size: int) -> tuple[int, int]:
+    """Return rank and world size. A share that the environment chose is logged."""
+    is_named = rank is not None and world_size is not None
+    own_rank, own_world_size = (0, 1) if is_named else _own_place()
+    chosen_rank = own_rank if rank is None else _whole("rank", rank)
+    chosen_world_size = own_world_size if world_size is None else _whole("world_size", world_size)
+    _check_place(chosen_rank, chosen_world_size, batch_size)
+    if chosen_world_size > 1 and not is_named and not dist.is_initialized():
+        _log_share(chosen_rank, chosen_world_size)
+    return chosen_rank, chosen_world_size
 
 
 def _check_readable(spec: job_spec.JobSpec, last_batch: str) -> None:

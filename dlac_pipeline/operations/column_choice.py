@@ -27,7 +27,7 @@ _REASONS: dict[Kind, str] = {"numbers": "a number", "times": "a time", "tokens":
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ColumnChoice:
     """Columns of one kind, of numbers with the target last, and why each other column is left out."""
 
     kind: Kind
@@ -35,7 +35,7 @@ class Choice:
     left_out: Mapping[str, str]
 
 
-def choose_columns(kinds: Mapping[str, Kind], types: Mapping[str, str], keys: set[str], sample: Sample) -> Choice:
+def choose_columns(kinds: Mapping[str, Kind], types: Mapping[str, str], keys: set[str], sample: Sample) -> ColumnChoice:
     """Return tokens, else documents, else numbers, else a text. Partition `keys` and ids are left out.
 
     Raises:
@@ -45,7 +45,7 @@ def choose_columns(kinds: Mapping[str, Kind], types: Mapping[str, str], keys: se
     reasons = {name: _REASONS.get(kind, types[name]) for name, kind in kinds.items()}
     reasons |= dict.fromkeys(ids, "looks like an id") | dict.fromkeys(keys, "a partition key")
     kind, columns = _choose({name: kind for name, kind in kinds.items() if name not in keys}, types, ids, sample)
-    return Choice(kind=kind, columns=columns, left_out={n: why for n, why in reasons.items() if n not in columns})
+    return ColumnChoice(kind=kind, columns=columns, left_out={n: why for n, why in reasons.items() if n not in columns})
 
 
 def _choose(
@@ -68,14 +68,14 @@ def _choose(
     )
 
 
-def check_wanted(kinds: Mapping[str, Kind], wanted: Sequence[str]) -> Choice:
+def check_wanted(kinds: Mapping[str, Kind], wanted: Sequence[str]) -> ColumnChoice:
     """Return the wanted columns. Raise `UnsupportedColumn` if no script is generated for them."""
     found = {kinds[name] for name in wanted}
     left_out = {name: "not named" for name in kinds if name not in wanted}
     if found <= {"numbers", "times"}:
-        return Choice(kind="numbers", columns=tuple(wanted), left_out=left_out)
+        return ColumnChoice(kind="numbers", columns=tuple(wanted), left_out=left_out)
     if len(wanted) == 1 and "other" not in found:
-        return Choice(kind=found.pop(), columns=tuple(wanted), left_out=left_out)
+        return ColumnChoice(kind=found.pop(), columns=tuple(wanted), left_out=left_out)
     raise UnsupportedColumn(
         f"expected columns of numbers or times, or one column of texts or of lists of integers, found {list(wanted)!r}: name "
         "such columns, or write the job file by hand, which takes more types"

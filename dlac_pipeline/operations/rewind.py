@@ -7,7 +7,6 @@ checkpoint, a missing snapshot, a lost history of appends, or a predicate that d
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import LedgerError, SpecInvalid
@@ -70,10 +69,9 @@ def rewind_run(
         check_sources(spec, leg)
     wanted = _exclusions(leg, exclude, source)
     check_branch(Plans(lakehouse), leg, wanted, spec, begins=target is None)
-    detail: dict[str, Any] = {"host": socket.gethostname()}
-    if target is None:
-        detail |= planned(leg)  # the next launch needs these pins, and no checkpoint names them
-    else:
+    # at the beginning the next launch needs these pins, and no checkpoint names them
+    detail = {"host": socket.gethostname(), **(planned(leg) if target is None else {})}
+    if target is not None:
         check_files(target, files)
     done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
     report_command(spec, {"event": WENT_BACK, "attempts": [done.attempt]})

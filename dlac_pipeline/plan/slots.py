@@ -9,7 +9,7 @@ def slots_of(place: int, ranks: int, batch_size: int) -> range:
     return range(place * batch_size // ranks, (place + 1) * batch_size // ranks)
 
 
-def place_of(slot: int, ranks: int, batch_size: int) -> int:
+def rank_index_of(slot: int, ranks: int, batch_size: int) -> int:
     """Return the place of the rank that works on a slot, as `slots_of` divides them."""
     return ((slot + 1) * ranks - 1) // batch_size
 

@@ -26,7 +26,8 @@ from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
 from dlac_pipeline.operations.documents.certificate import certify, differences, is_signed, make_key
-from dlac_pipeline.operations.documents.forget import ForgetPlan, execute_forget, plan_forget
+from dlac_pipeline.operations.documents.execution import execute_forget
+from dlac_pipeline.operations.documents.forget import ForgetPlan, plan_forget
 from dlac_pipeline.operations.documents.traces import erase_traces
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run

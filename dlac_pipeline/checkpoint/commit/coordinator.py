@@ -103,9 +103,8 @@ class Committer:
                 patiently(self._see)
 
     def _commit(self, votes: list[Vote], prepared: Prepared) -> Decision:
-        for vote in votes:
-            if vote["failure"] is not None:
-                raise failure_named(vote["failure"])
+        for failure in (vote["failure"] for vote in votes if vote["failure"] is not None):
+            raise failure_named(failure)
         taken, parent = prepared.taken, self._parent
         reader_state = agreed_reader_state(self._order, votes, taken.step)
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._nonce}"

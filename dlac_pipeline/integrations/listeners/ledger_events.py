@@ -48,7 +48,7 @@ def read_events(
         _log.warning("listeners do not receive the event %r of run %r: %s", kind, spec.run, err)
 
 
-def read_losses(spec: JobSpec, checkpoint_id: str | None) -> dict[int, float]:
+def read_shared_losses(spec: JobSpec, checkpoint_id: str | None) -> dict[int, float]:
     """Return step -> loss up to a checkpoint, on its lineage. Empty if the ledger cannot be read."""
     try:
         rows = Ledger(connect(spec.lakehouse)).head_rows(spec.run)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from dlac_pipeline.integrations.listeners import events
-from dlac_pipeline.integrations.listeners.ledger_events import read_losses
+from dlac_pipeline.integrations.listeners.ledger_events import read_shared_losses
 from dlac_pipeline.spec.job_spec import JobSpec
 
 Metrics = list[tuple[int, Mapping[str, float]]]
@@ -32,7 +32,7 @@ class Tracker(ABC):
         """Write an event to the tracked run."""
         if isinstance(event, events.AttemptStarted):
             if self.start(event):
-                losses = read_losses(self._spec, event.resumed_from)
+                losses = read_shared_losses(self._spec, event.resumed_from)
                 self.log(event, [(step, {"loss": loss}) for step, loss in losses.items()])
             self._sample(event, event.gauges())
         elif isinstance(event, events.ProgressMade):

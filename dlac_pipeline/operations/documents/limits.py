@@ -32,6 +32,6 @@ ORDER BY run
 """
 
 
-def limits_of(connection: duckdb.DuckDBPyConnection) -> list[str]:
+def certificate_limits(connection: duckdb.DuckDBPyConnection) -> list[str]:
     """Return the limits of a certificate over the ledger of a connection, also those of adopted weights in its runs."""
     return [*LIMITS, *(text for (text,) in connection.execute(_ADOPTED).fetchall())]

@@ -17,7 +17,7 @@ from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.slots import place_of, slots_of
+from dlac_pipeline.plan.slots import rank_index_of, slots_of
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
@@ -112,7 +112,7 @@ class StepRows:
             StepRow(
                 run=self.run,
                 step=found.step,
-                rank=ranks[place := place_of(each.slot, len(ranks), batch_size)],
+                rank=ranks[place := rank_index_of(each.slot, len(ranks), batch_size)],
                 node=found.nodes[place] if found.nodes else None,
                 source_table=found.leg.sources[each.source].table,
                 value=value,
