@@ -52,6 +52,8 @@ _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sourc
 """Views that many others use. They are computed once, or else each of those would compute them again."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "uneven_shares", "repeats")
 """Further such views. They are too expensive without a run."""
+AUDIT_TABLES = (*_KEPT, *_KEPT_OF_ONE_RUN)
+"""Views of the audit of one run that are computed once."""
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
 """Statements that leave files alone. Tables that they make or change are in memory."""
 _WRITING = ("COPY", "EXPORT", "IMPORT", "ATTACH", "INSTALL", "LOAD", "PREPARE", "EXECUTE", "SECRET")
@@ -110,7 +112,7 @@ def open_audit(
         if large:
             connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
         views = VIEWS if needed is None else scripts_of(needed)
-        kept = {*_KEPT, *(() if run is None else _KEPT_OF_ONE_RUN)} - ({"advances"} if large else set())
+        kept = {*(_KEPT if run is None else AUDIT_TABLES)} - ({"advances"} if large else set())
         _define(connection, [view for view in views if not (merged and view == "audited")], kept, large=large)
         opened.pop_all()
     return connection
@@ -140,15 +142,18 @@ def _words_and_names(script: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(_WORDS.findall(text)), frozenset(_DEFINITION.findall(text))
 
 
+def script_of_view(name: str, kept: Collection[str]) -> str:
+    """Return the script of a view or of macros. A view of `kept` becomes a table, which is computed at once."""
+    script = sql_script(name)
+    return script.replace(f"CREATE OR REPLACE VIEW {name} ", f"CREATE TABLE {name} ") if name in kept else script
+
+
 def _define(
     connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str], *, large: bool = False
 ) -> None:
     """Define these views on a connection. Those of `kept` are computed at once, and compressed if they may be `large`."""
     for name in views:
-        script = sql_script(name)
-        if name in kept:
-            script = script.replace(f"CREATE OR REPLACE VIEW {name} ", f"CREATE TABLE {name} ")
-        connection.execute(script)
+        connection.execute(script_of_view(name, kept))
         if large and name in kept:
             connection.execute("CHECKPOINT lakehouse")  # this compresses the table
 

@@ -19,6 +19,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, audit_run
+from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -344,3 +345,16 @@ def is_advance(row: Columns) -> bool:
 def unchanged(rows: list[Columns]) -> list[Columns]:
     """The change that changes nothing."""
     return rows
+
+
+def check_script_agrees(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> AuditReport:
+    """Check that the script of a run, in a DuckDB that knows nothing of DLAC, ends with the audit's totals and verdict."""
+    report, script = audit_run(lakehouse, run, checkpoint), explain_sql(lakehouse, run, checkpoint)
+    with duckdb.connect() as plain:
+        assert plain.execute(script).fetchall() == [(report.exact,)]
+        [totals] = rows_of(plain, "FROM dlac_audit.audited_totals")
+        problems = rows_of(plain, "FROM dlac_audit.found_problems ORDER BY problem")
+    found = report.to_json()
+    assert totals == {name: found[name] for name in totals}
+    assert [row["problem"] for row in problems] == list(report.problems)
+    return report

@@ -29,7 +29,7 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, Columns
 from dlac_pipeline.operations.status import run_status
 from examples.demo.report import write_report
-from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
+from tests.integration.audit_runs import changed, check_script_agrees, is_advance, rows_named, until_step, without
 from tests.integration.conftest import ROWS, Lake
 
 
@@ -119,13 +119,6 @@ def test_a_run_without_checkpoints_is_exact(lake: Lake) -> None:
 
 def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
     """After a rewind the abandoned checkpoints are off the lineage; what they had consumed can still be asked."""
-
-    def rewound(rows: list[Columns]) -> list[Columns]:
-        kept = until_step(rows, 32)
-        target = next(row for row in rows_named(kept, "checkpoint") if row["step"] == 16)
-        seq = 1 + max(row["seq"] for row in kept)
-        return [*kept, {**target, "kind": "rewind", "seq": seq, "head_after": target["checkpoint_id"]}]
-
     name = lake.forge(rewound)
     report = audit_run(lake.lakehouse, name)
     assert (report.exact, report.step, report.checkpoints, report.checkpoints_abandoned) == (True, 16, 2, 2)
@@ -193,6 +186,35 @@ def test_the_explanation_runs_in_a_plain_duckdb(lake: Lake, run: str) -> None:
             f"WHERE run = '{run}' AND step = 8",
         )
     assert counted == [{"n": 8 * 32}]
+
+
+def rewound(rows: list[Columns]) -> list[Columns]:
+    """The run, taken back from step 32 to step 16."""
+    kept = until_step(rows, 32)
+    target = next(row for row in rows_named(kept, "checkpoint") if row["step"] == 16)
+    seq = 1 + max(row["seq"] for row in kept)
+    return [*kept, {**target, "kind": "rewind", "seq": seq, "head_after": target["checkpoint_id"]}]
+
+
+def twice(rows: list[Columns]) -> list[Columns]:
+    """The run, one advance of which was recorded twice."""
+    return [*rows, rows_named(rows, "advance")[3]]
+
+
+def without_one(rows: list[Columns]) -> list[Columns]:
+    """The run without one of its advances."""
+    lost = rows_named(rows, "advance")[3]
+    return [row for row in rows if row is not lost]
+
+
+def test_script_ends_with_verdict(lake: Lake) -> None:
+    """The script's totals, problems and verdict are the audit's, of runs that are exact and of such that are not."""
+    for run in ("reference", "faulty", lake.forge(rewound), lake.forge(lambda rows: rows[:1])):
+        assert check_script_agrees(lake.lakehouse, run).exact
+    assert check_script_agrees(lake.lakehouse, "faulty", "16").step == 16
+    repeated, lacking = (check_script_agrees(lake.lakehouse, lake.forge(change)) for change in (twice, without_one))
+    assert repeated.rows_duplicated > 0
+    assert lacking.rows_missing > 0
 
 
 def test_the_explanation_of_a_run_without_checkpoints_runs(lake: Lake) -> None:

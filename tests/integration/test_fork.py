@@ -32,6 +32,7 @@ from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
+from tests.integration.audit_runs import check_script_agrees
 from tests.integration.conftest import Command
 from tests.integration.test_cli import dlac as dlac_command
 
@@ -123,6 +124,7 @@ def test_fork_inherits_model_and_consumption(arena: Arena, here: Command) -> Non
                 assert rows_seen(arena, connection, macro, table, arena.head(run) or "") == rows, (table, run, macro)
         begun = rows_of(connection, "SELECT run, begun_by, grew_from, from_step FROM branches ORDER BY run")
     assert [(row["begun_by"], row["from_step"]) for row in begun] == [("start", None), ("fork", 10), ("fork", 3)]
+    check_script_agrees(arena.lakehouse, "c")
     script = explain_sql(arena.lakehouse, "c")
     with duckdb.connect() as plain:
         plain.execute(script)

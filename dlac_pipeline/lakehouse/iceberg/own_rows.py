@@ -119,9 +119,9 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     return pa.concat_tables([schema.empty_table().select(wanted["columns"]), *parts])
 
 
-def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | None:
-    """Return the data files of a table's current snapshot that may have wanted rows, or None if it has delete files."""
-    manifests = _manifests(table)
+def data_files(table: Table, row_filter: BooleanExpression, snapshot_id: int | None = None) -> list[DataFile] | None:
+    """Return the data files of a snapshot that may have wanted rows, or None if it has delete files. Unset: the current one."""
+    manifests = _manifests(table, snapshot_id)
     if any(each.content != ManifestContent.DATA for each in manifests):
         return None
 
@@ -142,8 +142,8 @@ def data_files(table: Table, row_filter: BooleanExpression) -> list[DataFile] | 
     return [each for each in files if run is None or len(each.partition) == 0 or each.partition[0] == run]
 
 
-def _manifests(table: Table) -> list[ManifestFile]:
-    snapshot = table.current_snapshot()
+def _manifests(table: Table, snapshot_id: int | None = None) -> list[ManifestFile]:
+    snapshot = table.current_snapshot() if snapshot_id is None else table.snapshot_by_id(snapshot_id)
     if snapshot is None:
         return []
     with decoding(table, snapshot.manifest_list):
