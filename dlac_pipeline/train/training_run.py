@@ -187,9 +187,10 @@ class TrainingRun:
         self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
         self._policy.training()
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
+        resumes = self.step > 0
         for batch in copy_batches(self._watched_batches(), device=device, pin_memory=pin_memory):
             self._batch = batch
-            if self.step:
+            if resumes:
                 self.reset_generators()  # what the script drew since `restore`, it had drawn before the checkpoint too
             yield batch
             if self._batch is not None:

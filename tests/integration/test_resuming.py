@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 
 from dlac_pipeline import training_run
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
@@ -314,3 +315,23 @@ def test_shifted_cursor_is_refused(arena: Arena, spec: JobSpec) -> None:
     table.overwrite(rows.set_column(index, field, pa.array(digests, field.type)))
     with pytest.raises(CursorMismatch, match=r"cursor of key group 2 in source 0 .* after step 5"):
         arena.train(spec)
+
+
+def test_first_checkpoint_resumes_same_numbers(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies in its second step draws there what an undisturbed run draws, and not the numbers of step 1 again."""
+    arena.table(appends=(96,))
+    monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    drawn: dict[str, list[float]] = {"undisturbed": [], "killed": []}
+    for run, until in (("undisturbed", 0), ("killed", 2), ("killed", 0)):
+        path = arena.home / f"{run}.yaml"
+        spec = arena.spec(run, world_size=1, passes=1, every_steps=1)
+        path.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+        with training_run(path) as opened:
+            opened.restore(model=torch.nn.Linear(4, 1))
+            for batch in opened.batches():
+                if batch.step == until:
+                    break
+                drawn[run].append(torch.rand(()).item())
+                opened.step_done(batch.mean(batch["x"].sum(-1)))
+    assert drawn["killed"] == drawn["undisturbed"]
+    assert len({*drawn["undisturbed"]}) == 3
