@@ -47,6 +47,8 @@ _IMPORTS = (
     "dlac_pipeline.cli.main",
 )
 NEW_FORK_SERVER = "TESTS_NEW_FORK_SERVER"
+MORE_IMPORTS = "TESTS_MORE_IMPORTS"
+"""Environment variable with further modules, as a,b, that the process that forks imports."""
 _PRELOAD = "dlac_pipeline.elastic.preload"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOCK = threading.Lock()
@@ -235,7 +237,7 @@ def _run(arguments: list[str]) -> None:
 def main() -> None:
     """Import the libraries, and serve the requests of a socket."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the first request may come from a thread that holds signals back
-    for name in _IMPORTS:
+    for name in (*_IMPORTS, *filter(None, os.environ.get(MORE_IMPORTS, "").split(","))):
         importlib.import_module(name)
     setproctitle("tests.forked")  # it finds its place as long as the environment is the first one
     gc.collect()
