@@ -28,7 +28,7 @@ from tests.empty_lakehouse import empty_lakehouse
 from tests.listening import install_strangers
 
 BATCH, EVERY, SECRET = 16, 5, "hunter2-never-show-me"
-_ROWS, _MORE, _SECOND = 160, 96, 10_000
+_ROWS, _MORE, _SECOND = 240, 96, 10_000
 """Rows of the source, rows that are appended to it, and the first row id of the second source."""
 _SCRIPT = Path(__file__).parents[1] / "programs" / "pairs_rank.py"
 EXCLUDED = 24
@@ -43,7 +43,7 @@ def drop(batch):
 
 def tokens_of(row: int) -> int:
     """Return the number of tokens of a document."""
-    return 1 + row % 11
+    return 3 + row % 16
 
 
 def rows_from(first: int, count: int) -> pa.Table:

@@ -153,3 +153,12 @@ def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, progr
         said = [json.loads(line) for line in process.stdout]
     assert "no more of it" in said[-1]["message"]
     assert {"loading", "a table"} <= set((tmp_path / "stderr").read_text().splitlines())
+
+
+def test_rows_end_before_the_last_step(arena: Arena, script: str) -> None:
+    """A run with a transform whose rows end before `order.steps` is finished with them."""
+    arena.table(appends=(100, 50), row_group_rows=20)
+    steps = arena.train(arena.spec("r", **{**SMALL, "passes": 1}, steps=50, transform=f"{script}:all_rows"))
+    assert sorted(row for rows in steps.values() for row in rows) == list(range(150))
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.finished, report.step) == (True, True, 10)
