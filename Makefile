@@ -68,8 +68,8 @@ ui: setup  ## the Dagster UI on the demo's lakehouse
 	test -d $(DEMO_HOME)/dagster || { echo "expected the demo's lakehouse in $(DEMO_HOME), found none: run 'make demo' first"; exit 1; }
 	DAGSTER_HOME=$(DEMO_HOME)/dagster DLAC_HOME=$(DEMO_HOME) $(BIN)/dagster dev -w workspace.yaml
 
-bench: setup  ## every benchmark but gpu, paper, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
-	for program in $(filter-out benchmarks/gpu.py benchmarks/paper.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+bench: setup  ## every benchmark but gpu, pairs, paper, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
+	for program in $(filter-out benchmarks/gpu.py benchmarks/pairs.py benchmarks/paper.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
 
 paper: setup  ## the paper's experiments beside the peers', an hour; paper/paper.html and .pdf, and docs/paper.md of it
 	$(BIN)/python -m benchmarks.paper --out paper; status=$$?; cp paper/paper.json benchmarks/results/measured/paper.json && $(BIN)/python -m benchmarks.paper --docs paper/paper.json && exit $$status
