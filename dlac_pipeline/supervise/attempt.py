@@ -345,7 +345,9 @@ class SupervisedAttempt:
                 self._machine.observe(Observation.TRAINING_BEGAN)
             if event["event"] == "checkpoint":
                 self.committed, self._head_step = True, event["step"]
-            self._ending = ending_of(event) or self._ending
+            if ending := ending_of(event):
+                self._ending = ending
+                self._monitor.step = max(self.step, event["step"])  # a dead replica group may not have got there
             self._publish(event)
 
     def _publish(self, event: Event) -> None:

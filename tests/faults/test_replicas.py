@@ -231,3 +231,10 @@ def test_committer_changes_to_and_fro(campaign: Arena, calm: Trained, mode: str)
     assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
     committers = [row.checkpoint_id.split("-")[-2] for row in campaign.lineage(run)]
     assert [key for key, _ in itertools.groupby(committers)][:4] == ["0", "1", "0", "1"]
+
+
+@pytest.mark.slow
+def test_end_names_last_step(campaign: Arena) -> None:
+    """A group that dies in the last step is not replaced. The end of the run is at that step, and not where the group was."""
+    trained = train(campaign, "dies-last", pause_s=0.05, dies_forward=f"1:{STEPS}")
+    assert trained.launch.of("ended")[0]["step"] == STEPS
