@@ -23,7 +23,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.documents.certificate import certify, differences, is_signed, make_key
-from dlac_pipeline.operations.documents.forget import execute_forget
+from dlac_pipeline.operations.documents.execution import execute_forget
 from dlac_pipeline.operations.rebuild import rebuild_ledger
 from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.forked import Forked
