@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, ScriptInvalid, SpecInvalid
 
@@ -189,24 +192,87 @@ def test_restored_state_trains_identically(tmp_path: Path, kind: str, optimizer:
     assert again.state() == first.state()
 
 
+def one_thawing(net: Net) -> list[Optimizer]:
+    """Make an optimizer that the script gives another layer later."""
+    return [torch.optim.AdamW([*net.first.parameters(), *net.head.parameters()], lr=0.01)]
+
+
+def named_thawing(net: Net) -> list[Optimizer]:
+    """Make the same, which knows the names of its parameters."""
+    named = [(name, each) for name, each in net.named_parameters() if not name.startswith("late")]
+    return [torch.optim.AdamW(named, lr=0.01)]
+
+
+def two_thawing(net: Net) -> list[Optimizer]:
+    """Make two optimizers, the first of which gets another layer."""
+    return [torch.optim.AdamW(net.first.parameters(), lr=0.01), torch.optim.SGD(net.head.parameters(), lr=0.01)]
+
+
 @pytest.mark.parametrize("engine", ["torch", "dcp"])
-def test_added_group_is_restored(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("make", [one_thawing, named_thawing, two_thawing])
+def test_added_group_is_restored(tmp_path: Path, make: Optimizers, engine: str) -> None:
     """A script that thaws a layer by a new group of its optimizer resumes as it is written: it begins without the group."""
-
-    def without_late(net: Net) -> list[Optimizer]:
-        return [torch.optim.AdamW([*net.first.parameters(), *net.head.parameters()], lr=0.01)]
-
-    first = Trained("unused", without_late, seed=1)
+    first = Trained("unused", make, seed=1)
     first.net.kind = ""
     first.train([1])
-    first.optimizers[0].add_param_group({"params": [*first.net.late.parameters()], "lr": 0.05})
+    late: list[Any] = [*first.net.late.named_parameters("late")]
+    if make is not named_thawing:
+        late = [each for _, each in late]
+    first.optimizers[0].add_param_group({"params": late, "lr": 0.05})
     first.train([2, 3])
     first.engine(engine).save(tmp_path, Direct().write)
     expected = first.train([4, 5, 6])
-    again = Trained("unused", without_late, seed=2)
+    again = Trained("unused", make, seed=2)
     again.net.kind = ""
     again.engine(engine).load(tmp_path, saved_world_size=1)
     assert again.train([4, 5, 6]) == expected
+    assert again.state() == first.state()
+
+
+def test_group_of_missing_optimizer_is_refused(tmp_path: Path) -> None:
+    """The parameters of an optimizer that the script makes later get no other optimizer."""
+    first = Trained("", two_thawing, seed=1)
+    first.engine("dcp").save(tmp_path, Direct().write)
+    again = Trained("", lambda net: two_thawing(net)[:1], seed=1)
+    with pytest.raises(ResumeMismatch, match=r"found none with \['head\.bias', 'head\.weight'\]"):
+        again.engine("dcp").load(tmp_path, saved_world_size=1)
+
+
+@pytest.mark.parametrize("engine", ["torch", "dcp"])
+def test_empty_group_is_restored(tmp_path: Path, engine: str) -> None:
+    """A group without parameters, as one of biases in a model without them, comes back with its settings, once."""
+
+    def make(net: Net) -> list[Optimizer]:
+        return [torch.optim.AdamW([{"params": [], "lr": 0.5}, {"params": [*net.parameters()]}], lr=0.01)]
+
+    first = Trained("", make, seed=1)
+    first.train([1, 2, 3])
+    first.engine(engine).save(tmp_path, Direct().write)
+    expected = first.train([4])
+    again = Trained("", make, seed=2)
+    again.engine(engine).load(tmp_path, saved_world_size=1)
+    assert again.train([4]) == expected
+    assert again.state() == first.state()
+
+
+def momentum_and_adam(net: Net) -> list[Optimizer]:
+    """Make two optimizers whose states have different keys."""
+    first = [*net.first.parameters()]
+    rest = [each for each in net.parameters() if not any(each is other for other in first)]
+    return [torch.optim.SGD(first, lr=0.01, momentum=0.9), torch.optim.Adam(rest, lr=0.01)]
+
+
+def test_adopted_optimizers_keep_their_states(tmp_path: Path) -> None:
+    """Those of another program's optimizers differ in their keys, and all of them are loaded."""
+    first = Trained("", momentum_and_adam, seed=1)
+    first.train([1, 2, 3])
+    weights, states = get_state_dict(first.net, first.optimizers)
+    save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    (adopted := tmp_path / "adopted").mkdir()
+    foreign_checkpoint(tmp_path / "foreign").copy(adopted, Direct().write)
+    again = Trained("", momentum_and_adam, seed=2)
+    DistributedState(model=again.net, optimizer=again.optimizers).load(adopted, saved_world_size=1)
+    again.schedules = first.schedules = []
     assert again.state() == first.state()
 
 
@@ -242,9 +308,18 @@ def test_lost_parameter_is_named(tmp_path: Path) -> None:
         again.engine("dcp").load(tmp_path, saved_world_size=1)
 
 
-def test_numbered_state_is_not_saved(tmp_path: Path) -> None:
-    """An index has names, so a number as key would come back as text."""
+@pytest.mark.parametrize("place", ["state", "group", "optimizer"])
+def test_nameless_state_is_not_saved(tmp_path: Path, place: str) -> None:
+    """An index has names of parameters: a number as key would come back as text, and two optimizers may share another name."""
     trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)
-    trained.optimizers[0].state[trained.net.head.weight] = {3: torch.ones(1)}
-    with pytest.raises(SpecInvalid, match=r"found 3 in optimizer\.state\.head\.weight"):
+    (optimizer,) = trained.optimizers
+    expected = "found 3 in optimizer"
+    if place == "state":
+        optimizer.state[trained.net.head.weight] = {3: torch.ones(1)}
+    elif place == "group":
+        optimizer.param_groups[0]["table"] = {3: "a"}
+    else:
+        optimizer.state["all"] = {"calls": 1}  # type: ignore[index]  # some optimizers do this
+        expected = "AdamW, found one of 'all'"
+    with pytest.raises(SpecInvalid, match=expected):
         trained.engine("dcp").save(tmp_path, Direct().write)

@@ -5,6 +5,7 @@ it asks for states that parameters without a gradient never had, and leaves out 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from dlac_pipeline.checkpoint.engines.shards import ShardReader
 from dlac_pipeline.lakehouse.errors import CheckpointError, ResumeMismatch, ScriptInvalid, SpecInvalid
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+_SIZES = "param_groups.sizes"
+"""Beside them: the number of groups of each optimizer. The groups of one follow each other."""
 
 
 class OptimizerStates:
@@ -28,7 +31,7 @@ class OptimizerStates:
         self._optimizers = optimizers
 
     def state(self) -> dict[str, Any]:
-        """Return {"state": {parameter: its state}, "param_groups": [...]} with the tensors in use.
+        """Return {"state": {parameter: its state}, "param_groups": [...], ...} with the tensors in use.
 
         A parameter without a state, as one that never had a gradient, is left out.
 
@@ -47,12 +50,18 @@ class OptimizerStates:
                     "which DistributedState does not save: use dlac_pipeline.TorchState"
                 )
             numbered = [names[parameter] for group in optimizer.param_groups for parameter in group[_PARAMETERS]]
-            state |= {numbered[key] if isinstance(key, int) else key: each for key, each in found[_STATE].items()}
+            if strange := [key for key in found[_STATE] if not isinstance(key, int)]:
+                raise SpecInvalid(
+                    f"expected a state of each parameter in {type(optimizer).__name__}, found one of {strange[0]!r}, which is no "
+                    "parameter: use dlac_pipeline.TorchState"
+                )
+            state |= {numbered[key]: each for key, each in found[_STATE].items()}
             groups += [
                 {**group, _PARAMETERS: [numbered[number] for number in group[_PARAMETERS]]} for group in found[_GROUPS]
             ]
-        _check_keys(state, f"optimizer.{_STATE}")
-        return {_STATE: state, _GROUPS: groups}
+        for place, each in ((_STATE, state), *((_GROUPS, group) for group in groups)):
+            _check_keys(each, f"optimizer.{place}")
+        return {_STATE: state, _GROUPS: groups, _SIZES: [len(each.param_groups) for each in self._optimizers]}
 
     def targets(self, reader: ShardReader) -> dict[str, Any]:
         """Return name -> tensor to load into, or None for a plain value, for each part of an optimizer in the index."""
@@ -71,18 +80,20 @@ class OptimizerStates:
             ResumeMismatch: the checkpoint has the state of a parameter that no optimizer has, or groups differ.
             CheckpointError: an adopted checkpoint lacks a part of a parameter's state.
         """
-        found: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+        found: dict[str, Any] = {_STATE: {}, _GROUPS: [], _SIZES: []}
         for name, path in _optimizer_paths(reader, set(self._names().values())):
             set_element(found, path, values[name])
-        if reader.is_adopted:
-            _check_complete(found[_STATE])
-        else:
-            self._add_groups(found[_GROUPS])
+        groups = [self._groups_of(number, found) for number in range(len(self._optimizers))]
+        if not reader.is_adopted:
+            for optimizer, saved in zip(self._optimizers, groups, strict=True):
+                self._add_groups(optimizer, saved)
             self._check_used(found, set(self._names().values()))
         names = self._names()
-        for optimizer in self._optimizers:
+        for optimizer, saved in zip(self._optimizers, groups, strict=True):
+            if reader.is_adopted:
+                _check_complete(optimizer, names, found[_STATE])
             if found[_STATE] or found[_GROUPS]:
-                _load_optimizer(optimizer, names, found)
+                _load_optimizer(optimizer, names, found[_STATE], saved)
 
     def check(self) -> None:
         """Raise `ScriptInvalid` as `state`."""
@@ -93,15 +104,27 @@ class OptimizerStates:
         own = dict(self._model.named_parameters())
         return {bare: own[name] for name, bare in bare_names(self._model, own).items()}
 
-    def _add_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def _groups_of(self, number: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the saved groups of an optimizer: those of the one that had its parameters, or its place if it had none."""
+        if not found[_SIZES]:  # another program saved them
+            return list(found[_GROUPS])
+        groups, names = iter(found[_GROUPS]), self._names()
+        own = {names[parameter] for group in self._optimizers[number].param_groups for parameter in group[_PARAMETERS]}
+        mine: list[dict[str, Any]] = []
+        for place, size in enumerate(found[_SIZES]):
+            saved = list(islice(groups, size))
+            used = {name for group in saved for name in group[_PARAMETERS]}
+            if own & used or (not used and place == number):
+                mine += saved
+        return mine
+
+    def _add_groups(self, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
         """Add the groups that the script adds during training, as when it thaws a layer."""
-        if len(self._optimizers) != 1:
-            return
         parameters, known = self._parameters(), set(self._names().values())
-        for group in saved:
+        for group in saved[len(optimizer.param_groups) :]:
             names = group[_PARAMETERS]
             if known.isdisjoint(names) and parameters.keys() >= set(names):
-                self._optimizers[0].add_param_group({**group, _PARAMETERS: [parameters[name] for name in names]})
+                optimizer.add_param_group({**group, _PARAMETERS: [parameters[name] for name in names]})
 
     def _names(self) -> dict[Parameter, str]:
         """Return the name of each parameter of the optimizers."""
@@ -131,24 +154,30 @@ class OptimizerStates:
             )
 
 
-def _load_optimizer(optimizer: Optimizer, names: Mapping[Parameter, str], found: Mapping[str, Any]) -> None:
+def _load_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[Parameter, str],
+    states: Mapping[str, Any],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> None:
     """Set the state of one optimizer. What the checkpoint lacks of its settings stays as the script made it."""
-    groups, number = [], 0
-    state: dict[Any, Any] = {key: each for key, each in found[_STATE].items() if key not in set(names.values())}
-    for own in optimizer.param_groups:
+    groups: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
+    number = 0
+    for place, own in enumerate(optimizer.param_groups):
         group_names = [names[parameter] for parameter in own[_PARAMETERS]]
-        saved = [group for group in found[_GROUPS] if not set(group_names).isdisjoint(group[_PARAMETERS])]
-        if len(saved) > 1 or (found[_GROUPS] and group_names and not saved):
+        saved = [group for group in saved_groups if not set(group_names).isdisjoint(group[_PARAMETERS])]
+        if len(saved) > 1 or (saved_groups and group_names and not saved):
             raise ResumeMismatch(
                 f"expected the parameter groups of the checkpoint, found a group with {group_names[:4]!r}, which are in "
                 f"{len(saved)} of its groups: make the optimizer's groups as they were"
             )
+        if not group_names:
+            saved = [group for group in saved_groups[place : place + 1] if not group[_PARAMETERS]]
         settings = {**own, **(saved[0] if saved else {})}
         numbers = range(number, number + len(group_names))
         groups.append({**settings, _PARAMETERS: list(numbers)})
-        state |= {
-            each: found[_STATE][name] for each, name in zip(numbers, group_names, strict=True) if name in found[_STATE]
-        }
+        state |= {each: states[name] for each, name in zip(numbers, group_names, strict=True) if name in states}
         number += len(group_names)
     optimizer.load_state_dict({_STATE: state, _GROUPS: groups})
 
@@ -195,12 +224,16 @@ def _check_keys(value: Any, place: str) -> None:
         _check_keys(each, f"{place}.{key}")
 
 
-def _check_complete(state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that all parameters with a state have the same keys. Files of another program may be missing."""
-    expected = {key for each in state.values() for key in each}
-    for name, each in state.items():
-        if missing := sorted(expected - each.keys()):
-            raise CheckpointError(
-                f"expected {sorted(expected)!r} in the adopted optimizer's state of each parameter, found {name!r} without "
-                f"{missing!r}: adopt a whole checkpoint, or one without an optimizer"
-            )
+def _check_complete(
+    optimizer: Optimizer, names: Mapping[Parameter, str], states: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Check that all parameters of a group that have a state have the same keys. Files of another program may be missing."""
+    for group in optimizer.param_groups:
+        found = {names[parameter]: states.get(names[parameter], {}) for parameter in group[_PARAMETERS]}
+        expected = {key for each in found.values() for key in each}
+        for name, each in found.items():
+            if each and (missing := sorted(expected - each.keys())):
+                raise CheckpointError(
+                    f"expected {sorted(expected)!r} in the adopted optimizer's state of each parameter, found {name!r} without "
+                    f"{missing!r}: adopt a whole checkpoint, or one without an optimizer"
+                )

@@ -55,7 +55,7 @@ class TorchState(Engine):
         """
         state = load_tensors(folder / self._FILE, mmap=True)
         for name, groups in state.get(self._GROUPS, {}).items():
-            self._add_groups(self._parts.get(name), groups)
+            self._add_groups(self._parts.get(name), groups, state[name])
         for name, part in self._parts.items():
             wrapped = _wrapped_state(part, state[name])
             part.load_state_dict(wrapped if _only_copies(part) else copy.deepcopy(wrapped))
@@ -86,12 +86,13 @@ class TorchState(Engine):
             for name, bare in bare_names(modules[part], own).items()
         }
 
-    def _add_groups(self, optimizer: Any, saved: list[list[str]]) -> None:
+    def _add_groups(self, optimizer: Any, saved: list[list[str]], state: Mapping[str, Any]) -> None:
         """Add the groups that the script adds to an optimizer during training, as when it thaws a layer."""
         parameters = self._parameters()
-        for names in saved[len(optimizer.param_groups) :] if isinstance(optimizer, Optimizer) else ():
+        first = len(optimizer.param_groups) if isinstance(optimizer, Optimizer) else len(saved)
+        for names, group in zip(saved[first:], state["param_groups"][first:], strict=True):
             if parameters.keys() >= set(names):
-                optimizer.add_param_group({"params": [parameters[name] for name in names]})
+                optimizer.add_param_group({**group, "params": [parameters[name] for name in names]})
 
 
 def _only_copies(part: Any) -> bool:
