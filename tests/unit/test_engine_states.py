@@ -199,8 +199,8 @@ def one_thawing(net: Net) -> list[Optimizer]:
 
 def named_thawing(net: Net) -> list[Optimizer]:
     """Make the same, which knows the names of its parameters."""
-    named = [(name, each) for name, each in net.named_parameters() if not name.startswith("late")]
-    return [torch.optim.AdamW(named, lr=0.01)]
+    named: list[Any] = [each for each in net.named_parameters() if not each[0].startswith("late")]
+    return [torch.optim.AdamW(iter(named), lr=0.01)]
 
 
 def two_thawing(net: Net) -> list[Optimizer]:
@@ -243,7 +243,8 @@ def test_empty_group_is_restored(tmp_path: Path, engine: str) -> None:
     """A group without parameters, as one of biases in a model without them, comes back with its settings, once."""
 
     def make(net: Net) -> list[Optimizer]:
-        return [torch.optim.AdamW([{"params": [], "lr": 0.5}, {"params": [*net.parameters()]}], lr=0.01)]
+        found: list[dict[str, Any]] = [{"params": [], "lr": 0.5}, {"params": [*net.parameters()]}]
+        return [torch.optim.AdamW(found, lr=0.01)]
 
     first = Trained("", make, seed=1)
     first.train([1, 2, 3])

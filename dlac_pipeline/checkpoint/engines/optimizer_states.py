@@ -50,9 +50,9 @@ class OptimizerStates:
                     "which DistributedState does not save: use dlac_pipeline.TorchState"
                 )
             numbered = [names[parameter] for group in optimizer.param_groups for parameter in group[_PARAMETERS]]
-            if strange := [key for key in found[_STATE] if not isinstance(key, int)]:
+            if nameless := [key for key in found[_STATE] if not isinstance(key, int)]:
                 raise SpecInvalid(
-                    f"expected a state of each parameter in {type(optimizer).__name__}, found one of {strange[0]!r}, which is no "
+                    f"expected a state of each parameter in {type(optimizer).__name__}, found one of {nameless[0]!r}, which is no "
                     "parameter: use dlac_pipeline.TorchState"
                 )
             state |= {numbered[key]: each for key, each in found[_STATE].items()}
