@@ -124,6 +124,14 @@ def test_same_memberships_give_identical_losses(campaign: Arena) -> None:
     assert campaign.losses("twin-1") == campaign.losses("twin-2")
 
 
+@pytest.mark.slow
+def test_resumed_groups_draw_the_same(campaign: Arena) -> None:
+    """The first step after a restart of all groups has the random numbers of its membership, as in an undisturbed run."""
+    for run, changes in (("undisturbed-draws", {}), ("resumed-draws", {"dies_forward": "*:23"})):
+        train(campaign, run, replicas=1, dropout=0.1, **changes)
+    assert campaign.losses("resumed-draws") == campaign.losses("undisturbed-draws")
+
+
 def test_death_is_an_incident(campaign: Arena) -> None:
     """`dlac incidents` shows its cause, the step from which the group takes part again, and the groups present."""
     run = "incident"

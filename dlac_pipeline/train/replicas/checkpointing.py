@@ -69,6 +69,7 @@ class ReplicaCheckpointing(Checkpointing):
             self.engine = adapt(engine, self._spec.checkpoint.engine, **parts)
         else:
             super().restore(engine, parts)
+        self._generators = None  # each step has seeded its own before the script gets the batch
         if not isinstance(self.engine, TorchFTState):
             raise ScriptInvalid(
                 f"expected run.restore(dlac_pipeline.TorchFTState(model=..., optimizer=...)) with launch.replicas, found "
